@@ -1,0 +1,1 @@
+"""Reinforcement learning of language models from verifiable rewards with DAPO."""

