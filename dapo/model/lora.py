@@ -1,0 +1,111 @@
+"""LoRA adapters on the model that learns: added, switched off for the reference, merged for export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from dapo.config import LoraConfig
+from dapo.errors import CheckpointError, ModelError
+from dapo.model.export import save_dense
+
+_ADAPTER = "default"
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
+    """Freeze the weights and put adapters beside them; the first values come from torch's global generator."""
+    assert config.rank > 0, "rank 0 means no adapters"
+    targets = config.target_modules
+    if targets != "all-linear":
+        _check_targets(model, targets)
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # only ever divided by the rank
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )
+    adapted = peft.get_peft_model(model, settings, adapter_name=_ADAPTER)
+    assert isinstance(adapted, peft.PeftModel)
+    return adapted.eval()
+
+
+def causal_lm(model: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
+    """The model with trunk and head, whether or not adapters are wrapped around it."""
+    inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    assert isinstance(inner, PreTrainedModel)
+    return inner
+
+
+@contextmanager
+def reference_mode(model: PreTrainedModel | peft.PeftModel) -> Iterator[None]:
+    """Within the block the model computes what it did before any adapter was trained."""
+    assert isinstance(model, peft.PeftModel), "a model without adapters has no reference within itself"
+    with model.disable_adapter():
+        yield
+
+
+@torch.no_grad()
+def merged(model: PreTrainedModel | peft.PeftModel) -> dict[str, Tensor]:
+    """All weights under their plain names, adapters added in; the model stays as it is. Others are not copied."""
+    inner = causal_lm(model)
+    state = {
+        name.replace(".base_layer.", "."): tensor for name, tensor in inner.state_dict().items() if ".lora_" not in name
+    }
+    for name, module in inner.named_modules():
+        if isinstance(module, LoraLayer):
+            weight = state[f"{name}.weight"]
+            delta = module.get_delta_weight(_ADAPTER)  # pyright: ignore[reportAttributeAccessIssue]
+            state[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype)
+    return state
+
+
+def save_merged(model: PreTrainedModel | peft.PeftModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """A directory that transformers and vLLM load as it is, adapters or not."""
+    save_dense(causal_lm(model), merged(model), directory)
+    tokenizer.save_pretrained(directory)
+
+
+def adapter_state(model: PreTrainedModel | peft.PeftModel) -> dict[str, Tensor]:
+    """A copy of the adapters, under the names that PEFT gives them in its files; empty where there are none."""
+    if not isinstance(model, peft.PeftModel):
+        return {}
+    return {name: tensor.detach().clone() for name, tensor in _adapter_tensors(model).items()}
+
+
+@torch.no_grad()
+def load_adapter_state(model: peft.PeftModel, state: Mapping[str, Tensor]) -> None:
+    own = _adapter_tensors(model)
+    shapes, found = ({name: tuple(tensor.shape) for name, tensor in part.items()} for part in (own, state))
+    if shapes != found:
+        odd = min(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+        raise CheckpointError(
+            f"the saved adapters do not fit model.lora: {odd} has shape {found.get(odd, 'none')}, "
+            f"expected {shapes.get(odd, 'none')}; use the rank and target_modules they were trained with"
+        )
+    for name, tensor in own.items():
+        tensor.copy_(state[name])
+
+
+def _adapter_tensors(model: peft.PeftModel) -> dict[str, Tensor]:
+    # Left to itself PEFT asks the hub whether the embeddings were resized.
+    return peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
+
+
+def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    """PEFT takes names that match nothing in silence, as long as one matches."""
+    head = model.get_output_embeddings()
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D) and part is not head]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            names = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear})[:8])
+            raise ModelError(f"model.lora.target_modules: the model has no linear layer '{target}'; it has {names}")

@@ -1,0 +1,162 @@
+"""Checkpoints: a Hugging Face directory beside the trainer's state, in safetensors and JSON, written all or nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from dapo.errors import CheckpointError
+from dapo.model.lora import adapter_state, load_adapter_state, save_merged
+from dapo.policy.policy import Policy
+from dapo.types import Group, Prompt, Rollout, Score
+
+FORMAT = 1
+KEEP = 2
+_STATE, _OPTIMISER, _ADAPTERS = "trainer/state.json", "trainer/optimiser.safetensors", "trainer/adapters.safetensors"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainerState:
+    """Everything besides weights and optimiser that the next step depends on. All randomness is hashed from counters."""
+
+    step: int
+    version: int
+    cursor: int
+    next_serial: int
+    recent: list[bool]
+    empty_in_a_row: int
+    non_finite_in_a_row: int
+    carried: list[Group]
+
+
+def save(folder: Path, state: TrainerState, policy: Policy, tokenizer: Any) -> Path:
+    """Write checkpoints/step_N under a temporary name, make it durable, then rename; keep the newest two."""
+    target = folder / f"step_{state.step}"
+    draft = folder / f".writing_step_{state.step}"
+    shutil.rmtree(draft, ignore_errors=True)
+    (draft / "trainer").mkdir(parents=True)
+    save_merged(policy.model, tokenizer, draft)
+    save_file(policy.optimiser.state_dict(), draft / _OPTIMISER)
+    if isinstance(policy.model, PeftModel):
+        save_file(adapter_state(policy.model), draft / _ADAPTERS)
+    files = {str(path.relative_to(draft)): _digest(path) for path in sorted(draft.rglob("*")) if path.is_file()}
+    document = {"format": FORMAT, "files": files, **asdict(state), "carried": [_to_json(g) for g in state.carried]}
+    (draft / _STATE).write_text(json.dumps(document), encoding="utf-8")
+    for path in [*draft.rglob("*"), draft]:
+        _fsync(path)
+    if target.exists():  # left by a run that was rewound to before this step
+        shutil.rmtree(target)
+    draft.rename(target)
+    _fsync(folder)
+    for _, old in sorted(_all(folder).items())[:-KEEP]:
+        shutil.rmtree(old)
+    return target
+
+
+def newest(folder: Path) -> Path | None:
+    found = _all(folder)
+    return found[max(found)] if found else None
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """The trainer's state, after every file of the checkpoint was found to be what was written."""
+    try:
+        document = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+        found = document.pop("format")
+        if found != FORMAT:
+            raise CheckpointError(f"{checkpoint}: written in format {found}, this version reads format {FORMAT}")
+        for name, digest in document.pop("files").items():
+            if _digest(checkpoint / name) != digest:
+                raise CheckpointError(_damaged(checkpoint, f"{name} is not what was written"))
+        carried = [_from_json(group) for group in document.pop("carried")]
+        return TrainerState(**document, carried=carried)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(_damaged(checkpoint, f"{type(error).__name__}: {error}")) from error
+
+
+def restore_optimiser(checkpoint: Path, policy: Policy) -> None:
+    """Optimiser and adapters; a full model's weights are loaded from the checkpoint directory as from any other."""
+    device = str(policy.weight.device)
+    try:
+        if isinstance(policy.model, PeftModel):
+            load_adapter_state(policy.model, load_file(checkpoint / _ADAPTERS, device=device))
+        policy.optimiser.load_state_dict(load_file(checkpoint / _OPTIMISER, device=device))
+    except (SafetensorError, KeyError, RuntimeError) as error:
+        raise CheckpointError(_damaged(checkpoint, f"the optimiser's state does not fit: {error}")) from error
+
+
+def _all(folder: Path) -> dict[int, Path]:
+    if not folder.is_dir():
+        return {}
+    names = {path.name.removeprefix("step_"): path for path in folder.iterdir() if path.name.startswith("step_")}
+    return {int(step): path for step, path in names.items() if step.isdigit()}
+
+
+def _damaged(checkpoint: Path, why: str) -> str:
+    return f"{checkpoint}: the checkpoint is damaged ({why}); delete this folder to resume from the one before it"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _to_json(group: Group) -> dict[str, Any]:
+    def lists(values: tuple[np.ndarray, ...] | None) -> list[list[float]] | None:
+        return None if values is None else [value.tolist() for value in values]
+
+    return {
+        "serial": group.serial,
+        "prompt": asdict(group.prompt),
+        "rollouts": [
+            {**asdict(rollout), "tokens": rollout.tokens.tolist(), "logprobs": rollout.logprobs.tolist()}
+            for rollout in group.rollouts
+        ],
+        "scores": [asdict(score) for score in group.scores],
+        "rewards": group.rewards.tolist(),
+        "advantages": group.advantages.tolist(),
+        "trains": group.trains.tolist(),
+        "verdict": group.verdict,
+        "ref_logprobs": lists(group.ref_logprobs),
+    }
+
+
+def _from_json(data: Mapping[str, Any]) -> Group:
+    prompt = data["prompt"]
+    rollouts = [
+        Rollout(**{**r, "tokens": np.array(r["tokens"], np.int32), "logprobs": np.array(r["logprobs"], np.float32)})
+        for r in data["rollouts"]
+    ]
+    reference = data["ref_logprobs"]
+    return Group(
+        serial=data["serial"],
+        prompt=Prompt(**{**prompt, "messages": tuple(prompt["messages"]), "tokens": tuple(prompt["tokens"])}),
+        rollouts=tuple(rollouts),
+        scores=tuple(Score(**score) for score in data["scores"]),
+        rewards=np.array(data["rewards"], np.float64),
+        advantages=np.array(data["advantages"], np.float64),
+        trains=np.array(data["trains"], bool),
+        verdict=data["verdict"],
+        ref_logprobs=None if reference is None else tuple(np.array(row, np.float32) for row in reference),
+    )

@@ -1,0 +1,173 @@
+"""From groups to padding-free micro-batches in which each prompt is computed once for all its responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dapo.algorithm.loss import AggregationMode, token_weight
+from dapo.model.attention import Family
+from dapo.types import Group, Rollout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """A micro-batch: T packed tokens to compute, R response tokens to learn from.
+
+    A response's last token is never an input, and its first one is predicted by the prompt's last hidden state, which
+    all responses to that prompt share.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    families: tuple[Family, ...]
+    rollouts: tuple[Rollout, ...]  # in the order of their tokens in the R tensors
+    predictors_R: Tensor  # index of the hidden state that predicts the token
+    targets_R: Tensor
+    advantages_R: Tensor
+    old_logprobs_R: Tensor
+    ref_logprobs_R: Tensor | None
+    weights_R: Tensor  # what each token's loss counts for in the whole mini-batch
+    is_current_R: Tensor  # sampled by the very weights that the update starts from
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    """One rollout to pack."""
+
+    group: Group
+    index: int
+    weight: float
+    is_current: bool
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.group.rollouts[self.index]
+
+    @property
+    def inputs(self) -> int:
+        return len(self.rollout) - 1
+
+
+def mini_batches(groups: Sequence[Group], size: int, seed: int, step: int, epoch: int) -> list[list[Group]]:
+    """Cut into near-equal parts of whole groups, at most `size` each, shuffled from (seed, step, epoch)."""
+    if not groups:
+        return []
+    order = np.random.default_rng((seed, step, epoch)).permutation(len(groups))
+    parts = np.array_split(order, -(-len(groups) // size))
+    return [[groups[i] for i in part] for part in parts]
+
+
+def micro_batches(
+    groups: Sequence[Group],
+    mode: AggregationMode,
+    max_tokens: int,
+    version: int,
+    device: torch.device,
+    *,
+    share_prompts: bool = True,
+) -> list[Batch]:
+    """Pack the trained rollouts of one mini-batch. The counts behind the weights are those of all of them."""
+    pairs = [(group, i) for group in groups for i in np.flatnonzero(group.trains)]
+    total_tokens = sum(len(group.rollouts[i]) for group, i in pairs)
+    items = [
+        _Item(
+            group=group,
+            index=int(i),
+            weight=token_weight(mode, len(group.rollouts[i]), total_tokens, len(pairs)),
+            is_current=group.weight_version == version,
+        )
+        for group, i in pairs
+    ]
+    return [_pack(part, device, share_prompts) for part in _cut(items, max_tokens, share_prompts)]
+
+
+def reference_batches(groups: Sequence[Group], max_tokens: int, device: torch.device) -> list[Batch]:
+    """Pack every rollout of these groups, trained or not, only to compute log-probabilities."""
+    items = [_Item(group, i, 0.0, False) for group in groups for i in range(len(group.rollouts))]
+    return [_pack(part, device, share_prompts=True) for part in _cut(items, max_tokens, share_prompts=True)]
+
+
+def _cut(items: list[_Item], max_tokens: int, share_prompts: bool) -> Iterator[list[_Item]]:
+    """Parts of at most `max_tokens` inputs (a single longer rollout stands alone), equal prompts side by side."""
+    first_seen: dict[tuple[int, ...], int] = {}
+    for item in items:
+        first_seen.setdefault(item.group.prompt.tokens, len(first_seen))
+    items = sorted(items, key=lambda item: first_seen[item.group.prompt.tokens])
+    part: list[_Item] = []
+    used = 0
+    for item in items:
+        prompt = item.group.prompt.tokens
+        is_new = not share_prompts or not part or part[-1].group.prompt.tokens != prompt
+        cost = item.inputs + (len(prompt) if is_new else 0)
+        if part and used + cost > max_tokens:
+            yield part
+            part, used, cost = [], 0, item.inputs + len(prompt)
+        part.append(item)
+        used += cost
+    if part:
+        yield part
+
+
+def _pack(items: list[_Item], device: torch.device, share_prompts: bool) -> Batch:
+    families: list[Family] = []
+    tokens: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    predictors: list[np.ndarray] = []
+    cursor = 0
+    for prompt, members in _by_prompt(items, share_prompts):
+        start, length = cursor, len(prompt)
+        tokens.append(np.array(prompt))
+        positions.append(np.arange(length))
+        cursor += length
+        responses = []
+        for item in members:
+            inputs = item.inputs
+            tokens.append(item.rollout.tokens[:-1])
+            positions.append(np.arange(length, length + inputs))
+            predictors.append(np.concatenate([[start + length - 1], np.arange(cursor, cursor + inputs)]))
+            responses.append((cursor, inputs))
+            cursor += inputs
+        families.append(Family((start, length), tuple(responses)))
+    has_reference = items[0].group.ref_logprobs is not None
+    return Batch(
+        tokens_T=_tensor(tokens, torch.long, device),
+        positions_T=_tensor(positions, torch.long, device),
+        families=tuple(families),
+        rollouts=tuple(item.rollout for item in items),
+        predictors_R=_tensor(predictors, torch.long, device),
+        targets_R=_tensor([item.rollout.tokens for item in items], torch.long, device),
+        advantages_R=_per_token(items, [item.group.advantages[item.index] for item in items], torch.float32, device),
+        old_logprobs_R=_tensor([item.rollout.logprobs for item in items], torch.float32, device),
+        ref_logprobs_R=_tensor([_reference(item) for item in items], torch.float32, device) if has_reference else None,
+        weights_R=_per_token(items, [item.weight for item in items], torch.float32, device),
+        is_current_R=_per_token(items, [item.is_current for item in items], torch.bool, device),
+    )
+
+
+def _by_prompt(items: list[_Item], share_prompts: bool) -> Iterator[tuple[tuple[int, ...], list[_Item]]]:
+    members: list[_Item] = []
+    for item in items:
+        if members and (not share_prompts or members[-1].group.prompt.tokens != item.group.prompt.tokens):
+            yield members[0].group.prompt.tokens, members
+            members = []
+        members.append(item)
+    yield members[0].group.prompt.tokens, members
+
+
+def _reference(item: _Item) -> np.ndarray:
+    assert item.group.ref_logprobs is not None
+    return item.group.ref_logprobs[item.index]
+
+
+def _tensor(parts: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(device=device, dtype=dtype)
+
+
+def _per_token(items: list[_Item], values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    spread = np.repeat(np.array(values), [len(item.rollout) for item in items])
+    return torch.from_numpy(spread).to(device=device, dtype=dtype)

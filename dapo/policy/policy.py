@@ -1,0 +1,204 @@
+"""The model that learns: one update per mini-batch, and the log-probabilities of the reference it may be held to."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dapo.algorithm.loss import LossConfig, policy_loss
+from dapo.config import Config
+from dapo.errors import TrainingStopped
+from dapo.model.attention import PackedAttention
+from dapo.model.forward import head_weight, hidden_states, query_groups
+from dapo.model.lora import causal_lm, reference_mode
+from dapo.policy.head import HeadResult, chunked_logprobs, fused_head_loss
+from dapo.policy.optimiser import Optimiser
+from dapo.policy.packing import Batch, micro_batches, mini_batches, reference_batches
+from dapo.types import Group, Rollout, TokenStats
+
+MAX_NON_FINITE_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdateResult:
+    metrics: dict[str, float]
+    token_stats: dict[tuple[int, int], TokenStats]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums over the tokens of one whole update, so that every figure is a mean over tokens."""
+
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gap_sum: float = 0.0
+    gap_max: float = 0.0
+    gap_tokens: int = 0
+    skipped: int = 0
+    token_stats: dict[tuple[int, int], TokenStats] = field(default_factory=dict)
+
+
+class Policy:
+    """Owns the trained weights and the optimiser. `reference` is a frozen model, or None where adapters can be off."""
+
+    def __init__(self, model: Any, config: Config, reference: Any | None = None, *, share_prompts: bool = True) -> None:
+        self.model = model
+        self.causal_lm = causal_lm(model)
+        self.reference = reference
+        self.config = config
+        self.share_prompts = share_prompts
+        self.weight = head_weight(self.causal_lm)
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.optimiser = Optimiser(trainable, config.optim)
+        self.non_finite_in_a_row = 0
+        algorithm = config.algorithm
+        self.loss_config = LossConfig(
+            clip_low=algorithm.clip_ratio_low,
+            clip_high=algorithm.clip_ratio_high,
+            clip_c=algorithm.clip_ratio_c,
+            kl_coef=algorithm.kl_loss_coef,
+        )
+
+    def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
+        """All mini-batches and epochs over one batch of groups that `version` of the weights is about to learn from."""
+        tally = _Tally()
+        for epoch in range(self.config.optim.ppo_epochs):
+            size, seed = self.config.mini_batch_size, self.config.run.seed
+            for index, part in enumerate(mini_batches(groups, size, seed, step, epoch)):
+                self._update_once(part, step, version, tally, is_first=epoch == index == 0, record=epoch == 0)
+        return UpdateResult(self._metrics(tally, step), tally.token_stats)
+
+    def _update_once(
+        self, groups: list[Group], step: int, version: int, tally: _Tally, *, is_first: bool, record: bool
+    ) -> None:
+        """One optimiser step over a mini-batch, micro-batch by micro-batch."""
+        self.optimiser.zero_grad()
+        loss = 0.0
+        for batch in self._micro_batches(groups, version):
+            result = self._backward(batch)
+            loss += float(result.loss)
+            _count(batch, result, tally, is_first=is_first, record=record)
+        if is_first:
+            self._guard_gap(tally)
+        norm = self.optimiser.step(step) if math.isfinite(loss) else math.nan
+        self.optimiser.zero_grad()
+        if not math.isfinite(norm):
+            self._skip_non_finite(tally, loss, norm)
+            return
+        self.non_finite_in_a_row = 0
+        tally.losses.append(loss)
+        tally.norms.append(norm)
+
+    def _micro_batches(self, groups: list[Group], version: int) -> list[Batch]:
+        return micro_batches(
+            groups,
+            self.config.algorithm.loss_agg_mode,
+            self.config.optim.max_tokens_per_micro_batch,
+            version,
+            self.weight.device,
+            share_prompts=self.share_prompts,
+        )
+
+    def _backward(self, batch: Batch) -> HeadResult:
+        """Forward through trunk and head, and the gradient of the weighted loss added to every parameter's."""
+
+        def chunk_loss(logprobs: Tensor, chunk: slice) -> tuple[Tensor, dict[str, Tensor]]:
+            reference = batch.ref_logprobs_R[chunk] if self.loss_config.kl_coef > 0 and batch.ref_logprobs_R is not None else None
+            loss, metrics = policy_loss(
+                logprobs, batch.old_logprobs_R[chunk], batch.advantages_R[chunk], reference, self.loss_config
+            )
+            return (loss * batch.weights_R[chunk]).sum(), metrics
+
+        hidden_R = self._trunk(self.causal_lm, batch).index_select(0, batch.predictors_R)
+        result = fused_head_loss(hidden_R, self.weight, batch.targets_R, self.config.rollout.temperature, chunk_loss)
+        hidden_R.backward(result.grad_hidden_R)
+        return result
+
+    def _trunk(self, model: Any, batch: Batch) -> Tensor:
+        plan = PackedAttention(batch.families, batch.positions_T, query_groups(model), self.weight.dtype)
+        return hidden_states(model, batch.tokens_T, batch.positions_T, plan)
+
+    @torch.no_grad()
+    def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
+        """Per group the reference's log-probabilities of every rollout's tokens."""
+        found: dict[tuple[int, int], np.ndarray] = {}
+        with self._reference_model() as model:
+            for batch in reference_batches(groups, self.config.optim.max_tokens_per_micro_batch, self.weight.device):
+                hidden_R = self._trunk(model, batch).index_select(0, batch.predictors_R)
+                temperature = self.config.rollout.temperature
+                logprobs_R = chunked_logprobs(hidden_R, head_weight(model), batch.targets_R, temperature)
+                for rollout, values in _split(batch.rollouts, logprobs_R):
+                    found[rollout.serial, rollout.index] = values
+        return [tuple(found[group.serial, r.index] for r in group.rollouts) for group in groups]
+
+    @contextmanager
+    def _reference_model(self) -> Iterator[Any]:
+        with nullcontext() if self.reference is not None else reference_mode(self.model):
+            yield self.reference if self.reference is not None else self.causal_lm
+
+    def _guard_gap(self, tally: _Tally) -> None:
+        limit = self.config.algorithm.max_logprob_gap
+        gap = tally.gap_sum / max(tally.gap_tokens, 1)
+        if gap > limit:
+            raise TrainingStopped(
+                f"the sampler's log-probabilities differ from the trainer's by {gap:.4f} on average, more than "
+                f"algorithm.max_logprob_gap = {limit}: the importance ratio would be wrong from the start, so the run stops"
+            )
+
+    def _skip_non_finite(self, tally: _Tally, loss: float, norm: float) -> None:
+        tally.skipped += 1
+        self.non_finite_in_a_row += 1
+        if self.non_finite_in_a_row >= MAX_NON_FINITE_STEPS:
+            raise TrainingStopped(
+                f"{MAX_NON_FINITE_STEPS} optimiser steps in a row had a loss or gradient that is not finite (loss {loss}, "
+                f"gradient norm {norm}); the weights are unchanged since, try a lower optim.lr or look at the rewards"
+            )
+
+    def _metrics(self, tally: _Tally, step: int) -> dict[str, float]:
+        tokens = max(tally.tokens, 1)
+        metrics = {name: total / tokens for name, total in tally.sums.items()}
+        metrics |= {
+            "loss": float(np.mean(tally.losses)) if tally.losses else 0.0,
+            "grad_norm": float(np.mean(tally.norms)) if tally.norms else 0.0,
+            "lr": self.optimiser.learning_rate(step),
+            "updates": float(len(tally.norms)),
+            "updates/non_finite": float(tally.skipped),
+        }
+        if tally.gap_tokens:
+            metrics["logprob_gap/mean"] = tally.gap_sum / tally.gap_tokens
+            metrics["logprob_gap/max"] = tally.gap_max
+        return metrics
+
+
+def _count(batch: Batch, result: HeadResult, tally: _Tally, *, is_first: bool, record: bool) -> None:
+    tally.tokens += len(batch.targets_R)
+    tally.sums["entropy"] += float(result.entropy_R.sum())
+    for name, values in result.metrics.items():
+        tally.sums[name] += float(values.sum())
+    if is_first and batch.is_current_R.any():
+        gap = (result.logprobs_R - batch.old_logprobs_R)[batch.is_current_R].abs()
+        tally.gap_sum += float(gap.sum())
+        tally.gap_max = max(tally.gap_max, float(gap.max()))
+        tally.gap_tokens += len(gap)
+    if record:
+        pairs = zip(
+            _split(batch.rollouts, result.logprobs_R), _split(batch.rollouts, result.entropy_R), strict=True
+        )
+        for (rollout, logprobs), (_, entropy) in pairs:
+            tally.token_stats[rollout.serial, rollout.index] = TokenStats(logprobs, entropy)
+
+
+def _split(rollouts: Sequence[Rollout], values_R: Tensor) -> Iterator[tuple[Rollout, np.ndarray]]:
+    values = values_R.detach().float().cpu().numpy()
+    ends = np.cumsum([len(rollout) for rollout in rollouts])
+    yield from zip(rollouts, np.split(values, ends[:-1]), strict=True)

@@ -1,0 +1,286 @@
+"""Dynamic sampling: rounds of groups until the batch is full, in submission order, with every token accounted for."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from dapo.algorithm.filtering import UNJUDGED, GroupRules, form_group
+from dapo.config import Config
+from dapo.data.stream import PromptStream
+from dapo.engine.protocol import Engine
+from dapo.errors import RewardError, TrainingStopped
+from dapo.types import KEPT, PADDED, Event, Group, Prompt, Request, Rollout, SamplingParams, Score
+
+CARRIED = "carried"
+STALE = "stale"
+SURPLUS = "surplus"
+
+Judge = Callable[[Prompt, Rollout], Score]
+Reference = Callable[[Sequence[Group]], Sequence[tuple[np.ndarray, ...]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """One step's harvest: what to train on, every group decided on the way, and where each token went."""
+
+    batch: tuple[Group, ...]
+    groups: tuple[Group, ...]  # all of them with their final verdict for this step, the batch included
+    first_serial: int  # groups from here on were generated in this step, those before were carried in
+    tokens: Mapping[str, int]
+    rounds: int
+    generate_seconds: float
+    reward_seconds: float
+    events: tuple[Event, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """Scores, rewards and lengths are those of everything generated in this step, kept or not."""
+        fresh = [group for group in self.groups if group.serial >= self.first_serial]
+        lengths = np.array([len(rollout) for group in fresh for rollout in group.rollouts])
+        cut_off = [rollout.finish_reason == "length" for group in fresh for rollout in group.rollouts]
+        scores = [score for group in fresh for score in group.scores if score.judged]
+        verdicts = Counter(group.verdict for group in self.groups)
+        metrics: dict[str, float] = {name: float(count) for name, count in self.tokens.items()}
+        metrics |= {
+            "groups/kept": len(self.batch),
+            "groups/carried": verdicts[CARRIED],
+            "groups/stale": verdicts[STALE],
+            "groups/generated": len(fresh),
+            "groups/rounds": self.rounds,
+        }
+        dropped = {v: n for v, n in verdicts.items() if v not in (KEPT, PADDED, CARRIED, STALE)}
+        metrics["groups/dropped"] = sum(dropped.values())
+        metrics |= {f"groups/dropped/{verdict}": count for verdict, count in dropped.items()}
+        if fresh:
+            metrics |= {
+                "response_length/mean": lengths.mean(),
+                "response_length/max": lengths.max(),
+                "response_length/clip_ratio": np.mean(cut_off),
+                "rollouts/unjudged": len(lengths) - len(scores),
+            }
+        if scores:
+            metrics["score/mean"] = np.mean([score.value for score in scores])
+            metrics["reward/mean"] = np.nanmean(np.concatenate([group.rewards for group in fresh]))
+            if all(score.acc is not None for score in scores):
+                metrics["acc/mean"] = np.mean([score.acc for score in scores])
+        return {name: float(value) for name, value in metrics.items()}
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """What is known while one step's batch is being filled."""
+
+    version: int
+    number: int
+    first_serial: int
+    carried_in: int
+    kept: list[Group] = field(default_factory=list)
+    dropped: list[Group] = field(default_factory=list)
+    generated: int = 0
+    rounds: int = 0
+    reward_seconds: float = 0.0
+    events: list[Event] = field(default_factory=list)
+
+
+class DynamicSampler:
+    """Drives engine and judge. Its state between steps: the carried groups, the counters, the recent keep rate."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        judge: Judge,
+        stream: PromptStream,
+        reference: Reference | None = None,
+        on_group: Callable[[Group], None] = lambda group: None,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.judge = judge
+        self.stream = stream
+        self.reference = reference
+        self.on_group = on_group
+        self.carried: list[Group] = []
+        self.next_serial = 0
+        self.recent: deque[bool] = deque(maxlen=4 * config.gen_batch_size)
+        self.rules = _rules(config)
+        self.params = SamplingParams(config.rollout.temperature, max_tokens=config.data.max_response_length)
+
+    def fill(self, number: int, version: int) -> Sampled:
+        """Sample until `train_batch_size` groups are kept, or the rounds are used up."""
+        start = time.perf_counter()
+        step = _Step(version, number, self.next_serial, carried_in=sum(group.tokens for group in self.carried))
+        self._take_over(step)
+        target, limit = self.config.data.train_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches
+        while len(step.kept) < target and (limit <= 0 or step.rounds < limit):
+            self._round(step, self._round_size(target - len(step.kept)))
+        batch, surplus = step.kept[:target], step.kept[target:]
+        if len(batch) < target:
+            batch, surplus = self._exhausted(step, batch)
+        self._put_aside(step, surplus)
+        return self._harvest(step, batch, time.perf_counter() - start)
+
+    def _take_over(self, step: _Step) -> None:
+        """Groups carried from earlier steps come first, unless the policy has moved on too far."""
+        for group in self.carried:
+            if step.version - group.weight_version > self.config.algorithm.max_staleness:
+                step.dropped.append(group.with_verdict(STALE))
+            else:
+                step.kept.append(group.with_verdict(KEPT))
+        self.carried = []
+
+    def _round_size(self, missing: int) -> int:
+        if self.config.algorithm.max_staleness == 0 or not self.recent:
+            return self.config.gen_batch_size
+        keep_rate = (sum(self.recent) + 1) / (len(self.recent) + 1)
+        return min(self.config.gen_batch_size, math.ceil(missing / keep_rate))
+
+    def _round(self, step: _Step, size: int) -> None:
+        """Submit `size` prompts, judge each group as it completes, decide when all are there."""
+        step.rounds += 1
+        prompts = dict(enumerate(self.stream.take(size), start=self.next_serial))
+        self.next_serial += size
+        n = self.config.rollout.n
+        self.engine.submit([Request(serial, prompt.tokens, n, self.params) for serial, prompt in prompts.items()])
+        finished: dict[int, list[Rollout]] = {serial: [] for serial in prompts}
+        scores: dict[int, list[Score]] = {}
+        while len(scores) < size:
+            rollouts = self.engine.poll()
+            assert rollouts, "the engine has nothing left, but rollouts are missing"
+            for rollout in rollouts:
+                members = finished[rollout.serial]
+                members.append(rollout)
+                if len(members) == n:
+                    members.sort(key=lambda member: member.index)
+                    scores[rollout.serial] = self._score(step, prompts[rollout.serial], members)
+        drafts = [
+            form_group(serial, prompt, finished[serial], scores[serial], replace(self.rules, kl_reward_coef=0.0))
+            for serial, prompt in prompts.items()
+        ]
+        self._decide(step, self._with_reference(drafts))
+
+    def _score(self, step: _Step, prompt: Prompt, rollouts: list[Rollout]) -> list[Score]:
+        start = time.perf_counter()
+        scores = [self.judge(prompt, rollout) for rollout in rollouts]
+        step.reward_seconds += time.perf_counter() - start
+        return scores
+
+    def _with_reference(self, drafts: list[Group]) -> list[Group]:
+        """Add the reference's log-probabilities: to every group when they enter the reward, else to the kept ones."""
+        if self.reference is None:
+            return drafts
+        in_reward = self.rules.kl_reward_coef > 0
+        wanted = [group for group in drafts if in_reward or group.kept]
+        found = dict(zip((group.serial for group in wanted), self.reference(wanted), strict=True)) if wanted else {}
+        if not in_reward:
+            return [replace(group, ref_logprobs=found.get(group.serial)) for group in drafts]
+        return [form_group(g.serial, g.prompt, g.rollouts, g.scores, self.rules, found[g.serial]) for g in drafts]
+
+    def _decide(self, step: _Step, groups: list[Group]) -> None:
+        if self._judged_nothing(groups):
+            reason = next(score.error for group in groups for score in group.scores)
+            raise RewardError(f"the reward judged none of the first {len(groups)} groups; the first reason: {reason}")
+        for group in groups:
+            step.generated += group.tokens
+            (step.kept if group.kept else step.dropped).append(group)
+            self.recent.append(group.kept)
+            self.on_group(group)
+        unjudged = Counter(score.error for group in groups for score in group.scores if score.error)
+        for reason, count in unjudged.items():
+            step.events.append(Event("unjudged", f"{count} rollouts could not be judged: {reason}", step.number))
+
+    def _judged_nothing(self, groups: list[Group]) -> bool:
+        is_first_round = self.next_serial == len(groups)
+        return is_first_round and not any(score.judged for group in groups for score in group.scores)
+
+    def _exhausted(self, step: _Step, kept: list[Group]) -> tuple[list[Group], list[Group]]:
+        """The rounds are used up: what to train on, and what to set aside."""
+        rule = self.config.algorithm.filter_groups
+        target = self.config.data.train_batch_size
+        minimum = math.ceil(rule.min_batch_ratio * target)
+        story = (
+            f"{step.rounds} rounds gave {len(kept)} of {target} groups with something to learn "
+            f"(groups by share of full reward: {_histogram([*step.kept, *step.dropped])})"
+        )
+        if rule.on_exhausted == "raise":
+            raise TrainingStopped(f"step {step.number}: {story}")
+        if rule.on_exhausted == "skip" and len(kept) < minimum:
+            step.events.append(Event("exhausted", f"{story}; no update, they wait for the next step", step.number))
+            return [], kept
+        if rule.on_exhausted == "pad" and len(kept) < minimum:
+            kept = self._pad(step, kept, minimum)
+        step.events.append(Event("exhausted", f"{story}; trained on {len(kept)}", step.number))
+        return kept, []
+
+    def _pad(self, step: _Step, kept: list[Group], minimum: int) -> list[Group]:
+        """Fill up with dropped groups that could be judged, in submission order."""
+        fit = [g for g in step.dropped if g.verdict not in (UNJUDGED, STALE) and g.trains.any()]
+        padding = fit[: minimum - len(kept)]
+        serials = {group.serial for group in padding}
+        step.dropped = [group for group in step.dropped if group.serial not in serials]
+        return [*kept, *(group.with_verdict(PADDED) for group in padding)]
+
+    def _put_aside(self, step: _Step, surplus: list[Group]) -> None:
+        """Carry surplus groups over; with no staleness allowed they are dropped, unless no update makes them stale."""
+        is_skipped = len(surplus) == len(step.kept)
+        if self.config.algorithm.max_staleness == 0 and not is_skipped:
+            step.dropped += [group.with_verdict(SURPLUS) for group in surplus]
+        else:
+            self.carried = [group.with_verdict(CARRIED) for group in surplus]
+
+    def _harvest(self, step: _Step, batch: list[Group], seconds: float) -> Sampled:
+        trained = sum(group.trained_tokens for group in batch)
+        tokens = {
+            "tokens/carried_in": step.carried_in,
+            "tokens/generated": step.generated,
+            "tokens/trained": trained,
+            "tokens/masked": sum(group.tokens for group in batch) - trained,
+            "tokens/stale": sum(group.tokens for group in step.dropped if group.verdict == STALE),
+            "tokens/cancelled": 0,
+            "tokens/carried_out": sum(group.tokens for group in self.carried),
+        }
+        for group in step.dropped:
+            if group.verdict != STALE:
+                name = f"tokens/dropped/{group.verdict}"
+                tokens[name] = tokens.get(name, 0) + group.tokens
+        arrived = tokens["tokens/carried_in"] + tokens["tokens/generated"]
+        assert arrived == sum(tokens.values()) - arrived, f"a token is lost or counted twice: {tokens}"
+        return Sampled(
+            batch=tuple(batch),
+            groups=tuple(sorted([*batch, *step.dropped, *self.carried], key=lambda group: group.serial)),
+            first_serial=step.first_serial,
+            tokens=tokens,
+            rounds=step.rounds,
+            generate_seconds=seconds - step.reward_seconds,
+            reward_seconds=step.reward_seconds,
+            events=tuple(step.events),
+        )
+
+
+def _rules(config: Config) -> GroupRules:
+    buffer = config.reward.overlong_buffer
+    return GroupRules(
+        max_response_length=config.data.max_response_length,
+        overlong_buffer_len=buffer.len if buffer.enable else 0,
+        overlong_penalty_factor=buffer.penalty_factor,
+        overlong_filter=config.algorithm.overlong_filter,
+        filter_enabled=config.algorithm.filter_groups.enable,
+        filter_metric=config.algorithm.filter_groups.metric,
+        adv_norm=config.algorithm.adv_norm,
+        kl_reward_coef=config.algorithm.kl_reward_coef,
+    )
+
+
+def _histogram(groups: Sequence[Group]) -> str:
+    """How many groups have which mean: of acc where there is one, else of the score."""
+    means: Counter[str] = Counter()
+    for group in groups:
+        judged = [score for score in group.scores if score.judged]
+        values = [float(s.acc) if s.acc is not None else float(s.value or 0.0) for s in judged]
+        means[f"{np.mean(values):.2f}" if values else "unjudged"] += 1
+    return ", ".join(f"{mean}: {count}" for mean, count in sorted(means.items()))

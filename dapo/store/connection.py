@@ -1,0 +1,60 @@
+"""Opening run.db, and saying in one sentence what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dapo.errors import CheckpointError
+from dapo.store.schema import APPLICATION_ID, SCHEMA_VERSION
+
+
+@contextmanager
+def connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
+    """A connection that is closed again when what follows fails."""
+    if mode != "rwc" and not os.path.isfile(path):
+        raise CheckpointError(f"{path}: there is no run database here")
+    with explained(path, "opened as a run database"):
+        connection = sqlite3.connect(
+            f"{path.resolve().as_uri()}?mode={mode}", uri=True, timeout=60, isolation_level=None
+        )
+        try:
+            connection.row_factory = sqlite3.Row
+            connection.execute("PRAGMA foreign_keys = ON")
+            # A killed process loses nothing at NORMAL either. FULL adds one fsync per step, little beside the seconds
+            # that a step takes, and so even a power cut cannot leave the database behind the checkpoint.
+            connection.execute("PRAGMA synchronous = FULL")
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+
+
+def check(connection: sqlite3.Connection, path: Path) -> None:
+    if is_blank(connection):
+        raise CheckpointError(f"{path}: is empty; the run never started, or the file was copied without its -wal file")
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    if application != APPLICATION_ID:
+        raise CheckpointError(f"{path}: is an SQLite database, but not that of a run")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version != SCHEMA_VERSION:
+        raise CheckpointError(f"{path}: has schema version {version}, but this version of dapo reads {SCHEMA_VERSION}")
+
+
+def is_blank(connection: sqlite3.Connection) -> bool:
+    (objects,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    return objects == 0
+
+
+@contextmanager
+def explained(path: Path, doing: str) -> Iterator[None]:
+    """What a user can mend (a damaged file, a full disk, no permission) becomes one sentence; a bug goes through."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError) or type(error) is sqlite3.DatabaseError:
+            raise CheckpointError(f"{path}: cannot be {doing} ({error})") from error
+        raise

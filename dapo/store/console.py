@@ -1,0 +1,171 @@
+"""What a person sees in the terminal: groups kept and dropped as they are decided, each step's figures, an ETA."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dapo.config import Config
+from dapo.types import EvalReport, Event, Group, StepReport
+
+WARNINGS = ("exhausted", "unjudged", "stopped")
+
+
+class Reporter(Protocol):
+    """Told what happens, as it happens. It may show it, and may not slow it down or change it."""
+
+    def training(self, config: Config, first_step: int) -> AbstractContextManager[None]: ...
+    def phase(self, name: str) -> None: ...
+    def group(self, group: Group) -> None: ...
+    def step(self, report: StepReport) -> None: ...
+    def evaluation(self, report: EvalReport) -> None: ...
+    def event(self, event: Event) -> None: ...
+    def stopping(self) -> None: ...
+
+
+class SilentReporter:
+    """For use from Python: everything is in the run database anyway."""
+
+    def training(self, config: Config, first_step: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def phase(self, name: str) -> None: ...
+    def group(self, group: Group) -> None: ...
+    def step(self, report: StepReport) -> None: ...
+    def evaluation(self, report: EvalReport) -> None: ...
+    def event(self, event: Event) -> None: ...
+    def stopping(self) -> None: ...
+
+
+class ConsoleReporter:
+    """One line per step above a progress bar that tells what is going on right now."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            TextColumn("[dim]{task.fields[now]}"),
+            console=self.console,
+            # Steps are few and long: the whole run so far is the best guess at the next one.
+            speed_estimate_period=3600,
+        )
+        self.task = self.progress.add_task("steps", total=None, now="")
+        self.verdicts: Counter[str] = Counter()
+        self.batch_size = 0
+
+    @contextmanager
+    def training(self, config: Config, first_step: int) -> Iterator[None]:
+        self.batch_size = config.data.train_batch_size
+        self.progress.update(self.task, total=config.run.steps, completed=first_step)
+        self.console.print(_header())
+        with self.progress:
+            yield
+            self.phase("")
+
+    def phase(self, name: str) -> None:
+        self.progress.update(self.task, now=name)
+
+    def group(self, group: Group) -> None:
+        self.verdicts[group.verdict] += 1
+        kept = self.verdicts["kept"]
+        dropped = _reasons({v: n for v, n in self.verdicts.items() if v != "kept"})
+        self.phase(f"sampling: kept {kept}" + (f", dropped {dropped}" if dropped else ""))
+
+    def step(self, report: StepReport) -> None:
+        self.verdicts.clear()
+        self.progress.console.print(_line(report), highlight=False)
+        for event in report.events:
+            self.event(event)
+        self.progress.update(self.task, completed=report.step, now="sampling")
+
+    def evaluation(self, report: EvalReport) -> None:
+        figures = "  ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
+        self.console.print(
+            f"[cyan]evaluation[/] of {escape(report.name)} at step {report.step}: {escape(figures)}", highlight=False
+        )
+
+    def event(self, event: Event) -> None:
+        style = "yellow" if event.kind in WARNINGS else "dim"
+        self.console.print(f"[{style}]{escape(event.kind)}: {escape(event.message)}[/]", highlight=False)
+
+    def stopping(self) -> None:
+        self.console.print("[yellow]stopping after this step, then saving; once more to stop at once[/]")
+
+
+_COLUMNS = (
+    ("step", 5),
+    ("score", 7),
+    ("reward", 7),
+    ("length", 7),
+    ("entropy", 8),
+    ("grad", 7),
+    ("gap", 8),
+    ("s/step", 7),
+)
+
+
+def _header() -> str:
+    return "[bold]" + "".join(f"{name:>{width}}" for name, width in _COLUMNS) + "  groups[/]"
+
+
+def _line(report: StepReport) -> str:
+    m = report.metrics
+    figures = [
+        f"{report.step}",
+        _figure(m.get("score/mean"), ".3f"),
+        _figure(m.get("reward/mean"), ".3f"),
+        _figure(m.get("response_length/mean"), ".1f"),
+        _figure(m.get("entropy"), ".3f"),
+        _figure(m.get("grad_norm"), ".2f"),
+        _figure(m.get("logprob_gap/mean"), ".1e"),
+        _figure(m.get("timing_s/step"), ".1f"),
+    ]
+    prefix = "groups/dropped/"
+    reasons = {name.removeprefix(prefix): int(n) for name, n in m.items() if name.startswith(prefix)}
+    groups = f"[green]{int(m['groups/kept'])} kept[/]"
+    if reasons:
+        groups += f", [dim]{_reasons(reasons)} dropped[/]"
+    for name in ("carried", "stale"):
+        if m[f"groups/{name}"]:
+            groups += f", {int(m[f'groups/{name}'])} {name}"
+    return "".join(f"{text:>{width}}" for text, (_, width) in zip(figures, _COLUMNS, strict=True)) + f"  {groups}"
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(counts.items()))
+
+
+def before_after_table(before: EvalReport, after: EvalReport) -> Table:
+    """Mean score and the five most frequent answers, side by side."""
+    count = len(after.samples)
+    table = Table(title=f"{after.name}: {count} fresh samples before and after")
+    for column in ("", "before", "after"):
+        table.add_column(column)
+    table.add_row("mean reward", *(f"{report.metrics['reward/mean']:.3f}" for report in (before, after)))
+    answers = [Counter(sample.rollout.text for sample in report.samples).most_common(5) for report in (before, after)]
+    for place in range(5):
+        cells = [_answer(*common[place]) if place < len(common) else "" for common in answers]
+        table.add_row(f"answer {place + 1}", *cells)
+    return table
+
+
+def _answer(text: str, count: int) -> str:
+    shown = " ".join(text.split())
+    shown = shown if len(shown) <= 32 else shown[:31] + "…"
+    return escape(f"{count:3d} × {shown!r}")

@@ -1,0 +1,337 @@
+"""The run's database: every group, rollout, score, figure and event of a run in one SQLite file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+
+from dapo.errors import CheckpointError
+from dapo.store.connection import check, connected, explained, is_blank
+from dapo.store.encoding import FLOATS, TOKENS, from_blob, to_blob, to_json, to_text
+from dapo.store.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
+from dapo.types import EvalReport, Event, Group, Prompt, Rollout, Score, StepReport, TokenStats
+
+CARRIED = "carried"
+
+StoreTokens = Literal["all", "kept", "none"]
+
+
+class RunDatabase:
+    """One writer, any number of readers. Each `record_...` and `rewind` is one transaction."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path, store_tokens: StoreTokens = "none") -> None:
+        self.path = path
+        self._connection = connection
+        self._store_tokens: StoreTokens = store_tokens
+
+    @classmethod
+    def create(cls, path: str | Path, config_yaml: str, meta: Mapping[str, str]) -> Self:
+        """Start a run's database. `config_yaml` is the resolved configuration; its run.store_tokens is obeyed."""
+        path = Path(path)
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        rows = {**meta, "created": created, "config": config_yaml}
+        with connected(path, "rwc") as connection:
+            database = cls(connection, path, _store_tokens(config_yaml))
+            with database._transaction():
+                # An empty file is what a process killed at this point leaves behind: starting again must work.
+                if not is_blank(connection):
+                    raise CheckpointError(f"{path}: exists already and is not empty; resume that run or name another")
+                for statement in SCHEMA.split(";"):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                pairs = [(to_text(key), to_text(value)) for key, value in rows.items()]
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", pairs)
+            connection.execute("PRAGMA journal_mode = WAL")
+            return database
+
+    @classmethod
+    def open(cls, path: str | Path, config_yaml: str | None = None) -> Self:
+        """Open to go on writing. A resumed run may have changed options: its configuration replaces the stored one."""
+        path = Path(path)
+        with connected(path, "rw") as connection:
+            check(connection, path)
+            connection.execute("PRAGMA journal_mode = WAL")
+            database = cls(connection, path)
+            if config_yaml is not None:
+                with database._transaction():
+                    connection.execute("UPDATE meta SET value = ? WHERE key = 'config'", (to_text(config_yaml),))
+            database._store_tokens = _store_tokens(database.meta()["config"])
+            return database
+
+    @classmethod
+    def open_readonly(cls, path: str | Path) -> Self:
+        """Open to look, also while the run is going on."""
+        path = Path(path)
+        # A reader makes the WAL's index beside the file. Where it cannot, and no WAL is left, it needs none.
+        needs_index = os.access(path.parent, os.W_OK) or Path(f"{path}-wal").exists()
+        with connected(path, "ro" if needs_index else "ro&immutable=1") as connection:
+            check(connection, path)
+            return cls(connection, path)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def record_step(self, report: StepReport) -> None:
+        now = time.time()
+        reported = {group.serial for group in report.groups}
+        assert all(serial in reported for serial, _ in report.token_stats), "token statistics of an unreported group"
+        with self._transaction() as connection:
+            connection.execute("INSERT INTO steps VALUES (?, ?)", (report.step, now))
+            metrics = [(to_text(name), report.step, float(value)) for name, value in report.metrics.items()]
+            connection.executemany("INSERT INTO metrics VALUES (?, ?, ?)", metrics)  # SQLite turns NaN into NULL
+            for group in report.groups:
+                self._record_group(group, report.step)
+                self._record_tokens(group, report.token_stats)
+            for event in report.events:
+                self._insert_event(event, now)
+
+    def record_eval(self, report: EvalReport) -> None:
+        """Evaluating the same set again at the same step, as a resumed run may, replaces what was there."""
+        with self._transaction() as connection:
+            connection.execute(
+                "DELETE FROM evaluations WHERE (step, name) = (?, ?)", (report.step, to_text(report.name))
+            )
+            row = (report.step, to_text(report.name), time.time(), to_json(report.metrics))
+            evaluation = connection.execute(
+                "INSERT INTO evaluations (step, name, time, metrics) VALUES (?, ?, ?, ?)", row
+            ).lastrowid
+            for sample in report.samples:
+                self._insert_prompt(sample.prompt, report.step)
+                values = {
+                    "evaluation": evaluation,
+                    "prompt_uid": to_text(sample.prompt.uid),
+                    **_sample_columns(sample.rollout, sample.score),
+                }
+                self._insert("eval_samples", values)
+
+    def record_event(self, event: Event) -> None:
+        with self._transaction():
+            self._insert_event(event, time.time())
+
+    def rewind(self, step: int) -> int:
+        """Take back everything after `step`, the decisions on groups carried over from before it included.
+
+        Returns the number of steps removed. Events that tell of earlier resumes stay.
+        """
+        with self._transaction() as connection:
+            (last,) = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()
+            groups = connection.execute("DELETE FROM groups WHERE generated_step > ?", (step,)).rowcount
+            connection.execute(
+                "UPDATE rollout_tokens SET policy_logprobs = NULL, entropy = NULL"
+                " WHERE serial IN (SELECT serial FROM groups WHERE decided_step > ?)",
+                (step,),
+            )
+            undecided = connection.execute(
+                "UPDATE groups SET verdict = ?, decided_step = NULL WHERE decided_step > ?", (CARRIED, step)
+            ).rowcount
+            connection.execute("DELETE FROM evaluations WHERE step > ?", (step,))
+            connection.execute("DELETE FROM prompts WHERE first_step > ?", (step,))
+            connection.execute("DELETE FROM metrics WHERE step > ?", (step,))
+            connection.execute("DELETE FROM events WHERE step > ? AND kind != 'resumed'", (step,))
+            steps = connection.execute("DELETE FROM steps WHERE step > ?", (step,)).rowcount
+            message = f"resumed from step {step}: {steps} later steps with {groups} groups removed"
+            if undecided:
+                message += f", {undecided} carried-over groups undecided again"
+            if last < step:
+                message += f"; the database ended at step {last}, so the steps after it are missing here"
+            self._insert_event(Event("resumed", message, step), time.time())
+        return steps
+
+    def meta(self) -> dict[str, str]:
+        return {row["key"]: row["value"] for row in self._rows("SELECT key, value FROM meta")}
+
+    def steps(self) -> Iterator[dict[str, Any]]:
+        """Per step, in order: `step`, `time` and every metric under its name."""
+        rows = self._rows(
+            "SELECT step, time, name, value FROM steps LEFT JOIN metrics USING (step) ORDER BY step, name"
+        )
+        for (step, when), metrics in groupby(rows, key=lambda row: (row["step"], row["time"])):
+            values = {row["name"]: _or_nan(row["value"]) for row in metrics if row["name"] is not None}
+            yield {"step": step, "time": when, **values}
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        yield from self._rows("SELECT step, time, kind, message FROM events ORDER BY id")
+
+    def groups(self, step: int | None = None, verdict: str | None = None) -> Iterator[dict[str, Any]]:
+        """Groups with their prompts; of one step: those generated in it and those decided in it."""
+        conditions, values = ["1"], []
+        if step is not None:
+            conditions.append("(generated_step = ? OR decided_step = ?)")
+            values += [step, step]
+        if verdict is not None:
+            conditions.append("verdict = ?")
+            values.append(verdict)
+        rows = self._rows(
+            "SELECT serial, generated_step, decided_step, verdict, prompt_uid, data_source, messages, answer, extra,"
+            " tokens AS prompt_tokens FROM groups JOIN prompts ON uid = prompt_uid"
+            f" WHERE {' AND '.join(conditions)} ORDER BY serial",
+            *values,
+        )
+        for row in rows:
+            decoded = {name: json.loads(row[name]) for name in ("messages", "answer", "extra")}
+            yield {**row, **decoded, "prompt_tokens": from_blob(row["prompt_tokens"], TOKENS)}
+
+    def rollouts(self, serial: int) -> Iterator[dict[str, Any]]:
+        """The rollouts of a group, in sampling order; arrays that were not stored are None."""
+        rows = self._rows(
+            "SELECT rollouts.*, tokens, sampler_logprobs, policy_logprobs, entropy"
+            " FROM rollouts LEFT JOIN rollout_tokens USING (serial, sample) WHERE serial = ? ORDER BY sample",
+            serial,
+        )
+        for row in rows:
+            yield {
+                **row,
+                "acc": None if row["acc"] is None else bool(row["acc"]),
+                "trains": bool(row["trains"]),
+                "extras": json.loads(row["extras"]),
+                "tokens": from_blob(row["tokens"], TOKENS),
+                **{name: from_blob(row[name], FLOATS) for name in ("sampler_logprobs", "policy_logprobs", "entropy")},
+            }
+
+    def evals(self) -> Iterator[dict[str, Any]]:
+        for row in self._rows("SELECT step, name, time, metrics FROM evaluations ORDER BY step, name"):
+            metrics = json.loads(row["metrics"])
+            yield {**row, "metrics": {name: float(value) for name, value in metrics.items()}}
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with explained(self.path, "written"):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                # After some errors, a full disk for one, SQLite has rolled back already.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def _rows(self, query: str, *values: Any) -> Iterator[dict[str, Any]]:
+        with explained(self.path, "read"):
+            for row in self._connection.execute(query, values):
+                yield dict(row)
+
+    def _insert(self, table: str, values: Mapping[str, Any]) -> None:
+        names, places = ", ".join(values), ", ".join("?" * len(values))
+        self._connection.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", tuple(values.values()))
+
+    def _insert_event(self, event: Event, now: float) -> None:
+        row = {"step": event.step, "time": now, "kind": to_text(event.kind), "message": to_text(event.message)}
+        self._insert("events", row)
+
+    def _insert_prompt(self, prompt: Prompt, step: int) -> None:
+        """Once per uid. An older checkpoint may be evaluated later, so the first step is not always the first seen."""
+        tokens = None if self._store_tokens == "none" else to_blob(prompt.tokens, TOKENS)
+        self._connection.execute(
+            "INSERT INTO prompts (uid, first_step, data_source, messages, answer, extra, tokens)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)"
+            " ON CONFLICT (uid) DO UPDATE SET first_step = excluded.first_step WHERE excluded.first_step < first_step",
+            (
+                to_text(prompt.uid),
+                step,
+                to_text(prompt.data_source),
+                to_json(prompt.messages),
+                to_json(prompt.answer),
+                to_json(prompt.extra),
+                tokens,
+            ),
+        )
+
+    def _record_group(self, group: Group, step: int) -> None:
+        """A carried-over group comes a second time with its decision; all else about it was known the first time.
+
+        A group that was decided already fails on its primary key.
+        """
+        verdict = to_text(group.verdict)
+        decided_step = None if verdict == CARRIED else step
+        known = self._connection.execute(
+            "UPDATE groups SET verdict = ?, decided_step = ? WHERE serial = ? AND verdict = ?",
+            (verdict, decided_step, group.serial, CARRIED),
+        )
+        if known.rowcount:
+            return
+        self._insert_prompt(group.prompt, step)
+        self._insert(
+            "groups",
+            {
+                "serial": group.serial,
+                "prompt_uid": to_text(group.prompt.uid),
+                "generated_step": step,
+                "decided_step": decided_step,
+                "verdict": verdict,
+            },
+        )
+        members = zip(group.rollouts, group.scores, group.rewards, group.advantages, group.trains, strict=True)
+        for rollout, score, reward, advantage, trains in members:
+            self._insert(
+                "rollouts",
+                {
+                    "serial": group.serial,
+                    "reward": float(reward),
+                    "advantage": float(advantage),
+                    "trains": int(trains),
+                    **_sample_columns(rollout, score),
+                },
+            )
+
+    def _record_tokens(self, group: Group, token_stats: Mapping[tuple[int, int], TokenStats]) -> None:
+        # Carried groups count as kept here: their tokens are then written once, and a rewind need not guess at them.
+        kept = group.kept or group.verdict == CARRIED
+        if self._store_tokens == "none" or (self._store_tokens == "kept" and not kept):
+            return
+        for rollout in group.rollouts:
+            stats = token_stats.get((group.serial, rollout.index))
+            self._connection.execute(
+                "INSERT INTO rollout_tokens (serial, sample, tokens, sampler_logprobs, policy_logprobs, entropy)"
+                " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (serial, sample)"
+                " DO UPDATE SET policy_logprobs = excluded.policy_logprobs, entropy = excluded.entropy",
+                (
+                    group.serial,
+                    rollout.index,
+                    to_blob(rollout.tokens, TOKENS),
+                    to_blob(rollout.logprobs, FLOATS),
+                    None if stats is None else to_blob(stats.logprobs, FLOATS),
+                    None if stats is None else to_blob(stats.entropy, FLOATS),
+                ),
+            )
+
+
+def _sample_columns(rollout: Rollout, score: Score) -> dict[str, Any]:
+    """The columns that rollouts and eval_samples share."""
+    extracted = score.extras.get("extracted")
+    return {
+        "sample": rollout.index,
+        "weight_version": rollout.weight_version,
+        "length": len(rollout),
+        "finish_reason": rollout.finish_reason,
+        "score": None if score.value is None else float(score.value),
+        "acc": None if score.acc is None else int(score.acc),
+        "error": None if score.error is None else to_text(score.error),
+        "extracted": None if extracted is None else to_text(str(extracted)),
+        "extras": to_json(score.extras),
+        "text": to_text(rollout.text),
+    }
+
+
+def _store_tokens(config_yaml: str) -> StoreTokens:
+    return yaml.safe_load(config_yaml)["run"]["store_tokens"]
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value

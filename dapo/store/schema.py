@@ -1,0 +1,112 @@
+"""The tables of run.db, which docs/run-database.md explains. A change here raises the version."""
+
+APPLICATION_ID = 0x6461706F  # "dapo"
+SCHEMA_VERSION = 1
+
+# Kept to what SQLite 3.26 understands: that is what Python still links on some clusters.
+SCHEMA = """
+CREATE TABLE meta (
+    key TEXT PRIMARY KEY,
+    value TEXT NOT NULL
+) WITHOUT ROWID;
+
+CREATE TABLE prompts (
+    uid TEXT PRIMARY KEY,
+    first_step INTEGER NOT NULL,
+    data_source TEXT NOT NULL,
+    messages TEXT NOT NULL,
+    answer TEXT NOT NULL,
+    extra TEXT NOT NULL,
+    tokens BLOB
+);
+
+CREATE TABLE groups (
+    serial INTEGER PRIMARY KEY,
+    prompt_uid TEXT NOT NULL REFERENCES prompts (uid),
+    generated_step INTEGER NOT NULL,
+    decided_step INTEGER,
+    verdict TEXT NOT NULL
+);
+CREATE INDEX groups_by_generated_step ON groups (generated_step, verdict);
+CREATE INDEX groups_by_decided_step ON groups (decided_step, verdict);
+CREATE INDEX groups_by_prompt ON groups (prompt_uid, generated_step);
+
+-- The long text comes last, so that a query over rewards need not read it.
+CREATE TABLE rollouts (
+    serial INTEGER NOT NULL REFERENCES groups (serial) ON DELETE CASCADE,
+    sample INTEGER NOT NULL,
+    weight_version INTEGER NOT NULL,
+    length INTEGER NOT NULL,
+    finish_reason TEXT NOT NULL,
+    score REAL,
+    acc INTEGER,
+    reward REAL,
+    advantage REAL,
+    trains INTEGER NOT NULL,
+    error TEXT,
+    extracted TEXT,
+    extras TEXT NOT NULL,
+    text TEXT NOT NULL,
+    PRIMARY KEY (serial, sample)
+);
+
+-- Apart from rollouts, because these bytes are most of the file and few queries want them.
+CREATE TABLE rollout_tokens (
+    serial INTEGER NOT NULL,
+    sample INTEGER NOT NULL,
+    tokens BLOB NOT NULL,
+    sampler_logprobs BLOB NOT NULL,
+    policy_logprobs BLOB,
+    entropy BLOB,
+    PRIMARY KEY (serial, sample),
+    FOREIGN KEY (serial, sample) REFERENCES rollouts (serial, sample) ON DELETE CASCADE
+);
+
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY,
+    time REAL NOT NULL
+);
+
+-- Clustered by name: the curve of one metric is one contiguous read.
+CREATE TABLE metrics (
+    name TEXT NOT NULL,
+    step INTEGER NOT NULL REFERENCES steps (step),
+    value REAL,
+    PRIMARY KEY (name, step)
+) WITHOUT ROWID;
+CREATE INDEX metrics_by_step ON metrics (step);
+
+CREATE TABLE evaluations (
+    id INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    time REAL NOT NULL,
+    metrics TEXT NOT NULL,
+    UNIQUE (step, name)
+);
+
+CREATE TABLE eval_samples (
+    evaluation INTEGER NOT NULL REFERENCES evaluations (id) ON DELETE CASCADE,
+    prompt_uid TEXT NOT NULL REFERENCES prompts (uid),
+    sample INTEGER NOT NULL,
+    weight_version INTEGER NOT NULL,
+    length INTEGER NOT NULL,
+    finish_reason TEXT NOT NULL,
+    score REAL,
+    acc INTEGER,
+    error TEXT,
+    extracted TEXT,
+    extras TEXT NOT NULL,
+    text TEXT NOT NULL
+);
+CREATE INDEX eval_samples_by_evaluation ON eval_samples (evaluation, prompt_uid);
+CREATE INDEX eval_samples_by_prompt ON eval_samples (prompt_uid);
+
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    time REAL NOT NULL,
+    kind TEXT NOT NULL,
+    message TEXT NOT NULL
+);
+"""

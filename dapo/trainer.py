@@ -1,0 +1,294 @@
+"""The loop: sample, update, record, save. One trainer for all sizes."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from dapo.config import Config, leaves
+from dapo.data.rows import load_prompts
+from dapo.data.stream import PromptStream
+from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.errors import CheckpointError, RewardError, TrainingStopped
+from dapo.evaluate import evaluate
+from dapo.model.forward import check_model
+from dapo.model.loading import load_model
+from dapo.model.lora import add_adapters, causal_lm
+from dapo.policy import checkpoint
+from dapo.policy.checkpoint import TrainerState
+from dapo.policy.policy import Policy, UpdateResult
+from dapo.rewards.function import FunctionJudge, RewardFunction, load_function
+from dapo.sampling import DynamicSampler, Sampled
+from dapo.store.console import Reporter, SilentReporter
+from dapo.store.database import RunDatabase
+from dapo.types import EvalReport, Event, SamplingParams, StepReport
+
+MAX_EMPTY_BATCHES = 3
+
+# On resume these must be what they were: with another value it would be another run.
+FIXED_KEYS = ("model.path", "model.dtype", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules", "data.train", "run.seed")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunResult:
+    """What a finished or interrupted run leaves in memory; everything else is in the run directory."""
+
+    run_dir: Path
+    steps: int
+    before: EvalReport | None
+    after: EvalReport | None
+    signal: int | None  # the signal that ended the run early, after the step was finished and saved
+    seconds: float  # of the training steps, evaluation and saving not counted
+
+
+class Trainer:
+    """Trains as the configuration says. `reward` is a plain function, or comes from `reward.function`."""
+
+    def __init__(
+        self,
+        config: Config,
+        reward: RewardFunction | None = None,
+        *,
+        resume: bool = False,
+        reporter: Reporter | None = None,
+    ) -> None:
+        self.config = config
+        self.reporter = reporter or SilentReporter()
+        self.run_dir = config.run_dir
+        self.judge = FunctionJudge(_reward_function(config, reward))
+        self.lock, self.database = self._open_run_dir(resume)
+        saved = checkpoint.newest(self.run_dir / "checkpoints") if resume else None
+        state = checkpoint.read_state(saved) if saved else None
+        self._build(saved)
+        self.step, self.version, self.empty_in_a_row = 0, 0, 0
+        if saved and state:
+            self._restore(saved, state)
+        if resume:
+            self.database.rewind(self.step)
+        self.before: EvalReport | None = None
+        self.signal: int | None = None
+        self.seconds = 0.0
+
+    def run(self) -> RunResult:
+        """Train up to `run.steps`, or to the end of the step in which the process is asked to stop."""
+        if self.step >= self.config.run.steps:
+            raise CheckpointError(
+                f"{self.run_dir}: has all of its {self.step} steps already; raise run.steps to train on"
+            )
+        with self._signals(), self.reporter.training(self.config, self.step):
+            if self.step == 0:
+                self.before = self._evaluate()
+            while self.step < self.config.run.steps and self.signal is None:
+                self._train_step()
+                if self._is_due(self.config.eval.every):
+                    self._evaluate()
+                if self._is_due(self.config.run.save_every):
+                    self._save()
+            is_finished = self.signal is None
+            after = self._evaluate() if is_finished and not self._is_due(self.config.eval.every) else None
+            if not self._is_due(self.config.run.save_every):
+                self._save()
+            self._event("finished" if is_finished else "interrupted", f"after step {self.step}")
+        return RunResult(self.run_dir, self.step, self.before, after, self.signal, self.seconds)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.database.close()
+        self.lock.close()
+
+    def _train_step(self) -> None:
+        """Prompt -> Rollout -> Score -> Group -> Batch -> loss -> step -> report."""
+        start = time.perf_counter()
+        step = self.step + 1
+        sampled = self.sampler.fill(step, self.version)
+        self.empty_in_a_row = 0 if sampled.batch else self.empty_in_a_row + 1
+        updating = time.perf_counter()
+        self.reporter.phase("training")
+        update = self.policy.update(sampled.batch, step, self.version)
+        if update.metrics["updates"] > 0:
+            self.version += 1
+            self.engine.sync_weights(self.version)
+        end = time.perf_counter()
+        self.seconds += end - start
+        metrics = _metrics(sampled, update, train=end - updating, total=end - start)
+        report = StepReport(step, metrics, sampled.groups, update.token_stats, sampled.events)
+        self.database.record_step(report)
+        self.step = step
+        self.reporter.step(report)
+        if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
+            self._event("stopped", f"{MAX_EMPTY_BATCHES} empty batches in a row")
+            raise TrainingStopped(
+                f"{MAX_EMPTY_BATCHES} steps in a row found no group to learn from (all rewards of a group are the same): "
+                "the task is too hard or too easy for this model, or the reward is wrong"
+            )
+
+    def _evaluate(self) -> EvalReport | None:
+        options = self.config.eval
+        if options.k == 0:
+            return None
+        self.reporter.phase("evaluating")
+        params = SamplingParams(options.temperature, options.top_p, options.top_k, self.config.data.max_response_length)
+        name = Path(options.data or self.config.data.train).stem
+        report = evaluate(self.engine, self.judge, self.eval_prompts, options.k, params, self.step, name)
+        self.database.record_eval(report)
+        self.reporter.evaluation(report)
+        return report
+
+    def _save(self) -> None:
+        self.reporter.phase("saving")
+        state = TrainerState(
+            step=self.step,
+            version=self.version,
+            cursor=self.sampler.stream.cursor,
+            next_serial=self.sampler.next_serial,
+            recent=list(self.sampler.recent),
+            empty_in_a_row=self.empty_in_a_row,
+            non_finite_in_a_row=self.policy.non_finite_in_a_row,
+            carried=self.sampler.carried,
+        )
+        checkpoint.save(self.run_dir / "checkpoints", state, self.policy, self.tokenizer)
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step > 0 and self.step % every == 0
+
+    def _event(self, kind: str, message: str) -> None:
+        event = Event(kind, message, self.step)
+        self.database.record_event(event)
+        self.reporter.event(event)
+
+    def _open_run_dir(self, resume: bool) -> tuple[IO[str], RunDatabase]:
+        """Create or take over the run directory, and hold it for this process alone."""
+        path, config_file = self.run_dir, self.run_dir / "config.yaml"
+        exists = config_file.exists()
+        if exists and not resume:
+            raise CheckpointError(f"{path}: holds a run already; go on with --resume, or give this one another run.name")
+        if exists:
+            _check_same_run(Config.load(config_file), self.config, path)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(f"{path}: another process is training this run") from None
+        resolved = self.config.to_yaml()
+        if exists:
+            database = RunDatabase.open(path / "run.db", resolved)
+            changed = [f"{key}: {was!r} -> {now!r}" for key, was, now in _differences(Config.load(config_file), self.config)]
+            if changed:
+                database.record_event(Event("configuration", "changed on resume: " + "; ".join(changed), 0))
+        else:
+            database = RunDatabase.create(path / "run.db", resolved, {"torch": torch.__version__})
+        config_file.write_text(resolved, encoding="utf-8")
+        return lock, database
+
+    def _build(self, saved: Path | None) -> None:
+        """Model, policy, engine and sampler; weights from the checkpoint where there is one."""
+        config = self.config
+        torch.manual_seed(config.run.seed)  # adapters start from random numbers; nothing else draws from it
+        uses_adapters = config.model.lora.rank > 0
+        source = config.model
+        if saved and not uses_adapters:
+            source = source.model_copy(update={"path": str(saved)})
+        loaded = load_model(source)
+        reference = None
+        if config.needs_reference and not uses_adapters:
+            reference = load_model(config.model).model.requires_grad_(False)
+        model = add_adapters(loaded.model, config.model.lora) if uses_adapters else loaded.model
+        self.tokenizer = loaded.tokenizer
+        data = config.data
+        check_model(causal_lm(model), data.max_prompt_length + data.max_response_length)
+        prompts = load_prompts(data.train, loaded.tokenizer, data.max_prompt_length, data.system_prompt)
+        self.eval_prompts = prompts
+        if config.eval.data is not None and config.eval.k > 0:
+            self.eval_prompts = load_prompts(config.eval.data, loaded.tokenizer, data.max_prompt_length, data.system_prompt)
+        self.policy = Policy(model, config, reference)
+        self.engine = EmbeddedEngine(
+            causal_lm(model), loaded.tokenizer, loaded.stop_ids, config.run.seed, config.rollout.max_concurrent
+        )
+        self.sampler = DynamicSampler(
+            config,
+            self.engine,
+            self.judge,
+            PromptStream(prompts, config.run.seed),
+            reference=self.policy.reference_logprobs if config.needs_reference else None,
+            on_group=self.reporter.group,
+        )
+
+    def _restore(self, saved: Path, state: TrainerState) -> None:
+        checkpoint.restore_optimiser(saved, self.policy)
+        self.step, self.version = state.step, state.version
+        self.empty_in_a_row = state.empty_in_a_row
+        self.policy.non_finite_in_a_row = state.non_finite_in_a_row
+        self.sampler.stream.cursor = state.cursor
+        self.sampler.next_serial = state.next_serial
+        self.sampler.recent.extend(state.recent)
+        self.sampler.carried = list(state.carried)
+        self.engine.sync_weights(self.version)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM lets the step finish and saves; the second stops at once."""
+
+        def ask_to_stop(number: int, _: Any) -> None:
+            if self.signal is not None:
+                raise KeyboardInterrupt
+            self.signal = number
+            self.reporter.stopping()
+
+        previous: dict[int, Callable[..., Any] | int | None] = {}
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                previous[number] = signal.signal(number, ask_to_stop)
+        except ValueError:
+            pass  # not the main thread: whoever runs that handles its signals
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _reward_function(config: Config, reward: RewardFunction | None) -> RewardFunction:
+    if reward is not None:
+        return reward
+    if config.reward.function is None:
+        raise RewardError("there is no reward: set reward.function to path/to/file.py:function, or pass one to Trainer")
+    return load_function(config.reward.function)
+
+
+def _check_same_run(old: Config, new: Config, path: Path) -> None:
+    for key, was, now in _differences(old, new):
+        if key in FIXED_KEYS:
+            raise CheckpointError(
+                f"{path}: holds another run: its {key} is {was!r}, here it is {now!r}; use another run.name"
+            )
+
+
+def _differences(old: Config, new: Config) -> Iterator[tuple[str, Any, Any]]:
+    """(key, old value, new value) of every option that is not the same."""
+    for key, _ in leaves():
+        was, now = (reduce(getattr, key.split("."), config) for config in (old, new))
+        if was != now:
+            yield key, was, now
+
+
+def _metrics(sampled: Sampled, update: UpdateResult, *, train: float, total: float) -> dict[str, float]:
+    metrics = {**sampled.metrics(), **update.metrics}
+    metrics |= {
+        "timing_s/generate": sampled.generate_seconds,
+        "timing_s/reward": sampled.reward_seconds,
+        "timing_s/train": train,
+        "timing_s/step": total,
+        "throughput/generated_tokens_per_s": sampled.tokens["tokens/generated"] / max(sampled.generate_seconds, 1e-9),
+        "throughput/trained_tokens_per_s": sampled.tokens["tokens/trained"] / max(train, 1e-9),
+    }
+    return metrics
