@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +28,9 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="A YAML file, for example recipes/guess_five.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example optim.lr=1e-5.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this run.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and the plan, and exit.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and the plan, and exit.")
+    ] = False,
 ) -> None:
     """Train a model as a recipe says."""
     config = Config.load(recipe, overrides or ())
@@ -35,8 +38,8 @@ def train(
     if dry_run:
         from dapo.plan import plan_text
 
-        console.print(config.to_yaml(), highlight=False, markup=False)
-        console.print(plan_text(config), highlight=False, markup=False)
+        typer.echo(config.to_yaml())
+        typer.echo(plan_text(config))
         return
     # torch and transformers take seconds to import: only the commands that need them do.
     with console.status("starting"):
@@ -66,7 +69,9 @@ def metrics(
         steps = list(database.steps())
     if as_json:
         for step in steps:
-            sys.stdout.write(json.dumps(step) + "\n")
+            # JSON has no NaN: a figure that does not exist is null.
+            finite = {name: value if math.isfinite(value) else None for name, value in step.items()}
+            sys.stdout.write(json.dumps(finite) + "\n")
         return
     names = [
         "score/mean", "reward/mean", "acc/mean", "response_length/mean", "entropy", "grad_norm",
@@ -102,10 +107,11 @@ def export(
 @app.command()
 def doctor() -> None:
     """Check what this machine has, and what each part of dapo would need."""
-    from dapo.doctor import check, print_table
+    from dapo.doctor import check, is_usable, print_table
 
-    print_table(Console())
-    raise typer.Exit(0 if all(finding.status != "missing" or finding.optional for finding in check()) else 1)
+    findings = check()
+    print_table(Console(), findings)
+    raise typer.Exit(0 if is_usable(findings) else 1)
 
 
 def _cell(value: float | None) -> str:

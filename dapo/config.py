@@ -60,7 +60,9 @@ class OverlongBufferConfig(Section):
 
 
 class RewardConfig(Section):
-    function: str | None = Field(None, description="path/to/file.py:function, called as reward(completion, answer, **row).")
+    function: str | None = Field(
+        None, description="path/to/file.py:function, called as reward(completion, answer, **row)."
+    )
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
@@ -82,7 +84,9 @@ class FilterGroupsConfig(Section):
 class AlgorithmConfig(Section):
     adv_norm: Literal["std", "none"] = Field("std", description="Divide advantages by the group's standard deviation.")
     clip_ratio_low: float = Field(0.2, ge=0, lt=1, description="Lower clip: the ratio is held above 1 - this.")
-    clip_ratio_high: float = Field(0.28, ge=0, description="Upper clip (clip-higher): the ratio is held below 1 + this.")
+    clip_ratio_high: float = Field(
+        0.28, ge=0, description="Upper clip (clip-higher): the ratio is held below 1 + this."
+    )
     clip_ratio_c: float | None = Field(10.0, gt=1, description="Dual clip bound for negative advantages; null: off.")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
         "token-mean", description="How token losses become one number, always over the whole mini-batch."
@@ -113,7 +117,9 @@ class OptimConfig(Section):
 
 
 class EvalConfig(Section):
-    k: int = Field(0, ge=0, description="Samples per question, before the first step and after the last; 0: no evaluation.")
+    k: int = Field(
+        0, ge=0, description="Samples per question, before the first step and after the last; 0: no evaluation."
+    )
     every: int = Field(0, ge=0, description="Evaluate every so many steps as well; 0: only before and after.")
     data: str | None = Field(None, description="Questions to evaluate on; default: the training questions.")
     temperature: float = Field(1.0, ge=0, description="0 is greedy.")

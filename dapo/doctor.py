@@ -48,6 +48,7 @@ class Finding:
     name: str
     status: Status
     detail: str
+    optional: bool = False
 
 
 def check(runs: Path = Path("runs")) -> list[Finding]:
@@ -67,7 +68,7 @@ def check(runs: Path = Path("runs")) -> list[Finding]:
 
 def is_usable(findings: Sequence[Finding]) -> bool:
     """Whether `dapo train` can run at all; everything else is advice."""
-    return all(finding.status == "ok" for finding in findings if finding.name in REQUIRED)
+    return all(finding.status != "missing" or finding.optional for finding in findings)
 
 
 def print_table(console: Console, findings: Sequence[Finding] | None = None) -> None:
@@ -177,12 +178,11 @@ def _optional(name: str, purpose: str) -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "missing", f"optional, {purpose}; run `pip install {name}`")
+        return Finding(name, "missing", f"optional, {purpose}; run `pip install {name}`", optional=True)
     if importlib.util.find_spec(name.replace("-", "_")) is None:
-        return Finding(
-            name, "warn", f"{version} is listed but cannot be found; run `pip install --force-reinstall {name}`"
-        )
-    return Finding(name, "ok", f"{version}, {purpose}")
+        detail = f"{version} is incomplete; run `pip install --force-reinstall {name}`"
+        return Finding(name, "warn", detail, optional=True)
+    return Finding(name, "ok", f"{version}, {purpose}", optional=True)
 
 
 def _size(count: int) -> str:

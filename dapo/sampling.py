@@ -15,9 +15,8 @@ from dapo.config import Config
 from dapo.data.stream import PromptStream
 from dapo.engine.protocol import Engine
 from dapo.errors import RewardError, TrainingStopped
-from dapo.types import KEPT, PADDED, Event, Group, Prompt, Request, Rollout, SamplingParams, Score
+from dapo.types import CARRIED, KEPT, PADDED, Event, Group, Prompt, Request, Rollout, SamplingParams, Score
 
-CARRIED = "carried"
 STALE = "stale"
 SURPLUS = "surplus"
 

@@ -35,7 +35,10 @@ from dapo.types import EvalReport, Event, SamplingParams, StepReport
 MAX_EMPTY_BATCHES = 3
 
 # On resume these must be what they were: with another value it would be another run.
-FIXED_KEYS = ("model.path", "model.dtype", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules", "data.train", "run.seed")
+FIXED_KEYS = (
+    "model.path", "model.dtype", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules",
+    "data.train", "data.system_prompt", "run.seed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,9 +173,10 @@ class Trainer:
         path, config_file = self.run_dir, self.run_dir / "config.yaml"
         exists = config_file.exists()
         if exists and not resume:
-            raise CheckpointError(f"{path}: holds a run already; go on with --resume, or give this one another run.name")
-        if exists:
-            _check_same_run(Config.load(config_file), self.config, path)
+            raise CheckpointError(
+                f"{path}: holds a run already; go on with --resume, or give this one another run.name"
+            )
+        changed = _changes(Config.load(config_file), self.config, path) if exists else []
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / ".lock").open("w")
         try:
@@ -182,18 +186,21 @@ class Trainer:
         resolved = self.config.to_yaml()
         if exists:
             database = RunDatabase.open(path / "run.db", resolved)
-            changed = [f"{key}: {was!r} -> {now!r}" for key, was, now in _differences(Config.load(config_file), self.config)]
-            if changed:
-                database.record_event(Event("configuration", "changed on resume: " + "; ".join(changed), 0))
         else:
+            # The configuration is written after the database: without it no step can have been recorded.
+            for leftover in path.glob("run.db*"):
+                leftover.unlink()
             database = RunDatabase.create(path / "run.db", resolved, {"torch": torch.__version__})
-        config_file.write_text(resolved, encoding="utf-8")
+        if changed:
+            database.record_event(Event("configuration", "changed on resume: " + "; ".join(changed), 0))
+        draft = path / ".config.yaml"
+        draft.write_text(resolved, encoding="utf-8")
+        draft.replace(config_file)
         return lock, database
 
     def _build(self, saved: Path | None) -> None:
         """Model, policy, engine and sampler; weights from the checkpoint where there is one."""
         config = self.config
-        torch.manual_seed(config.run.seed)  # adapters start from random numbers; nothing else draws from it
         uses_adapters = config.model.lora.rank > 0
         source = config.model
         if saved and not uses_adapters:
@@ -202,6 +209,7 @@ class Trainer:
         reference = None
         if config.needs_reference and not uses_adapters:
             reference = load_model(config.model).model.requires_grad_(False)
+        torch.manual_seed(config.run.seed)  # adapters start from random numbers; nothing else draws from it
         model = add_adapters(loaded.model, config.model.lora) if uses_adapters else loaded.model
         self.tokenizer = loaded.tokenizer
         data = config.data
@@ -209,7 +217,9 @@ class Trainer:
         prompts = load_prompts(data.train, loaded.tokenizer, data.max_prompt_length, data.system_prompt)
         self.eval_prompts = prompts
         if config.eval.data is not None and config.eval.k > 0:
-            self.eval_prompts = load_prompts(config.eval.data, loaded.tokenizer, data.max_prompt_length, data.system_prompt)
+            self.eval_prompts = load_prompts(
+                config.eval.data, loaded.tokenizer, data.max_prompt_length, data.system_prompt
+            )
         self.policy = Policy(model, config, reference)
         self.engine = EmbeddedEngine(
             causal_lm(model), loaded.tokenizer, loaded.stop_ids, config.run.seed, config.rollout.max_concurrent
@@ -265,20 +275,19 @@ def _reward_function(config: Config, reward: RewardFunction | None) -> RewardFun
     return load_function(config.reward.function)
 
 
-def _check_same_run(old: Config, new: Config, path: Path) -> None:
-    for key, was, now in _differences(old, new):
+def _changes(old: Config, new: Config, path: Path) -> list[str]:
+    """What differs from the run that is there, in words; refused where it would make it another run."""
+    changes = []
+    for key, _ in leaves():
+        was, now = (reduce(getattr, key.split("."), config) for config in (old, new))
+        if was == now:
+            continue
         if key in FIXED_KEYS:
             raise CheckpointError(
                 f"{path}: holds another run: its {key} is {was!r}, here it is {now!r}; use another run.name"
             )
-
-
-def _differences(old: Config, new: Config) -> Iterator[tuple[str, Any, Any]]:
-    """(key, old value, new value) of every option that is not the same."""
-    for key, _ in leaves():
-        was, now = (reduce(getattr, key.split("."), config) for config in (old, new))
-        if was != now:
-            yield key, was, now
+        changes.append(f"{key} {was!r} -> {now!r}")
+    return changes
 
 
 def _metrics(sampled: Sampled, update: UpdateResult, *, train: float, total: float) -> dict[str, float]:

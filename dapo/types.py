@@ -11,8 +11,10 @@ import numpy as np
 FinishReason = Literal["stop", "length"]
 Phase = Literal["train", "eval"]
 
+# Verdicts that are not a reason for being dropped.
 KEPT = "kept"
-PADDED = "padded"
+PADDED = "padded"  # dropped, but trained on to fill up a batch
+CARRIED = "carried"  # kept, and waiting for a later step
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ from dapo.types import Prompt
 _RESERVED = ("prompt", "answer", "data_source")
 
 
-def load_prompts(path: str | Path, tokenizer: Any, max_prompt_length: int, system_prompt: str | None = None) -> list[Prompt]:
+def load_prompts(
+    path: str | Path, tokenizer: Any, max_prompt_length: int, system_prompt: str | None = None
+) -> list[Prompt]:
     """Every row of a JSONL file `{prompt, answer, ...}` with its chat template applied, once."""
     path = Path(path)
     prompts = [_prompt(row, where, tokenizer, system_prompt) for where, row in _read_jsonl(path)]
@@ -34,7 +36,9 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}); relative paths start at the working directory") from None
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror or error}); relative paths start at the working directory"
+        ) from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -89,7 +93,9 @@ def _encode(messages: tuple[Mapping[str, str], ...], tokenizer: Any, where: str)
         tokens = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     else:
         try:
-            tokens = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)["input_ids"]
+            tokens = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
         except Exception as error:  # templates raise what they like: it is a fault of this row's messages
             raise DataError(f"{where}: the model's chat template refuses the messages ({error})") from None
     if not tokens:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -72,8 +72,10 @@ def progress(message: str) -> Iterator[None]:
 def _remove_leftovers(final: Path) -> None:
     """Sweep up after processes that were killed; the age spares those still at work."""
     for path in final.parent.iterdir():
-        if path.name.startswith(f".{final.name}.") and time.time() - path.stat().st_mtime > _LEFTOVER_AFTER:
-            shutil.rmtree(path, ignore_errors=True)
+        if path.name.startswith(f".{final.name}."):
+            with suppress(FileNotFoundError):  # renamed by its owner meanwhile
+                if time.time() - path.stat().st_mtime > _LEFTOVER_AFTER:
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:

@@ -41,7 +41,10 @@ def check_model(causal_lm: Any, max_length: int) -> None:
         raise ModelError(
             f"the model's context is {limit} tokens, but data.max_prompt_length + data.max_response_length is {max_length}"
         )
-    if causal_lm.get_output_embeddings() is None or getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
+    if (
+        causal_lm.get_output_embeddings() is None
+        or getattr(causal_lm.get_output_embeddings(), "bias", None) is not None
+    ):
         raise ModelError(f"{name} has no plain output projection, which the fused loss needs")
     device = head_weight(causal_lm).device
     tokens_T = torch.arange(1, 9, device=device) % config.vocab_size

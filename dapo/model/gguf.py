@@ -34,7 +34,7 @@ def converted(path: Path) -> Path:
     """The directory with the file's weights, dense and in float32, and its tokenizer; made on the first call."""
     directory = conversion_dir(path)
     if not directory.is_dir():
-        with progress(f"Converting {path.name} to float32 weights, this once"):
+        with progress(f"Converting {path.name}, this once"):
             _convert(path, directory)
     return directory
 
@@ -176,7 +176,7 @@ def _without_progress_bars() -> Iterator[None]:
 def _header_parsed_once() -> Iterator[None]:
     """Let transformers share one parse of the header and one table of names.
 
-    It asks for them anew for configuration, tokenizer and weights, and once per module: two thirds of the whole time.
+    It asks for them anew for configuration, tokenizer and weights, and once per module: about half of the whole time.
     """
     import gguf
 

@@ -94,21 +94,21 @@ def _fetch_from_hub(repo: str) -> Path:
 
 def _check_config(directory: Path, path: str) -> None:
     """What can be told before the weights are read."""
+    if (directory / "adapter_config.json").is_file():  # transformers would look for the model they belong to
+        raise ModelError(f"{path}: holds LoRA adapters; merge them into their model and give model.path the result")
     if not (directory / "config.json").is_file():
         raise ModelError(f"{path}: has no config.json, so it is not a Hugging Face model directory")
     if not any(directory.glob("*.safetensors")):
         raise ModelError(f"{path}: has no weights in .safetensors files; convert the model with save_pretrained first")
     try:
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         raise ModelError(
             f"{path}: transformers cannot use its config.json ({_reason(error)}); "
             "check the file, or upgrade transformers if the model is newer"
         ) from error
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"{path}: its weights are quantised and cannot be trained; use the unquantised model"
-        )
+        raise ModelError(f"{path}: its weights are quantised and cannot be trained; use the unquantised model")
 
 
 def _load_tokenizer(directory: Path, path: str) -> PreTrainedTokenizerBase:
@@ -116,7 +116,7 @@ def _load_tokenizer(directory: Path, path: str) -> PreTrainedTokenizerBase:
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(f"{path}: has no tokenizer (such as tokenizer.json); save the model's tokenizer beside it")
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         raise ModelError(
             f"{path}: its tokenizer cannot be loaded ({_reason(error)}); save the model's tokenizer there again"
@@ -126,7 +126,12 @@ def _load_tokenizer(directory: Path, path: str) -> PreTrainedTokenizerBase:
 def _load_weights(directory: Path, path: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=attention, use_safetensors=True, output_loading_info=True
+            directory,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except Exception as error:
         raise ModelError(
@@ -137,7 +142,8 @@ def _load_weights(directory: Path, path: str, dtype: torch.dtype, attention: str
     # transformers would only warn, and train on random numbers.
     if missing := info["missing_keys"]:
         raise ModelError(
-            f"{path}: {len(missing)} weights of the model are missing from its files, such as {min(missing)}"
+            f"{path}: its files lack {len(missing)} weights that config.json asks for, such as {min(missing)}; "
+            "fetch or save the model again"
         )
     return model
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dapo.errors import CheckpointError
+from dapo.model.cache import published
 from dapo.model.lora import adapter_state, load_adapter_state, save_merged
 from dapo.policy.policy import Policy
 from dapo.types import Group, Prompt, Rollout, Score
@@ -41,24 +41,23 @@ class TrainerState:
 
 
 def save(folder: Path, state: TrainerState, policy: Policy, tokenizer: Any) -> Path:
-    """Write checkpoints/step_N under a temporary name, make it durable, then rename; keep the newest two."""
+    """Write checkpoints/step_N, all or nothing, and keep the newest two."""
     target = folder / f"step_{state.step}"
-    draft = folder / f".writing_step_{state.step}"
-    shutil.rmtree(draft, ignore_errors=True)
-    (draft / "trainer").mkdir(parents=True)
-    save_merged(policy.model, tokenizer, draft)
-    save_file(policy.optimiser.state_dict(), draft / _OPTIMISER)
-    if isinstance(policy.model, PeftModel):
-        save_file(adapter_state(policy.model), draft / _ADAPTERS)
-    files = {str(path.relative_to(draft)): _digest(path) for path in sorted(draft.rglob("*")) if path.is_file()}
-    document = {"format": FORMAT, "files": files, **asdict(state), "carried": [_to_json(g) for g in state.carried]}
-    (draft / _STATE).write_text(json.dumps(document), encoding="utf-8")
-    for path in [*draft.rglob("*"), draft]:
-        _fsync(path)
-    if target.exists():  # left by a run that was rewound to before this step
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".step_*"):  # of a process that was killed while it wrote
+        shutil.rmtree(leftover)
+    if target.exists():  # of a later part of the run that was undone
         shutil.rmtree(target)
-    draft.rename(target)
-    _fsync(folder)
+    with published(target) as draft:
+        (draft / "trainer").mkdir()
+        save_merged(policy.model, tokenizer, draft)
+        save_file(policy.optimiser.state_dict(), draft / _OPTIMISER)
+        if isinstance(policy.model, PeftModel):
+            save_file(adapter_state(policy.model), draft / _ADAPTERS)
+        files = {str(path.relative_to(draft)): _digest(path) for path in sorted(draft.rglob("*")) if path.is_file()}
+        own = {field.name: getattr(state, field.name) for field in fields(state) if field.name != "carried"}
+        document = {"format": FORMAT, "files": files, **own, "carried": [_to_json(group) for group in state.carried]}
+        (draft / _STATE).write_text(json.dumps(document), encoding="utf-8")
     for _, old in sorted(_all(folder).items())[:-KEEP]:
         shutil.rmtree(old)
     return target
@@ -112,14 +111,6 @@ def _damaged(checkpoint: Path, why: str) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _to_json(group: Group) -> dict[str, Any]:

@@ -27,7 +27,9 @@ class HeadResult:
     grad_hidden_R: Tensor  # of the loss with respect to the hidden states
 
 
-def fused_head_loss(hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss) -> HeadResult:
+def fused_head_loss(
+    hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss
+) -> HeadResult:
     """Adds the gradient of the head's weight to `weight.grad`, and returns that of the hidden states."""
     grad_hidden_R = torch.empty_like(hidden_R)
     parts: list[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] = []
@@ -71,7 +73,9 @@ def chunked_logprobs(hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temper
     return torch.cat(parts)
 
 
-def _chunk_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
     logits = hidden @ weight.t()
     if logits.dtype != torch.float64:
         logits = logits.float()

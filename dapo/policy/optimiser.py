@@ -72,5 +72,7 @@ class Optimiser:
                 master.copy_(state[f"master/{name}"])
             if f"step/{name}" not in state:
                 continue
-            moments: dict[str, Any] = {key: state[f"{key}/{name}"].to(master.device) for key in ("exp_avg", "exp_avg_sq")}
+            moments: dict[str, Any] = {
+                key: state[f"{key}/{name}"].to(master.device) for key in ("exp_avg", "exp_avg_sq")
+            }
             self.adam.state[master] = {"step": state[f"step/{name}"].clone(), **moments}

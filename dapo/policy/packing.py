@@ -67,11 +67,14 @@ def micro_batches(
     mode: AggregationMode,
     max_tokens: int,
     version: int,
-    device: torch.device,
+    like: Tensor,
     *,
     share_prompts: bool = True,
 ) -> list[Batch]:
-    """Pack the trained rollouts of one mini-batch. The counts behind the weights are those of all of them."""
+    """Pack the trained rollouts of one mini-batch. The counts behind the weights are those of all of them.
+
+    `like` gives the device, and float64 where the model computes in it; else figures are float32.
+    """
     pairs = [(group, i) for group in groups for i in np.flatnonzero(group.trains)]
     total_tokens = sum(len(group.rollouts[i]) for group, i in pairs)
     items = [
@@ -83,13 +86,13 @@ def micro_batches(
         )
         for group, i in pairs
     ]
-    return [_pack(part, device, share_prompts) for part in _cut(items, max_tokens, share_prompts)]
+    return [_pack(part, like, share_prompts) for part in _cut(items, max_tokens, share_prompts)]
 
 
-def reference_batches(groups: Sequence[Group], max_tokens: int, device: torch.device) -> list[Batch]:
+def reference_batches(groups: Sequence[Group], max_tokens: int, like: Tensor) -> list[Batch]:
     """Pack every rollout of these groups, trained or not, only to compute log-probabilities."""
     items = [_Item(group, i, 0.0, False) for group in groups for i in range(len(group.rollouts))]
-    return [_pack(part, device, share_prompts=True) for part in _cut(items, max_tokens, share_prompts=True)]
+    return [_pack(part, like, share_prompts=True) for part in _cut(items, max_tokens, share_prompts=True)]
 
 
 def _cut(items: list[_Item], max_tokens: int, share_prompts: bool) -> Iterator[list[_Item]]:
@@ -113,7 +116,8 @@ def _cut(items: list[_Item], max_tokens: int, share_prompts: bool) -> Iterator[l
         yield part
 
 
-def _pack(items: list[_Item], device: torch.device, share_prompts: bool) -> Batch:
+def _pack(items: list[_Item], like: Tensor, share_prompts: bool) -> Batch:
+    device, dtype = like.device, torch.promote_types(like.dtype, torch.float32)
     families: list[Family] = []
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -141,10 +145,10 @@ def _pack(items: list[_Item], device: torch.device, share_prompts: bool) -> Batc
         rollouts=tuple(item.rollout for item in items),
         predictors_R=_tensor(predictors, torch.long, device),
         targets_R=_tensor([item.rollout.tokens for item in items], torch.long, device),
-        advantages_R=_per_token(items, [item.group.advantages[item.index] for item in items], torch.float32, device),
-        old_logprobs_R=_tensor([item.rollout.logprobs for item in items], torch.float32, device),
-        ref_logprobs_R=_tensor([_reference(item) for item in items], torch.float32, device) if has_reference else None,
-        weights_R=_per_token(items, [item.weight for item in items], torch.float32, device),
+        advantages_R=_per_token(items, [item.group.advantages[item.index] for item in items], dtype, device),
+        old_logprobs_R=_tensor([item.rollout.logprobs for item in items], dtype, device),
+        ref_logprobs_R=_tensor([_reference(item) for item in items], dtype, device) if has_reference else None,
+        weights_R=_per_token(items, [item.weight for item in items], dtype, device),
         is_current_R=_per_token(items, [item.is_current for item in items], torch.bool, device),
     )
 

@@ -105,7 +105,7 @@ class Policy:
             self.config.algorithm.loss_agg_mode,
             self.config.optim.max_tokens_per_micro_batch,
             version,
-            self.weight.device,
+            self.weight,
             share_prompts=self.share_prompts,
         )
 
@@ -113,7 +113,11 @@ class Policy:
         """Forward through trunk and head, and the gradient of the weighted loss added to every parameter's."""
 
         def chunk_loss(logprobs: Tensor, chunk: slice) -> tuple[Tensor, dict[str, Tensor]]:
-            reference = batch.ref_logprobs_R[chunk] if self.loss_config.kl_coef > 0 and batch.ref_logprobs_R is not None else None
+            reference = (
+                batch.ref_logprobs_R[chunk]
+                if self.loss_config.kl_coef > 0 and batch.ref_logprobs_R is not None
+                else None
+            )
             loss, metrics = policy_loss(
                 logprobs, batch.old_logprobs_R[chunk], batch.advantages_R[chunk], reference, self.loss_config
             )
@@ -133,7 +137,7 @@ class Policy:
         """Per group the reference's log-probabilities of every rollout's tokens."""
         found: dict[tuple[int, int], np.ndarray] = {}
         with self._reference_model() as model:
-            for batch in reference_batches(groups, self.config.optim.max_tokens_per_micro_batch, self.weight.device):
+            for batch in reference_batches(groups, self.config.optim.max_tokens_per_micro_batch, self.weight):
                 hidden_R = self._trunk(model, batch).index_select(0, batch.predictors_R)
                 temperature = self.config.rollout.temperature
                 logprobs_R = chunked_logprobs(hidden_R, head_weight(model), batch.targets_R, temperature)
@@ -191,9 +195,7 @@ def _count(batch: Batch, result: HeadResult, tally: _Tally, *, is_first: bool, r
         tally.gap_max = max(tally.gap_max, float(gap.max()))
         tally.gap_tokens += len(gap)
     if record:
-        pairs = zip(
-            _split(batch.rollouts, result.logprobs_R), _split(batch.rollouts, result.entropy_R), strict=True
-        )
+        pairs = zip(_split(batch.rollouts, result.logprobs_R), _split(batch.rollouts, result.entropy_R), strict=True)
         for (rollout, logprobs), (_, entropy) in pairs:
             tally.token_stats[rollout.serial, rollout.index] = TokenStats(logprobs, entropy)
 

@@ -18,9 +18,7 @@ from dapo.errors import CheckpointError
 from dapo.store.connection import check, connected, explained, is_blank
 from dapo.store.encoding import FLOATS, TOKENS, from_blob, to_blob, to_json, to_text
 from dapo.store.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
-from dapo.types import EvalReport, Event, Group, Prompt, Rollout, Score, StepReport, TokenStats
-
-CARRIED = "carried"
+from dapo.types import CARRIED, EvalReport, Event, Group, Prompt, Rollout, Score, StepReport, TokenStats
 
 StoreTokens = Literal["all", "kept", "none"]
 

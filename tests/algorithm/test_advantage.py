@@ -23,7 +23,9 @@ def test_advantages_agree_with_the_standard_library(values):
 def test_a_constant_added_to_all_rewards_changes_nothing(values, shift):
     if max(values) - min(values) < 1e-3:
         return
-    np.testing.assert_allclose(group_advantages(np.array(values) + shift), group_advantages(np.array(values)), atol=1e-6)
+    np.testing.assert_allclose(
+        group_advantages(np.array(values) + shift), group_advantages(np.array(values)), atol=1e-6
+    )
 
 
 def test_equal_rewards_give_exactly_zero_even_where_their_mean_rounds():

@@ -88,7 +88,9 @@ def test_k3_is_an_unbiased_estimate_of_the_kl_divergence():
 
 
 def test_extreme_log_probabilities_stay_finite():
-    loss, _ = policy_loss(torch.tensor([0.0]), torch.tensor([-1e4]), torch.ones(1), torch.tensor([-1e4]), LossConfig(kl_coef=1))
+    loss, _ = policy_loss(
+        torch.tensor([0.0]), torch.tensor([-1e4]), torch.ones(1), torch.tensor([-1e4]), LossConfig(kl_coef=1)
+    )
     assert torch.isfinite(loss).all()
 
 

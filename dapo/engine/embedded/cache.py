@@ -60,44 +60,56 @@ class DecodeAttention:
     """One new token per active response: it sees the shared prompt and the response's own earlier tokens."""
 
     def __init__(
-        self, cache: ResponseCache, lengths_B: Tensor, families: Sequence[tuple[SharedPrompt, Tensor]], dtype: torch.dtype
+        self,
+        cache: ResponseCache,
+        lengths_B: Tensor,
+        families: Sequence[tuple[SharedPrompt, Tensor]],
+        dtype: torch.dtype,
     ) -> None:
         device = lengths_B.device
-        self.cache = cache
-        self.lengths_B = lengths_B  # own tokens already in the cache; the new one goes to this place
-        self.families = families  # each prompt with the rows that continue it
-        self.rows_B = torch.arange(len(lengths_B), device=device)
+        _, _, _, kv_heads, capacity, _ = cache.storage.shape
+        self.storage = cache.storage
+        self.batch = len(lengths_B)
         self.span = int(lengths_B.max()) + 1
         self.prompt_span = max(prompt.length for prompt, _ in families)
-        width = self.prompt_span + self.span
-        unseen = torch.arange(self.span, device=device)[None, :] > lengths_B[:, None]
-        bias = torch.zeros(len(lengths_B), 1, 1, width, dtype=dtype, device=device)
+        # Each prompt with the rows that continue it; a slice where those are all rows spares gathering them.
+        self.families = [(p, slice(None) if len(rows) == self.batch else rows) for p, rows in families]
+        heads = torch.arange(self.batch * kv_heads, device=device)
+        # Where the new token's keys go in one layer's storage seen as [slots * Hkv * capacity, D].
+        self.places = heads * capacity + lengths_B.repeat_interleave(kv_heads)
+        self.bias = self._bias(lengths_B, families, dtype)
+
+    def _bias(self, lengths_B: Tensor, families: Sequence[tuple[SharedPrompt, Tensor]], dtype: torch.dtype) -> Tensor:
+        """[B, 1, 1, prompt span + own span]: -inf beyond the prompt's end, and beyond the row's own tokens."""
+        bias = torch.zeros(self.batch, 1, 1, self.prompt_span + self.span, dtype=dtype, device=lengths_B.device)
+        unseen = torch.arange(self.span, device=lengths_B.device)[None, :] > lengths_B[:, None]
         bias[:, 0, 0, self.prompt_span :].masked_fill_(unseen, float("-inf"))
         for prompt, rows in families:
             bias[rows, :, :, prompt.length : self.prompt_span] = float("-inf")
-        self.bias = bias
+        return bias
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        keys, values = self.cache.storage[:, layer]
-        batch, kv_heads, head_dim = len(self.rows_B), key.shape[1], key.shape[3]
-        keys[self.rows_B, :, self.lengths_B] = key[0].transpose(0, 1)
-        values[self.rows_B, :, self.lengths_B] = value[0].transpose(0, 1)
+        keys, values = self.storage[:, layer]
+        kv_heads, head_dim = key.shape[1], key.shape[3]
+        for cached, new in ((keys, key), (values, value)):
+            cached.view(-1, head_dim).index_copy_(0, self.places, new[0].transpose(0, 1).reshape(-1, head_dim))
         groups = query.shape[1] // kv_heads
-        query = (query[0].transpose(0, 1) * scale).reshape(batch, kv_heads, groups, head_dim)
-        own_keys, own_values = keys[:batch, :, : self.span], values[:batch, :, : self.span]
+        query = (query[0].transpose(0, 1) * scale).reshape(self.batch, kv_heads, groups, head_dim)
+        own_keys, own_values = keys[: self.batch, :, : self.span], values[: self.batch, :, : self.span]
 
-        scores = query.new_zeros(batch, kv_heads, groups, self.prompt_span + self.span)
+        scores = query.new_empty(self.batch, kv_heads, groups, self.prompt_span + self.span)
         scores[..., self.prompt_span :] = query @ own_keys.transpose(2, 3)
         for prompt, rows in self.families:
             shared = _rows_to_heads(query[rows]) @ prompt.keys[layer].transpose(1, 2)
-            scores[rows, :, :, : prompt.length] = _heads_to_rows(shared, len(rows))
-        weights = (scores + self.bias).softmax(-1, dtype=torch.float32).to(query.dtype)
+            scores[rows, :, :, : prompt.length] = _heads_to_rows(shared, groups)
+            scores[rows, :, :, prompt.length : self.prompt_span] = 0  # masked by the bias, but NaN + -inf is NaN
+        weights = scores.add_(self.bias).softmax(-1, dtype=torch.float32).to(query.dtype)
 
         output = weights[..., self.prompt_span :] @ own_values
         for prompt, rows in self.families:
             shared = _rows_to_heads(weights[rows, :, :, : prompt.length]) @ prompt.values[layer]
-            output[rows] += _heads_to_rows(shared, len(rows))
-        return output.reshape(1, batch, kv_heads * groups, head_dim)
+            output[rows] += _heads_to_rows(shared, groups)
+        return output.view(1, self.batch, kv_heads * groups, head_dim)
 
 
 def _rows_to_heads(values: Tensor) -> Tensor:
@@ -105,5 +117,5 @@ def _rows_to_heads(values: Tensor) -> Tensor:
     return values.transpose(0, 1).flatten(1, 2)
 
 
-def _heads_to_rows(values: Tensor, rows: int) -> Tensor:
-    return values.unflatten(1, (rows, -1)).transpose(0, 1)
+def _heads_to_rows(values: Tensor, groups: int) -> Tensor:
+    return values.unflatten(1, (-1, groups)).transpose(0, 1)

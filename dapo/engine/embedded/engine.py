@@ -36,7 +36,9 @@ class _Sequence:
 class EmbeddedEngine:
     """Samples from `causal_lm` as it is: finished responses leave, waiting ones enter, a prompt is prefilled once."""
 
-    def __init__(self, causal_lm: Any, tokenizer: Any, stop_ids: frozenset[int], seed: int, max_concurrent: int) -> None:
+    def __init__(
+        self, causal_lm: Any, tokenizer: Any, stop_ids: frozenset[int], seed: int, max_concurrent: int
+    ) -> None:
         self.model = causal_lm
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids

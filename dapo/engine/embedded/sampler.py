@@ -38,48 +38,48 @@ def draw(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> tuple
     if params.temperature == 0:
         tokens_B = logits_BV.argmax(-1)
         return tokens_B, logits_BV.log_softmax(-1).gather(1, tokens_B[:, None])[:, 0]
-    logits_BV = logits_BV / params.temperature
+    if params.temperature != 1:
+        logits_BV = logits_BV / params.temperature
     peak_B = logits_BV.amax(-1, keepdim=True)
     mass_BV = (logits_BV - peak_B).exp_()
-    total_B = mass_BV.sum(-1, dtype=torch.float64)
+    blocks_BNK = _in_blocks(mass_BV)
+    cumulative_BN = blocks_BNK.sum(-1).double().cumsum(-1)
     if params.top_k > 0 or params.top_p < 1:
-        tokens_B = _draw_truncated(mass_BV, total_B, uniforms_B, params)
+        tokens_B = _draw_truncated(mass_BV, uniforms_B, params)
     else:
-        tokens_B = _invert_cdf(mass_BV, uniforms_B)
+        tokens_B = _invert_cdf(blocks_BNK, cumulative_BN, uniforms_B)
     chosen_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]
-    return tokens_B, (chosen_B.double() - peak_B[:, 0].double() - total_B.log()).float()
+    return tokens_B, (chosen_B.double() - peak_B[:, 0].double() - cumulative_BN[:, -1].log()).float()
 
 
-def _invert_cdf(mass_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The first token whose cumulative mass exceeds u x total: first its block, then its place in the block."""
+def _in_blocks(mass_BV: Tensor) -> Tensor:
+    """[B, N, K]: summing blocks first is one pass over the vocabulary, and exact where a running float32 sum is not."""
     vocabulary = mass_BV.shape[1]
     if vocabulary % _BLOCK:
         mass_BV = F.pad(mass_BV, (0, _BLOCK - vocabulary % _BLOCK))
-    blocks_BNK = mass_BV.view(len(mass_BV), -1, _BLOCK)
-    cumulative_BN = blocks_BNK.sum(-1, dtype=torch.float64).cumsum(-1)
+    return mass_BV.view(len(mass_BV), -1, _BLOCK)
+
+
+def _invert_cdf(blocks_BNK: Tensor, cumulative_BN: Tensor, uniforms_B: Tensor) -> Tensor:
+    """The first token whose cumulative mass exceeds u x total: first its block, then its place in the block."""
     target_B = (uniforms_B * cumulative_BN[:, -1])[:, None]
-    block_B = torch.searchsorted(cumulative_BN, target_B, right=True).clamp_(max=cumulative_BN.shape[1] - 1)
-    before_B = cumulative_BN.gather(1, block_B) - blocks_BNK.gather(1, _wide(block_B)).sum(-1, dtype=torch.float64)
-    inside_BK = blocks_BNK.gather(1, _wide(block_B))[:, 0].double().cumsum(-1)
+    block_B = torch.searchsorted(cumulative_BN, target_B, right=True)
+    before_B = F.pad(cumulative_BN, (1, 0)).gather(1, block_B)
+    inside_BK = blocks_BNK.gather(1, block_B[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(-1)
     place_B = torch.searchsorted(inside_BK, target_B - before_B, right=True)
     # Rounding may leave the target a hair beyond the block's sum: the last token with any mass is meant.
     last_B = (inside_BK < inside_BK[:, -1:]).sum(-1, keepdim=True)
     return (block_B * _BLOCK + torch.minimum(place_B, last_B))[:, 0]
 
 
-def _wide(index_B: Tensor) -> Tensor:
-    return index_B[:, :, None].expand(-1, -1, _BLOCK)
-
-
-def _draw_truncated(mass_BV: Tensor, total_B: Tensor, uniforms_B: Tensor, params: SamplingParams) -> Tensor:
+def _draw_truncated(mass_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> Tensor:
     """Top-k, then the smallest set of likeliest tokens whose probability reaches top_p."""
     sorted_BV, order_BV = mass_BV.sort(-1, descending=True, stable=True)
     sorted_BV = sorted_BV.double()
     if params.top_k > 0:
         sorted_BV[:, params.top_k :] = 0
-        total_B = sorted_BV.sum(-1)
     before_BV = sorted_BV.cumsum(-1) - sorted_BV
-    sorted_BV[before_BV >= params.top_p * total_B[:, None]] = 0
+    sorted_BV[before_BV >= params.top_p * sorted_BV.sum(-1, keepdim=True)] = 0
     cumulative_BV = sorted_BV.cumsum(-1)
     target_B = (uniforms_B * cumulative_BV[:, -1])[:, None]
     place_B = torch.searchsorted(cumulative_BV, target_B, right=True)

@@ -1,0 +1,95 @@
+"""What a run will take: tokens per step, and memory by its parts. Reads the model's configuration, never its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dapo.config import Config
+
+_GIB = 2**30
+
+
+def plan_text(config: Config) -> str:
+    return "\n".join([*_token_lines(config), *_memory_lines(config)])
+
+
+def _token_lines(config: Config) -> list[str]:
+    data, n = config.data, config.rollout.n
+    rounds = config.algorithm.filter_groups.max_num_gen_batches
+    most = f"at most {rounds} rounds" if rounds > 0 else "rounds without limit"
+    trained = data.train_batch_size * n
+    updates = -(-data.train_batch_size // config.mini_batch_size) * config.optim.ppo_epochs
+    return [
+        "plan, per step:",
+        f"  sampling  {most} of {config.gen_batch_size} prompts x {n} responses, up to "
+        f"{config.gen_batch_size * n * data.max_response_length:,} tokens a round",
+        f"  training  {data.train_batch_size} prompts x {n} responses, up to "
+        f"{trained * data.max_response_length:,} response tokens and "
+        f"{data.train_batch_size * data.max_prompt_length:,} prompt tokens (each prompt once), {updates} updates",
+    ]
+
+
+def _memory_lines(config: Config) -> list[str]:
+    shape = _shape(config.model.path)
+    if shape is None:
+        return [f"  memory    not known before {config.model.path} has been fetched"]
+    parameters = _parameters(shape)
+    full = config.model.lora.rank == 0
+    # float32: weights, gradients, two moments. bfloat16: weights, gradients, float32 masters and two moments.
+    wide = _is_float32(config)
+    weights = parameters * (4 if wide else 2)
+    training = parameters * (12 if wide else 14) if full else 0
+    heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
+    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    per_token = 2 * shape["num_hidden_layers"] * heads * head_dim * (4 if wide else 2)
+    concurrent = min(config.rollout.max_concurrent, config.gen_batch_size * config.rollout.n)
+    cache = concurrent * config.data.max_response_length * per_token
+    cache += -(-concurrent // config.rollout.n) * config.data.max_prompt_length * per_token
+    parts = {
+        "weights": weights,
+        "gradients and optimiser": training,
+        "reference": weights if config.needs_reference and full else 0,
+        "key/value cache at most": cache,
+    }
+    listed = ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts.items() if size)
+    total = sum(parts.values()) / _GIB
+    return [
+        f"  memory    about {total:.1f} GiB and the activations of a micro-batch: {listed} ({parameters / 1e6:.0f}M parameters)"
+    ]
+
+
+def _is_float32(config: Config) -> bool:
+    if config.model.dtype != "auto":
+        return config.model.dtype == "float32"
+    if config.model.device != "auto":
+        return config.model.device == "cpu"
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _shape(path: str) -> dict[str, Any] | None:
+    """The model's config.json, where it is on this machine already."""
+    from dapo.model.gguf import conversion_dir, find_fetched
+
+    folder = Path(path)
+    if path.startswith("pypi:"):
+        fetched = find_fetched(path.removeprefix("pypi:"))
+        folder = conversion_dir(fetched) if fetched else folder
+    elif folder.suffix == ".gguf" and folder.is_file():
+        folder = conversion_dir(folder)
+    file = folder / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _parameters(shape: dict[str, Any]) -> int:
+    """Of a Llama-like model: projections, gated feed-forward and embeddings; norms and biases do not matter here."""
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+    kv_heads = shape.get("num_key_value_heads") or heads
+    head_dim = shape.get("head_dim") or hidden // heads
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    layer = attention + 3 * hidden * shape["intermediate_size"]
+    embeddings = shape["vocab_size"] * hidden * (1 if shape.get("tie_word_embeddings") else 2)
+    return shape["num_hidden_layers"] * layer + embeddings

@@ -1,0 +1,118 @@
+"""Plain, padded, float64 twins of what the product computes packed: the oracle that the tests compare against.
+
+Nothing of dapo is used here but its records. Every sequence stands alone in a right-padded batch, transformers runs it
+with its own attention, the whole logits tensor exists, and autograd does the rest.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo.types import Group
+
+
+def in_float64(model: Any) -> Any:
+    """The model in float64 throughout: transformers' RMSNorm computes in float32 whatever the weights are."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = types.MethodType(_rms_norm, module)
+    return model.double()
+
+
+def _rms_norm(self: Any, hidden: Tensor) -> Tensor:
+    return self.weight * hidden * (hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+def plain_copy(model: Any, dtype: torch.dtype = torch.float64) -> Any:
+    twin = copy.deepcopy(model).to(dtype)
+    twin.set_attn_implementation("sdpa")  # "eager" has its softmax in float32 whatever the weights are
+    return twin
+
+
+def logprobs(model: Any, prompt: Sequence[int], responses: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Tensor]:
+    """Per response the log-probability of each of its tokens."""
+    rows = [[*prompt, *response] for response in responses]
+    width = max(map(len, rows))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits / temperature
+    everything = logits.log_softmax(-1)
+    found = []
+    for i, response in enumerate(responses):
+        places = torch.arange(len(prompt) - 1, len(prompt) - 1 + len(response))
+        found.append(everything[i, places, torch.tensor(list(response))])
+    return found
+
+
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """NaN: not judged."""
+    judged = [reward for reward in rewards if not math.isnan(reward)]
+    if len(judged) < 2 or max(judged) == min(judged):
+        return [0.0] * len(rewards)
+    mean = sum(judged) / len(judged)
+    std = math.sqrt(sum((reward - mean) ** 2 for reward in judged) / (len(judged) - 1))
+    return [0.0 if math.isnan(reward) else (reward - mean) / (std + 1e-6) for reward in rewards]
+
+
+def mini_batch_loss(
+    model: Any,
+    groups: Sequence[Group],
+    mode: str,
+    *,
+    low: float = 0.2,
+    high: float = 0.28,
+    c: float = 10.0,
+    kl: float = 0.0,
+    temperature: float = 1.0,
+) -> Tensor:
+    """The loss of one whole mini-batch, straight from the definitions."""
+    sequences: list[Tensor] = []
+    for group in groups:
+        new = logprobs(model, group.prompt.tokens, [r.tokens.tolist() for r in group.rollouts], temperature)
+        weights = advantages(group.rewards.tolist())
+        for i, rollout in enumerate(group.rollouts):
+            if not group.trains[i]:
+                continue
+            old = torch.tensor(rollout.logprobs.tolist(), dtype=torch.float64)
+            ratio = (new[i] - old).exp()
+            a = weights[i]
+            loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
+            if a < 0:
+                loss = loss.clamp(max=-c * a)
+            if kl:
+                assert group.ref_logprobs is not None
+                delta = torch.tensor(group.ref_logprobs[i].tolist(), dtype=torch.float64) - new[i]
+                loss = loss + kl * (delta.exp() - delta - 1)
+            sequences.append(loss)
+    if mode == "token-mean":
+        return torch.cat(sequences).mean()
+    if mode == "seq-mean-token-sum":
+        return torch.stack([loss.sum() for loss in sequences]).mean()
+    return torch.stack([loss.mean() for loss in sequences]).mean()
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss, list(named.values()))
+    return dict(zip(named, grads, strict=True))
+
+
+def adamw(
+    parameters: dict[str, Tensor], grads: dict[str, Tensor], *, lr: float, weight_decay: float, clip: float
+) -> dict[str, Tensor]:
+    """The first step of AdamW (betas 0.9 and 0.999, eps 1e-8) after clipping the gradient's norm."""
+    norm = math.sqrt(sum(float((grad**2).sum()) for grad in grads.values()))
+    scale = clip / (norm + 1e-6) if norm > clip else 1.0
+    after = {}
+    for name, value in parameters.items():
+        grad = grads[name] * scale
+        first, second = 0.1 * grad / (1 - 0.9), 0.001 * grad**2 / (1 - 0.999)
+        after[name] = value * (1 - lr * weight_decay) - lr * first / (second.sqrt() + 1e-8)
+    return after

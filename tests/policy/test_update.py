@@ -1,0 +1,258 @@
+"""The packed update against plain padded transformers in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dapo.model.attention as attention
+from dapo.algorithm.filtering import GroupRules, form_group
+from dapo.config import Config
+from dapo.errors import TrainingStopped
+from dapo.policy.policy import Policy
+from dapo.types import Group, Score
+from tests import make, plain
+from tests.tiny import tiny_llama, tiny_qwen2
+
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+
+
+def config(**overrides):
+    values = {"model": {"path": "tiny"}, "data": {"train": "none", "train_batch_size": 64}}
+    for key, value in overrides.items():
+        section, name = key.split("__")
+        values.setdefault(section, {})[name] = value
+    return Config.parse(values)
+
+
+def for_dapo(model):
+    model.set_attn_implementation(attention.ATTENTION_NAME)
+    return model
+
+
+def random_groups(seed: int, count: int, n: int, *, overlong_filter: bool = False, with_reference: bool = False) -> list[Group]:
+    """Groups with prompts of mixed lengths (some the same), responses of mixed lengths, and made-up old log-probabilities."""
+    rng = np.random.default_rng(seed)
+    prompts = [tuple(rng.integers(4, 130, rng.integers(1, 12)).tolist()) for _ in range(max(1, count - 1))]
+    groups = []
+    for serial in range(count):
+        tokens = prompts[rng.integers(len(prompts))]
+        rollouts = []
+        for index in range(n):
+            length = int(rng.integers(1, 9))
+            finish = "length" if rng.random() < 0.3 else "stop"
+            response = rng.integers(4, 130, length).tolist()
+            old = rng.uniform(-6, -3, length).tolist()
+            rollouts.append(make.rollout(response, old, serial=serial, index=index, finish=finish))
+        scores = [Score(float(rng.integers(3))) if rng.random() > 0.1 else Score(None, error="no") for _ in range(n)]
+        reference = [rng.uniform(-6, -3, len(r)).astype(np.float32) for r in rollouts] if with_reference else None
+        rules = GroupRules(9, overlong_filter=overlong_filter, filter_enabled=False)
+        groups.append(form_group(serial, make.prompt(tokens), rollouts, scores, rules, reference))
+    return [group for group in groups if group.kept]
+
+
+def packed_gradients(model, groups, cfg, *, share_prompts=True):
+    policy = Policy(model, cfg, share_prompts=share_prompts)
+    policy.optimiser.zero_grad()
+    loss = sum(float(policy._backward(batch).loss) for batch in policy._micro_batches(groups, version=0))
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    policy.optimiser.zero_grad()
+    return loss, grads
+
+
+def assert_same(found, expected, **tolerance):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+@pytest.mark.parametrize("tree_tokens", [0, 512])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2])
+def test_shared_prompts_give_the_log_probabilities_and_gradients_of_padded_transformers_in_fp32(build, tree_tokens, monkeypatch):
+    monkeypatch.setattr(attention, "TREE_TOKENS", tree_tokens)
+    model = for_dapo(build())
+    groups = random_groups(1, 5, 4)
+    twin = plain.plain_copy(model, torch.float32)
+    policy = Policy(model, config(optim__max_tokens_per_micro_batch=60))
+    results = {}
+    for batch in policy._micro_batches(groups, version=0):
+        result = policy._backward(batch)
+        ends = np.cumsum([len(r) for r in batch.rollouts])[:-1].tolist()
+        for rollout, values in zip(batch.rollouts, torch.tensor_split(result.logprobs_R, ends), strict=True):
+            results[rollout.serial, rollout.index] = values
+    for group in groups:
+        expected = plain.logprobs(twin, group.prompt.tokens, [r.tokens.tolist() for r in group.rollouts])
+        for i, values in enumerate(expected):
+            if group.trains[i]:
+                torch.testing.assert_close(results[group.serial, i], values.detach(), atol=1e-5, rtol=0)
+    expected = plain.gradients(twin, plain.mini_batch_loss(twin, groups, "token-mean"))
+    found = {name: p.grad for name, p in model.named_parameters()}
+    assert_same(found, {name: grad.float() for name, grad in expected.items()}, atol=1e-5, rtol=1e-4)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    budget=st.integers(1, 200),
+    mode=st.sampled_from(MODES),
+    overlong_filter=st.booleans(),
+    share_prompts=st.booleans(),
+    tree_tokens=st.sampled_from([0, 25, 512]),
+    kl=st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=60)
+def test_the_gradient_is_that_of_the_definition_for_every_split_order_and_mode(
+    seed, budget, mode, overlong_filter, share_prompts, tree_tokens, kl
+):
+    groups = random_groups(seed, 4, 3, overlong_filter=overlong_filter, with_reference=kl > 0)
+    if not groups:
+        return
+    order = np.random.default_rng(seed).permutation(len(groups))
+    model = for_dapo(plain.in_float64(tiny_llama()))
+    cfg = config(optim__max_tokens_per_micro_batch=budget, algorithm__loss_agg_mode=mode, algorithm__kl_loss_coef=kl)
+    before = attention.TREE_TOKENS
+    attention.TREE_TOKENS = tree_tokens
+    try:
+        loss, grads = packed_gradients(model, [groups[i] for i in order], cfg, share_prompts=share_prompts)
+    finally:
+        attention.TREE_TOKENS = before
+    twin = plain.plain_copy(model)
+    expected = plain.mini_batch_loss(twin, groups, mode, kl=kl)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-7)
+    assert_same(grads, plain.gradients(twin, expected), atol=1e-6, rtol=1e-6)
+
+
+def test_temperature_scales_the_logits_in_the_loss_too():
+    model = for_dapo(plain.in_float64(tiny_llama()))
+    groups = random_groups(3, 3, 4)
+    _, grads = packed_gradients(model, groups, config(rollout__temperature=0.7))
+    twin = plain.plain_copy(model)
+    expected = plain.gradients(twin, plain.mini_batch_loss(twin, groups, "token-mean", temperature=0.7))
+    assert_same(grads, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_an_untied_head_gets_its_own_gradient():
+    model = for_dapo(plain.in_float64(tiny_llama(tie_word_embeddings=False)))
+    groups = random_groups(4, 3, 4)
+    _, grads = packed_gradients(model, groups, config())
+    twin = plain.plain_copy(model)
+    expected = plain.gradients(twin, plain.mini_batch_loss(twin, groups, "token-mean"))
+    assert "lm_head.weight" in expected
+    assert_same(grads, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_one_optimiser_step_gives_the_oracle_s_new_weights(share_prompts):
+    model = for_dapo(plain.in_float64(tiny_llama()))
+    groups = random_groups(5, 6, 4)
+    twin = plain.plain_copy(model)
+    grads = plain.gradients(twin, plain.mini_batch_loss(twin, groups, "token-mean"))
+    expected = plain.adamw(dict(twin.named_parameters()), grads, lr=1e-3, weight_decay=0.1, clip=0.5)
+    cfg = config(optim__lr=1e-3, optim__warmup_steps=0, optim__grad_clip=0.5, algorithm__max_logprob_gap=100.0)
+    result = Policy(model, cfg, share_prompts=share_prompts).update(groups, step=1, version=0)
+    assert_same(dict(model.named_parameters()), {n: v.detach() for n, v in expected.items()}, atol=1e-9, rtol=1e-6)
+    norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+    assert result.metrics["grad_norm"] == pytest.approx(norm, rel=1e-6)
+
+
+def test_mini_batches_are_whole_groups_near_equal_and_each_group_is_used_once_per_epoch():
+    from dapo.policy.packing import mini_batches
+
+    groups = random_groups(6, 11, 2)
+    parts = mini_batches(groups, 4, seed=0, step=3, epoch=0)
+    sizes = [len(part) for part in parts]
+    assert max(sizes) <= 4
+    assert max(sizes) - min(sizes) <= 1
+    assert sorted(group.serial for part in parts for group in part) == sorted(group.serial for group in groups)
+    again = mini_batches(groups, 4, seed=0, step=3, epoch=0)
+    assert [[g.serial for g in part] for part in parts] == [[g.serial for g in part] for part in again]
+    other = mini_batches(groups, 4, seed=0, step=4, epoch=0)
+    assert [[g.serial for g in part] for part in parts] != [[g.serial for g in part] for part in other]
+
+
+def test_warm_up_counts_trainer_steps():
+    policy = Policy(for_dapo(tiny_llama()), config(optim__lr=1.0, optim__warmup_steps=4))
+    assert [policy.optimiser.learning_rate(step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_three_in_a_row_stop_the_run():
+    model = for_dapo(tiny_llama())
+    groups = random_groups(7, 3, 4)
+    bad = [
+        Group(g.serial, g.prompt, g.rollouts, g.scores, g.rewards, np.full_like(g.advantages, np.inf), g.trains, g.verdict)
+        for g in groups
+    ]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    policy = Policy(model, config(algorithm__max_logprob_gap=100.0))
+    for _ in range(2):
+        metrics = policy.update(bad, step=1, version=0).metrics
+        assert metrics["updates/non_finite"] == 1
+        assert metrics["updates"] == 0
+    with pytest.raises(TrainingStopped, match="3 optimiser steps in a row"):
+        policy.update(bad, step=1, version=0)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert not policy.optimiser.adam.state
+
+
+def test_a_finite_step_between_resets_the_count():
+    groups = random_groups(7, 3, 4)
+    bad = [
+        Group(g.serial, g.prompt, g.rollouts, g.scores, g.rewards, np.full_like(g.advantages, np.nan), g.trains, g.verdict)
+        for g in groups
+    ]
+    policy = Policy(for_dapo(tiny_llama()), config(algorithm__max_logprob_gap=100.0))
+    for part in (bad, bad, groups, bad, bad):
+        policy.update(part, step=1, version=0)
+    assert policy.non_finite_in_a_row == 2
+
+
+def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run_before_any_update():
+    model = for_dapo(tiny_llama())
+    before = model.model.embed_tokens.weight.detach().clone()
+    with pytest.raises(TrainingStopped, match="max_logprob_gap"):
+        Policy(model, config()).update(random_groups(8, 3, 4), step=1, version=0)
+    assert torch.equal(before, model.model.embed_tokens.weight)
+
+
+def test_groups_of_an_older_version_do_not_count_in_the_gap():
+    metrics = Policy(for_dapo(tiny_llama()), config()).update(random_groups(8, 3, 4), step=1, version=5).metrics
+    assert "logprob_gap/mean" not in metrics
+
+
+def test_bf16_weights_move_by_their_fp32_masters_where_bf16_alone_would_round_to_nothing():
+    groups = random_groups(9, 3, 4)
+    model = for_dapo(tiny_llama().bfloat16())
+    cfg = config(optim__lr=1e-6, optim__warmup_steps=0, optim__weight_decay=0.0, algorithm__max_logprob_gap=100.0)
+    policy = Policy(model, cfg)
+    start = [master.clone() for master in policy.optimiser.masters]
+    for step in range(3):
+        policy.update(groups, step, version=9)
+    moved = [(master - old).abs().max().item() for master, old in zip(policy.optimiser.masters, start, strict=True)]
+    assert max(moved) == pytest.approx(3e-6, rel=0.2)
+    for parameter, master in zip(policy.optimiser.parameters, policy.optimiser.masters, strict=True):
+        assert torch.equal(parameter, master.bfloat16())
+
+
+def test_token_statistics_are_those_of_the_first_update():
+    model = for_dapo(plain.in_float64(tiny_llama()))
+    groups = random_groups(10, 4, 3)
+    twin = plain.plain_copy(model)
+    cfg = config(optim__ppo_epochs=3, optim__lr=1e-2, optim__warmup_steps=0, algorithm__max_logprob_gap=100.0)
+    stats = Policy(model, cfg).update(groups, step=1, version=0).token_stats
+    assert set(stats) == {(g.serial, i) for g in groups for i in range(3) if g.trains[i]}
+    for group in groups:
+        expected = plain.logprobs(twin, group.prompt.tokens, [r.tokens.tolist() for r in group.rollouts])
+        for i, values in enumerate(expected):
+            if group.trains[i]:
+                np.testing.assert_allclose(stats[group.serial, i].logprobs, values.detach().numpy(), atol=1e-5)
+
+
+def test_entropy_is_that_of_the_whole_distribution():
+    model = for_dapo(plain.in_float64(tiny_llama()))
+    group = make.group([1.0, 0.0], [1, 1])
+    twin = plain.plain_copy(model)
+    logits = twin(input_ids=torch.tensor([group.prompt.tokens])).logits[0, -1]
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    metrics = Policy(model, config(algorithm__max_logprob_gap=100.0)).update([group], 1, 0).metrics
+    assert metrics["entropy"] == pytest.approx(float(expected.detach()), rel=1e-6)
