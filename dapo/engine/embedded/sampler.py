@@ -25,7 +25,7 @@ def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shift(x, 27)) * -0x6B2FB644ECCEEE15
     x = x ^ _shift(x, 31)
-    return (_shift(x, 11).double() + 0.5) * 2.0**-53
+    return (_shift(x, 12).double() + 0.5) * 2.0**-52  # 52 bits, so that no value rounds to 1
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -62,26 +62,26 @@ def _in_blocks(mass_BV: Tensor) -> Tensor:
 
 def _invert_cdf(blocks_BNK: Tensor, cumulative_BN: Tensor, uniforms_B: Tensor) -> Tensor:
     """The first token whose cumulative mass exceeds u x total: first its block, then its place in the block."""
-    target_B = (uniforms_B * cumulative_BN[:, -1])[:, None]
-    block_B = torch.searchsorted(cumulative_BN, target_B, right=True)
+    target_B = uniforms_B[:, None] * cumulative_BN[:, -1:]
+    block_B = _first_above(cumulative_BN, target_B)
     before_B = F.pad(cumulative_BN, (1, 0)).gather(1, block_B)
     inside_BK = blocks_BNK.gather(1, block_B[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(-1)
-    place_B = torch.searchsorted(inside_BK, target_B - before_B, right=True)
-    # Rounding may leave the target a hair beyond the block's sum: the last token with any mass is meant.
-    last_B = (inside_BK < inside_BK[:, -1:]).sum(-1, keepdim=True)
-    return (block_B * _BLOCK + torch.minimum(place_B, last_B))[:, 0]
+    return (block_B * _BLOCK + _first_above(inside_BK, target_B - before_B))[:, 0]
+
+
+def _first_above(cumulative_BN: Tensor, target_B: Tensor) -> Tensor:
+    """Where a target is by rounding not below the last sum, the last place that added any mass is meant."""
+    last_B = (cumulative_BN < cumulative_BN[:, -1:]).sum(-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(cumulative_BN, target_B, right=True), last_B)
 
 
 def _draw_truncated(mass_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> Tensor:
     """Top-k, then the smallest set of likeliest tokens whose probability reaches top_p."""
-    sorted_BV, order_BV = mass_BV.sort(-1, descending=True, stable=True)
+    sorted_BV, order_BV = mass_BV.sort(dim=-1, descending=True, stable=True)
     sorted_BV = sorted_BV.double()
     if params.top_k > 0:
         sorted_BV[:, params.top_k :] = 0
     before_BV = sorted_BV.cumsum(-1) - sorted_BV
     sorted_BV[before_BV >= params.top_p * sorted_BV.sum(-1, keepdim=True)] = 0
     cumulative_BV = sorted_BV.cumsum(-1)
-    target_B = (uniforms_B * cumulative_BV[:, -1])[:, None]
-    place_B = torch.searchsorted(cumulative_BV, target_B, right=True)
-    last_B = (sorted_BV > 0).sum(-1, keepdim=True) - 1
-    return order_BV.gather(1, torch.minimum(place_B, last_B))[:, 0]
+    return order_BV.gather(1, _first_above(cumulative_BV, uniforms_B[:, None] * cumulative_BV[:, -1:]))[:, 0]

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.model.attention import ATTENTION_NAME
+from dapo.types import Request, SamplingParams
+from tests import plain
+from tests.tiny import EOS_ID, PAD_ID, tiny_llama, tiny_qwen2, tiny_tokenizer
+
+
+def engine_for(model, *, stop=(EOS_ID,), seed=0, max_concurrent=64):
+    model.set_attn_implementation(ATTENTION_NAME)
+    return EmbeddedEngine(model, tiny_tokenizer(), frozenset(stop), seed, max_concurrent)
+
+
+def drain(engine, *requests):
+    engine.submit(requests)
+    rollouts = []
+    while finished := engine.poll():
+        rollouts += finished
+    return {(rollout.serial, rollout.index): rollout for rollout in rollouts}
+
+
+def prompts(count, seed=0, longest=30):
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(4, 130, rng.integers(1, longest)).tolist()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("max_concurrent", [1, 3, 64])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2])
+def test_greedy_tokens_are_those_of_transformers_generate_for_mixed_lengths_and_groups(build, max_concurrent):
+    model = build()
+    reference = plain.plain_copy(model, torch.float32)
+    stop = [EOS_ID, *range(4, 24)]  # many stop tokens, so that responses end at different times
+    questions = prompts(6)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    requests = [Request(i, prompt, 1 + i % 3, params) for i, prompt in enumerate(questions)]
+    found = drain(engine_for(model, stop=stop, max_concurrent=max_concurrent), *requests)
+    lengths = set()
+    for i, prompt in enumerate(questions):
+        tokens = torch.tensor([prompt])
+        out = reference.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=20, eos_token_id=stop, pad_token_id=PAD_ID
+        )
+        expected = out[0, len(prompt) :].tolist()
+        lengths.add(len(expected))
+        for index in range(requests[i].n):
+            assert found[i, index].tokens.tolist() == expected
+            assert found[i, index].finish_reason == ("stop" if expected[-1] in stop else "length")
+    assert len(found) == sum(request.n for request in requests)
+    assert len(lengths) > 2  # otherwise nothing entered and left at different times
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2])
+def test_recorded_log_probabilities_are_those_of_plain_transformers(build, temperature):
+    model = build()
+    twin = plain.plain_copy(model, torch.float32)
+    questions = prompts(5, seed=1)
+    params = SamplingParams(temperature, max_tokens=12)
+    found = drain(engine_for(model, max_concurrent=7), *(Request(i, p, 4, params) for i, p in enumerate(questions)))
+    for (serial, _), rollout in found.items():
+        with torch.no_grad():
+            (expected,) = plain.logprobs(twin, questions[serial], [rollout.tokens.tolist()], temperature)
+        np.testing.assert_allclose(rollout.logprobs, expected.numpy(), atol=1e-5)
+
+
+def test_a_rollout_does_not_depend_on_what_else_is_in_flight():
+    model = tiny_llama()
+    questions = prompts(6, seed=2)
+    params = SamplingParams(max_tokens=10)
+    together = drain(engine_for(model, max_concurrent=5), *(Request(i, p, 3, params) for i, p in enumerate(questions)))
+    alone = drain(engine_for(model), Request(4, questions[4], 3, params))
+    for index in range(3):
+        assert alone[4, index].tokens.tolist() == together[4, index].tokens.tolist()
+
+
+def test_two_groups_of_the_same_prompt_and_two_phases_draw_different_numbers():
+    model = tiny_llama()
+    (prompt,) = prompts(1)
+    params = SamplingParams(max_tokens=10)
+    train = drain(engine_for(model), Request(0, prompt, 2, params), Request(1, prompt, 2, params))
+    evaluated = drain(engine_for(model), Request(0, prompt, 2, params, "eval"))
+    texts = [tuple(r.tokens.tolist()) for r in [*train.values(), *evaluated.values()]]
+    assert len(set(texts)) == 6
+
+
+def test_the_seed_decides():
+    model = tiny_llama()
+    request = Request(0, prompts(1)[0], 4, SamplingParams(max_tokens=10))
+    first, again, other = (drain(engine_for(model, seed=seed), request) for seed in (3, 3, 4))
+    assert all(np.array_equal(first[key].tokens, again[key].tokens) for key in first)
+    assert all(np.array_equal(first[key].logprobs, again[key].logprobs) for key in first)
+    assert any(not np.array_equal(first[key].tokens, other[key].tokens) for key in first)
+
+
+def test_the_prompt_of_a_group_is_computed_once(monkeypatch):
+    model = tiny_llama()
+    seen = []
+    monkeypatch.setattr(model.model.embed_tokens, "forward", lambda ids, f=model.model.embed_tokens.forward: seen.append(ids.numel()) or f(ids))
+    first, second = (4, 5, 6, 7, 8, 9), (10, 11, 12, 13)
+    params = SamplingParams(max_tokens=3)
+    drain(engine_for(model, stop=()), Request(0, first, 5, params), Request(1, second, 5, params), Request(2, first, 5, params))
+    # 10 distinct prompt tokens; then each of 15 responses feeds back all but its last token.
+    assert sum(seen) == len(first) + len(second) + 15 * 2
+
+
+def test_a_weight_update_is_visible_in_the_next_sample():
+    model = tiny_llama()
+    engine = engine_for(model)
+    request = Request(0, prompts(1)[0], 2, SamplingParams(temperature=0, max_tokens=8))
+    before = drain(engine, request)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(torch.randn_like(model.lm_head.weight))
+    engine.sync_weights(7)
+    after = drain(engine, request)
+    assert not np.array_equal(before[0, 0].tokens, after[0, 0].tokens)
+    assert (before[0, 0].weight_version, after[0, 0].weight_version) == (0, 7)
+    fresh = drain(engine_for(model), request)
+    assert np.array_equal(after[0, 0].tokens, fresh[0, 0].tokens)
+
+
+def test_a_cancelled_group_leaves_and_the_others_are_as_without_it():
+    model = tiny_llama()
+    questions = prompts(3, seed=5)
+    params = SamplingParams(max_tokens=30)
+    requests = [Request(i, p, 2, params) for i, p in enumerate(questions)]
+    engine = engine_for(model, stop=(), max_concurrent=4)
+    engine.submit(requests)
+    with torch.no_grad():
+        engine._admit()
+        engine._decode()
+    assert engine.cancel([0]) == 2 * 2
+    assert engine.cancel([99]) == 0
+    found = {(r.serial, r.index): r for r in iter_polls(engine)}
+    assert set(found) == {(1, 0), (1, 1), (2, 0), (2, 1)}
+    expected = drain(engine_for(model, stop=(), max_concurrent=4), *requests)
+    assert all(np.array_equal(found[key].tokens, expected[key].tokens) for key in found)
+    assert not engine.prompts
+
+
+def iter_polls(engine):
+    while finished := engine.poll():
+        yield from finished
+
+
+def test_a_stop_token_as_the_very_first_and_at_the_limit_counts_as_stop():
+    model = tiny_llama()
+    everything = tuple(range(132))
+    found = drain(engine_for(model, stop=everything), Request(0, (5, 6), 3, SamplingParams(max_tokens=4)))
+    assert all(len(r) == 1 and r.finish_reason == "stop" for r in found.values())
+    found = drain(engine_for(model, stop=everything), Request(0, (5, 6), 3, SamplingParams(max_tokens=1)))
+    assert all(len(r) == 1 and r.finish_reason == "stop" for r in found.values())
+    found = drain(engine_for(model, stop=()), Request(0, (5, 6), 3, SamplingParams(max_tokens=1)))
+    assert all(len(r) == 1 and r.finish_reason == "length" for r in found.values())
+
+
+def test_the_text_is_the_tokens_without_special_ones():
+    model = tiny_llama()
+    found = drain(engine_for(model), Request(0, (5, 6), 8, SamplingParams(max_tokens=6)))
+    tokenizer = tiny_tokenizer()
+    for rollout in found.values():
+        plain_ids = [token for token in rollout.tokens.tolist() if token > 3]
+        assert rollout.text == tokenizer.decode(plain_ids)
