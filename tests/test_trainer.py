@@ -1,0 +1,333 @@
+"""Whole runs: the loop, resuming, interruption, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dapo import Config, Trainer
+from dapo.algorithm.filtering import GroupRules, form_group
+from dapo.errors import CheckpointError, TrainingStopped
+from dapo.policy import checkpoint
+from dapo.store.database import RunDatabase
+from dapo.types import CARRIED
+from tests import plain, runs
+
+ROOT = Path(__file__).parent.parent
+
+
+def train(config: Config, **kwargs):
+    trainer = Trainer(config, **kwargs)
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
+
+
+def assert_same_run(first: Path, second: Path, step: int) -> None:
+    one, two = runs.weights(first, step), runs.weights(second, step)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert runs.figures(first) == runs.figures(second)
+    assert runs.verdicts(first) == runs.verdicts(second)
+
+
+def test_six_steps_at_once_and_three_then_three_more_are_the_same_bit_for_bit(tmp_path):
+    whole = runs.load(tmp_path, "run.name=whole")
+    train(whole)
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=3"))
+    saved = checkpoint.read_state(whole.run_dir.parent / "parts" / "checkpoints" / "step_3")
+    assert saved.carried, "carried-over groups must be part of what is resumed"
+    parts = runs.load(tmp_path, "run.name=parts")
+    train(parts, resume=True)
+    assert_same_run(whole.run_dir, parts.run_dir, step=6)
+    assert len(runs.figures(whole.run_dir)) == 6
+
+
+def test_a_lora_run_resumes_bit_for_bit_too(tmp_path):
+    lora = {"rank": 4, "alpha": 8.0}
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", model={"path": str(tmp_path / "model"), "lora": lora})
+    train(whole)
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=2", model={"path": str(tmp_path / "model"), "lora": lora}))
+    parts = runs.load(tmp_path, "run.name=parts", "run.steps=4", model={"path": str(tmp_path / "model"), "lora": lora})
+    train(parts, resume=True)
+    assert_same_run(whole.run_dir, parts.run_dir, step=4)
+    base = runs.weights_of(tmp_path / "model")
+    merged = runs.weights(whole.run_dir, 4)
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed
+    assert all("proj" in name for name in changed)
+
+
+KILLER = """
+import os, signal, sys
+where, count = sys.argv[1], int(sys.argv[2])
+seen = 0
+def watch(event, arguments):
+    global seen
+    writes = event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir") or (
+        event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"))
+    if writes and where in str(arguments[0]):
+        seen += 1
+        if seen == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+from dapo.cli import main
+sys.addaudithook(watch)
+sys.argv = ["dapo", *sys.argv[3:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("kill_at", [3, 9, 15, 22, 32])
+def test_a_run_killed_at_any_write_goes_on_to_the_same_weights_and_figures(tmp_path, kill_at):
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", "run.save_every=1")
+    train(whole)
+    recipe = tmp_path / "recipe.yaml"
+    arguments = ["train", str(recipe), "run.name=killed", "run.steps=4", "run.save_every=1"]
+    command = [sys.executable, "-c", KILLER, "killed", str(kill_at), *arguments]
+    dead = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert dead.returncode == -signal.SIGKILL, dead.stderr
+    again = subprocess.run([sys.executable, "-m", "dapo", *arguments, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert_same_run(whole.run_dir, whole.run_dir.parent / "killed", step=4)
+
+
+def test_killed_in_the_middle_of_sampling_the_run_goes_on_from_the_checkpoint(tmp_path):
+    """The reward itself kills the process in step 5; on the second try it lets it live."""
+    marker = tmp_path / "killed"
+    deadly = runs.REWARD.replace(
+        "def reward(completion, answer, **row):",
+        "import os, signal\nfrom pathlib import Path\ncalls = 0\n"
+        "def reward(completion, answer, **row):\n"
+        "    global calls\n    calls += 1\n"
+        f"    if calls == 150 and not Path({str(marker)!r}).exists():\n"
+        f"        Path({str(marker)!r}).touch()\n        os.kill(os.getpid(), signal.SIGKILL)",
+    )
+    whole = runs.load(tmp_path, "run.name=whole")
+    train(whole)
+    recipe = runs.recipe(tmp_path, reward=deadly)
+    command = [sys.executable, "-m", "dapo", "train", str(recipe), "run.name=killed"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
+    again = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    killed = whole.run_dir.parent / "killed"
+    assert_same_run(whole.run_dir, killed, step=6)
+    with RunDatabase.open_readonly(killed / "run.db") as database:
+        assert [event["kind"] for event in database.events() if event["kind"] == "resumed"] == ["resumed"]
+
+
+def test_ctrl_c_finishes_the_step_saves_and_exits_130(tmp_path):
+    interrupting = runs.REWARD.replace(
+        "def reward(completion, answer, **row):",
+        "import os, signal\ncalls = 0\n"
+        "def reward(completion, answer, **row):\n    global calls\n    calls += 1\n"
+        "    if calls == 30:\n        os.kill(os.getpid(), signal.SIGINT)",
+    )
+    recipe = runs.recipe(tmp_path, reward=interrupting)
+    command = [sys.executable, "-m", "dapo", "train", str(recipe), "run.name=stopped", "run.save_every=0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    run_dir = tmp_path / "runs" / "stopped"
+    steps = len(runs.figures(run_dir))
+    assert 1 <= steps < 6
+    assert (run_dir / "checkpoints" / f"step_{steps}").is_dir()
+    again = subprocess.run([*command, "--resume", "run.steps=5"], cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode in (0, 130), again.stderr
+    assert len(runs.figures(run_dir)) > steps
+
+
+def test_one_whole_step_agrees_with_a_plain_padded_float64_oracle(tmp_path):
+    """Sampling excluded: same kept groups, advantages, loss, gradient norm and new weights."""
+    config = runs.load(tmp_path, "run.steps=1", "optim.ppo_mini_batch_size=4", "optim.warmup_steps=0", "optim.lr=1e-3")
+    oracle = plain.in_float64(AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="sdpa"))
+    train(config)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        stored = [(group, list(database.rollouts(group["serial"]))) for group in database.groups()]
+        (figures,) = database.steps()
+    mixed = [group["serial"] for group, rollouts in stored if len({r["acc"] for r in rollouts}) > 1]
+    kept = [group["serial"] for group, _ in stored if group["verdict"] == "kept"]
+    assert kept == mixed[:4]
+    assert [g["serial"] for g, _ in stored if g["verdict"] == CARRIED] == mixed[4:]
+    batch = [rebuild(group, rollouts) for group, rollouts in stored if group["serial"] in kept]
+    for group, (_, rollouts) in zip(batch, [pair for pair in stored if pair[0]["serial"] in kept], strict=True):
+        expected = plain.advantages([r["score"] for r in rollouts])
+        np.testing.assert_allclose([r["advantage"] for r in rollouts], expected, atol=1e-12)
+        assert group.kept
+    loss = plain.mini_batch_loss(oracle, batch, "token-mean")
+    grads = plain.gradients(oracle, loss)
+    expected = plain.adamw(dict(oracle.named_parameters()), grads, lr=1e-3, weight_decay=0.1, clip=1.0)
+    norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+    assert figures["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    assert figures["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    found = AutoModelForCausalLM.from_pretrained(config.run_dir / "checkpoints" / "step_1")
+    for name, value in found.named_parameters():
+        # Where a gradient is all but zero, Adam's first step is its sign, and rounding decides that.
+        steady = grads[name].abs() > 1e-5
+        torch.testing.assert_close(value.double()[steady], expected[name].detach()[steady], atol=2e-5, rtol=0)
+
+
+def rebuild(group, rollouts):
+    """A Group from what the database holds."""
+    from tests import make
+
+    prompt = make.prompt(group["prompt"]["tokens"], group["prompt"]["answer"])
+    records = [
+        make.rollout(r["tokens"].tolist(), r["sampler_logprobs"].tolist(), serial=group["serial"], index=i)
+        for i, r in enumerate(rollouts)
+    ]
+    from dapo.types import Score
+
+    scores = [Score(r["score"], acc=bool(r["acc"])) for r in rollouts]
+    return form_group(group["serial"], prompt, records, scores, GroupRules(8))
+
+
+def test_a_checkpoint_loads_in_plain_transformers_and_only_two_are_kept(tmp_path):
+    config = runs.load(tmp_path, "run.steps=4", "run.save_every=1")
+    train(config)
+    folder = config.run_dir / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_3", "step_4"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "step_4")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "step_4")
+    out = model.generate(**tokenizer("hello", return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    assert out.shape[1] == 8
+    assert not list(folder.rglob("*.bin")) + list(folder.rglob("*.pt")) + list(folder.rglob("*.pkl"))
+
+
+def test_every_step_s_tokens_add_up_in_the_database(tmp_path):
+    config = runs.load(tmp_path)
+    train(config)
+    steps = runs.figures(config.run_dir)
+    for before, after in zip(steps, steps[1:], strict=False):
+        assert before["tokens/carried_out"] == after["tokens/carried_in"]
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        lengths = {
+            group["serial"]: sum(rollout["length"] for rollout in database.rollouts(group["serial"]))
+            for group in database.groups()
+        }
+    for step in steps:
+        generated = [serial for serial, _, made, _ in runs.verdicts(config.run_dir) if made == step["step"]]
+        assert step["tokens/generated"] == sum(lengths[serial] for serial in generated)
+
+
+def test_a_python_function_is_a_reward_and_the_policy_learns_from_it(tmp_path):
+    config = runs.load(tmp_path, "run.steps=25", "optim.lr=3e-3", "eval.k=32", "optim.warmup_steps=0", "run.save_every=0")
+    result = train(config, reward=lambda completion, answer: completion.count("e") / 8)
+    assert result.before.metrics["reward/mean"] < 0.1
+    assert result.after.metrics["reward/mean"] > result.before.metrics["reward/mean"] + 0.2
+
+
+@pytest.mark.parametrize("coefficient", ["kl_loss_coef", "kl_reward_coef"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_reference_stays_what_it_was_and_its_kl_starts_at_zero(tmp_path, coefficient, rank):
+    model = {"path": str(tmp_path / "model"), "lora": {"rank": rank}}
+    config = runs.load(tmp_path, f"algorithm.{coefficient}=0.1", "run.steps=3", "optim.lr=3e-2", "optim.ppo_mini_batch_size=4", model=model)
+    trainer = Trainer(config)
+    sampled = trainer.sampler.fill(1, 0)
+    for group in sampled.batch:
+        assert group.ref_logprobs is not None
+        for rollout, reference in zip(group.rollouts, group.ref_logprobs, strict=True):
+            np.testing.assert_allclose(reference, rollout.logprobs, atol=1e-5)
+    trainer.policy.update(sampled.batch, 1, 0)
+    again = trainer.policy.reference_logprobs(sampled.batch)
+    for group, refs in zip(sampled.batch, again, strict=True):
+        for old, new in zip(group.ref_logprobs, refs, strict=True):
+            np.testing.assert_allclose(new, old, atol=1e-5)
+    trainer.close()
+
+
+def test_without_kl_no_reference_is_loaded(tmp_path):
+    trainer = Trainer(runs.load(tmp_path))
+    assert trainer.policy.reference is None
+    assert trainer.sampler.reference is None
+    trainer.close()
+
+
+def test_three_steps_without_anything_to_learn_stop_the_run_and_lose_nothing(tmp_path):
+    config = runs.load(tmp_path, "algorithm.filter_groups.max_num_gen_batches=1")
+    with pytest.raises(TrainingStopped, match="3 steps in a row"):
+        train(config, reward=lambda completion, answer: 1.0)
+    assert len(runs.figures(config.run_dir)) == 3
+
+
+def test_a_run_that_has_all_its_steps_says_so_instead_of_training_nothing(tmp_path):
+    config = runs.load(tmp_path, "run.steps=1")
+    train(config)
+    with pytest.raises(CheckpointError, match="has all of its 1 steps already; raise run.steps"):
+        train(config, resume=True)
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
+    config = runs.load(tmp_path, "run.steps=1")
+    train(config)
+    with pytest.raises(CheckpointError, match="holds a run already; go on with --resume"):
+        Trainer(config)
+    other = runs.load(tmp_path, "run.steps=2", "run.seed=1")
+    with pytest.raises(CheckpointError, match="holds another run: its run.seed is 0, here it is 1"):
+        Trainer(other, resume=True)
+
+
+def test_a_changed_option_on_resume_is_recorded(tmp_path):
+    train(runs.load(tmp_path, "run.steps=1"))
+    config = runs.load(tmp_path, "run.steps=2", "optim.lr=1e-4")
+    train(config, resume=True)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        messages = [event["message"] for event in database.events() if event["kind"] == "configuration"]
+    assert len(messages) == 1
+    assert "optim.lr 0.001 -> 0.0001" in messages[0]
+    assert Config.load(config.run_dir / "config.yaml").optim.lr == 1e-4
+
+
+def test_two_processes_cannot_train_one_run(tmp_path):
+    config = runs.load(tmp_path)
+    trainer = Trainer(config)
+    with pytest.raises(CheckpointError, match="another process is training this run"):
+        Trainer(config, resume=True)
+    trainer.close()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer/optimiser.safetensors", "trainer/state.json"])
+def test_a_damaged_checkpoint_is_refused_in_one_sentence(tmp_path, file):
+    train(runs.load(tmp_path, "run.steps=1"))
+    config = runs.load(tmp_path, "run.steps=2")
+    victim = config.run_dir / "checkpoints" / "step_1" / file
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(bytes(content) if file != "trainer/state.json" else bytes(content[: len(content) // 2]))
+    with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .*; delete this folder"):
+        Trainer(config, resume=True)
+
+
+def test_the_published_algorithm_when_everything_of_ours_is_off(tmp_path):
+    """No carry-over, whole rounds, and the surplus is cut off in submission order."""
+    config = runs.load(tmp_path, "algorithm.max_staleness=0", "run.steps=3")
+    train(config)
+    for step in runs.figures(config.run_dir):
+        assert step["groups/generated"] % 6 == 0
+        assert step["tokens/carried_in"] == step["tokens/carried_out"] == 0
+
+
+def test_evaluation_draws_fresh_numbers_each_time_and_truncates_as_told(tmp_path):
+    config = runs.load(tmp_path, "run.steps=2", "eval.k=3", "eval.every=1", "eval.temperature=0", "run.save_every=0")
+    train(config)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        evals = list(database.evals())
+    assert [(e["step"], e["name"]) for e in evals] == [(0, "data"), (1, "data"), (2, "data")]
+    assert all(0 <= e["metrics"]["avg@3"] <= 1 for e in evals)
+
+
+def test_nothing_depends_on_the_clock_or_on_hash_randomisation(tmp_path):
+    recipe = runs.recipe(tmp_path)
+    for name, seed in (("one", "1"), ("two", "2")):
+        command = [sys.executable, "-m", "dapo", "train", str(recipe), f"run.name={name}", "run.steps=3"]
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "runs" / "one", tmp_path / "runs" / "two", step=3)
