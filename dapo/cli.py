@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -73,14 +74,12 @@ def metrics(
             finite = {name: value if math.isfinite(value) else None for name, value in step.items()}
             sys.stdout.write(json.dumps(finite) + "\n")
         return
-    names = [
-        "score/mean", "reward/mean", "acc/mean", "response_length/mean", "entropy", "grad_norm",
-        "groups/kept", "groups/dropped", "tokens/generated", "tokens/trained", "timing_s/step",
-    ]  # fmt: skip
-    names = [name for name in names if any(name in step for step in steps)]
-    table = Table("step", *names, title=str(run))
+    columns = {heading: name for heading, name in _COLUMNS.items() if any(name in step for step in steps)}
+    table = Table(title=str(run), box=box.SIMPLE, pad_edge=False)
+    for heading in ("step", *columns):
+        table.add_column(heading, justify="right")
     for step in steps:
-        table.add_row(str(step["step"]), *(_cell(step.get(name)) for name in names))
+        table.add_row(str(step["step"]), *(_cell(step.get(name)) for name in columns.values()))
     Console().print(table)
 
 
@@ -114,8 +113,21 @@ def doctor() -> None:
     raise typer.Exit(0 if is_usable(findings) else 1)
 
 
+_COLUMNS = {
+    "score": "score/mean",
+    "reward": "reward/mean",
+    "acc": "acc/mean",
+    "length": "response_length/mean",
+    "entropy": "entropy",
+    "kept": "groups/kept",
+    "dropped": "groups/dropped",
+    "tokens": "tokens/generated",
+    "s/step": "timing_s/step",
+}
+
+
 def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def main() -> None:

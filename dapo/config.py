@@ -1,12 +1,13 @@
-"""One YAML file, one frozen tree. Unknown keys are refused; rules between fields are checked here, before any model is touched."""
+"""One YAML file, one frozen tree. Unknown keys and senseless combinations are refused before any model is touched."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -70,7 +71,8 @@ class FilterGroupsConfig(Section):
     enable: bool = Field(True, description="Dynamic sampling: train only on groups whose metric is not all the same.")
     metric: str | None = Field(
         None,
-        description="acc, score, seq_reward, seq_final_reward, or a named extra; default: acc where there is one, else score.",
+        description="acc, score, seq_reward, seq_final_reward, or a named extra; "
+        "default: acc where there is one, else score.",
     )
     max_num_gen_batches: int = Field(10, description="Most rounds per step; 0 or less: no limit.")
     on_exhausted: Literal["train_partial", "skip", "pad", "raise"] = Field(
@@ -187,7 +189,7 @@ class Config(Section):
         return self.algorithm.kl_loss_coef > 0 or self.algorithm.kl_reward_coef > 0
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -233,6 +235,47 @@ def leaves(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tupl
             yield f"{prefix}{name}", info
 
 
+def options_markdown() -> str:
+    """The page docs/configuration.md: every option with its type, its default and its sentence."""
+    page, heading = [_OPTIONS_INTRODUCTION], ""
+    for name, info in leaves():
+        if not name.startswith(f"{heading}."):
+            heading = name.split(".", 1)[0]
+            page.append(f"\n## {heading}\n\n| option | type | default | |\n| --- | --- | --- | --- |\n")
+        bounds = [f", {sign} {getattr(m, key)}" for m in info.metadata for key, sign in _BOUNDS if hasattr(m, key)]
+        default = "required" if info.is_required() else f"`{_as_yaml(info.default)}`"
+        cells = [f"`{name}`", _type_text(info.annotation) + "".join(bounds), default, info.description]
+        page.append("".join(f"| {cell.replace('|', _ESCAPED_BAR)} " for cell in cells) + "|\n")
+    return "".join(page)
+
+
+_OPTIONS_INTRODUCTION = """\
+# Options
+
+One YAML file holds the options of a run, by section; `dapo train recipe.yaml optim.lr=1e-5` overrides single ones, and
+`--dry-run` prints the result. Unknown keys, wrong types and combinations that make no sense are refused before a model
+is loaded. Relative paths start at the working directory. This page is made from `dapo/config.py`.
+"""
+_ESCAPED_BAR = "\\|"
+_BOUNDS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
+
+
+def _type_text(kind: Any) -> str:
+    if kind in _TYPES:
+        return _TYPES[kind]
+    members = [member for member in get_args(kind) if member is not Ellipsis]
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{member}`" for member in members)
+    if get_origin(kind) is tuple:
+        return "list of " + ", ".join(map(_type_text, members))
+    return " or ".join(map(_type_text, members))
+
+
+def _as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 class _Loader(yaml.SafeLoader):
     """YAML as people mean it: 1e-6 is a number, and a key that appears twice is a mistake."""
 
@@ -244,9 +287,14 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around text that _Loader would take for a number."""
+
+
+for _tool in (_Loader, _Dumper):
+    _tool.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

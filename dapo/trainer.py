@@ -68,14 +68,22 @@ class Trainer:
         self.reporter = reporter or SilentReporter()
         self.run_dir = config.run_dir
         self.judge = FunctionJudge(_reward_function(config, reward))
-        self.lock, self.database = self._open_run_dir(resume)
-        saved = checkpoint.newest(self.run_dir / "checkpoints") if resume else None
+        goes_on = self._holds_run()
+        if goes_on and not resume:
+            raise CheckpointError(
+                f"{self.run_dir}: holds a run already; go on with --resume, or give this one another run.name"
+            )
+        if goes_on:
+            _changes(Config.load(self.run_dir / "config.yaml"), config, self.run_dir)  # refuses another run
+        saved = checkpoint.newest(self.run_dir / "checkpoints") if goes_on else None
         state = checkpoint.read_state(saved) if saved else None
+        # Whatever can be wrong with model or data shows here, before anything is written.
         self._build(saved)
         self.step, self.version, self.empty_in_a_row = 0, 0, 0
         if saved and state:
             self._restore(saved, state)
-        if resume:
+        self.lock, self.database = self._open_run_dir(goes_on)
+        if goes_on:
             self.database.rewind(self.step)
         self.before: EvalReport | None = None
         self.signal: int | None = None
@@ -168,15 +176,17 @@ class Trainer:
         self.database.record_event(event)
         self.reporter.event(event)
 
-    def _open_run_dir(self, resume: bool) -> tuple[IO[str], RunDatabase]:
+    def _holds_run(self) -> bool:
+        """Whether steps were recorded here. A start that failed before its first step does not count."""
+        config_file = self.run_dir / "config.yaml"
+        if not config_file.exists():
+            return False
+        with RunDatabase.open_readonly(self.run_dir / "run.db") as database:
+            return next(database.steps(), None) is not None
+
+    def _open_run_dir(self, goes_on: bool) -> tuple[IO[str], RunDatabase]:
         """Create or take over the run directory, and hold it for this process alone."""
         path, config_file = self.run_dir, self.run_dir / "config.yaml"
-        exists = config_file.exists()
-        if exists and not resume:
-            raise CheckpointError(
-                f"{path}: holds a run already; go on with --resume, or give this one another run.name"
-            )
-        changed = _changes(Config.load(config_file), self.config, path) if exists else []
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / ".lock").open("w")
         try:
@@ -184,15 +194,14 @@ class Trainer:
         except OSError:
             raise CheckpointError(f"{path}: another process is training this run") from None
         resolved = self.config.to_yaml()
-        if exists:
+        if goes_on:
             database = RunDatabase.open(path / "run.db", resolved)
+            if changes := _changes(Config.load(config_file), self.config, path):
+                database.record_event(Event("configuration", "changed on resume: " + "; ".join(changes), self.step))
         else:
-            # The configuration is written after the database: without it no step can have been recorded.
             for leftover in path.glob("run.db*"):
                 leftover.unlink()
             database = RunDatabase.create(path / "run.db", resolved, {"torch": torch.__version__})
-        if changed:
-            database.record_event(Event("configuration", "changed on resume: " + "; ".join(changed), 0))
         draft = path / ".config.yaml"
         draft.write_text(resolved, encoding="utf-8")
         draft.replace(config_file)

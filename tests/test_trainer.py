@@ -179,7 +179,7 @@ def rebuild(group, rollouts):
     """A Group from what the database holds."""
     from tests import make
 
-    prompt = make.prompt(group["prompt"]["tokens"], group["prompt"]["answer"])
+    prompt = make.prompt(group["prompt_tokens"].tolist(), group["answer"])
     records = [
         make.rollout(r["tokens"].tolist(), r["sampler_logprobs"].tolist(), serial=group["serial"], index=i)
         for i, r in enumerate(rollouts)

@@ -1,0 +1,284 @@
+"""What a configuration may say, how a mistake in it is explained, and that every option is there for a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from dapo.config import Config, Section, leaves, options_markdown
+from dapo.errors import ConfigError
+from tests import runs
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+SMALLEST = "model: {path: m}\ndata: {train: d.jsonl}\n"
+
+# Adding, renaming or removing an option is a decision: it changes this list, docs/configuration.md and the recipes.
+OPTIONS = [
+    "run.name", "run.dir", "run.steps", "run.seed", "run.save_every", "run.store_tokens",
+    "model.path", "model.dtype", "model.device", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules",
+    "data.train", "data.train_batch_size", "data.gen_batch_size", "data.max_prompt_length", "data.max_response_length",
+    "data.system_prompt",
+    "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_concurrent",
+    "reward.function", "reward.overlong_buffer.enable", "reward.overlong_buffer.len",
+    "reward.overlong_buffer.penalty_factor",
+    "algorithm.adv_norm", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c",
+    "algorithm.loss_agg_mode", "algorithm.overlong_filter", "algorithm.kl_loss_coef", "algorithm.kl_reward_coef",
+    "algorithm.max_staleness", "algorithm.max_logprob_gap",
+    "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches",
+    "algorithm.filter_groups.on_exhausted", "algorithm.filter_groups.min_batch_ratio",
+    "optim.lr", "optim.warmup_steps", "optim.weight_decay", "optim.betas", "optim.grad_clip",
+    "optim.ppo_mini_batch_size",
+    "optim.ppo_epochs", "optim.max_tokens_per_micro_batch",
+    "eval.k", "eval.every", "eval.data", "eval.temperature", "eval.top_p", "eval.top_k",
+]  # fmt: skip
+
+
+def load(folder: Path, text: str = SMALLEST, *overrides: str) -> Config:
+    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+    return Config.load(folder / "recipe.yaml", overrides)
+
+
+def sentence(folder: Path, text: str = SMALLEST, *overrides: str) -> str:
+    """What the user is told; one line that says where the mistake is."""
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith((str(folder / "recipe.yaml"), "override '"))
+    return message
+
+
+def test_the_smallest_recipe_is_a_model_and_data_and_the_run_is_named_after_the_file(tmp_path):
+    config = load(tmp_path)
+    assert (config.run.name, config.run_dir) == ("recipe", Path("runs/recipe"))
+    assert load(tmp_path, SMALLEST, "run.name=mine").run_dir == Path("runs/mine")
+    assert config.gen_batch_size == config.mini_batch_size == config.data.train_batch_size
+    assert not config.needs_reference
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("optim: {lrr: 1}", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+        ("algorithm: {filter_groups: {metrc: acc}}", "did you mean 'algorithm.filter_groups.metric'?"),
+        ("optm: {lr: 1}", "unknown key 'optm'; did you mean 'optim'?"),
+        ("rollout: {lr: 1}", "unknown key 'rollout.lr'; did you mean 'optim.lr'?"),
+        ("lr: 1", "unknown key 'lr'; did you mean 'optim.lr'?"),
+        ("zebra: 1", "unknown key 'zebra'"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_likeliest_right_one(tmp_path, text, expected):
+    assert sentence(tmp_path, SMALLEST + text).endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.steps=many", "'run.steps' is 'many': input should be a valid integer"),
+        ("run.steps=0", "'run.steps' is 0: input should be greater than or equal to 1"),
+        ("rollout.n=1", "'rollout.n' is 1: input should be greater than or equal to 2"),
+        ("optim.lr=.nan", "'optim.lr' is nan: input should be a finite number"),
+        ("algorithm.loss_agg_mode=mean", "'algorithm.loss_agg_mode' is 'mean': input should be 'token-mean', "),
+        ("run.name=7", "'run.name' is 7: input should be a valid string"),
+        ("model.lora.target_modules=5", "'model.lora.target_modules' is 5: "),
+        ("optim=3", "'optim' is 3: input should be a valid dictionary"),
+    ],
+)
+def test_a_wrong_type_or_range_names_the_key_what_was_found_and_what_was_expected(tmp_path, override, expected):
+    assert expected in sentence(tmp_path, SMALLEST, override)
+
+
+def test_several_mistakes_are_told_at_once(tmp_path):
+    message = sentence(tmp_path, "data: {train: d.jsonl}\noptim: {lrr: 1}\nrun: {steps: 0}")
+    assert "'model' is missing" in message
+    assert "unknown key 'optim.lrr'" in message
+    assert "'run.steps' is 0" in message
+
+
+def test_a_missing_key_is_named(tmp_path):
+    assert sentence(tmp_path, "model: {path: m}\ndata: {train_batch_size: 3}").endswith("'data.train' is missing")
+    assert sentence(tmp_path, "model: {path: m}").endswith("'data' is missing")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"gone\.yaml: cannot be read \(No such file or directory\)$"):
+        Config.load(tmp_path / "gone.yaml")
+    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)$"):
+        Config.load(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"model: \xff")
+    with pytest.raises(ConfigError, match=r"binary\.yaml: not valid YAML"):
+        Config.load(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: {path: m", "not valid YAML ("),
+        ("model:\n\tpath: m", "not valid YAML ("),
+        (SMALLEST + "optim:\n  lr: 1\n  lr: 2", "the key 'lr' appears twice"),
+        (SMALLEST + "data: {train: other.jsonl}", "the key 'data' appears twice"),
+        ("", "expected sections such as `model:` and `data:`, found NoneType"),
+        ("- model", "expected sections such as `model:` and `data:`, found list"),
+        ("model: !!python/object/apply:os.getcwd []", "not valid YAML ("),
+    ],
+)
+def test_what_is_no_yaml_or_no_recipe_is_refused(tmp_path, text, expected):
+    assert expected in sentence(tmp_path, text)
+
+
+@pytest.mark.parametrize("override", ["optim.lr", "=3", "optim.lr 3"])
+def test_an_override_that_is_no_assignment_is_refused(tmp_path, override):
+    expected = f"override '{override}': expected section.key=value, for example optim.lr=1e-5"
+    assert sentence(tmp_path, SMALLEST, override) == expected
+
+
+def test_an_override_below_a_value_or_with_a_broken_value_is_refused(tmp_path):
+    assert "'train' is a value, not a section" in sentence(tmp_path, SMALLEST, "data.train.file=x")
+    assert "the value is not valid YAML" in sentence(tmp_path, SMALLEST, "optim.betas=[0.9,")
+
+
+def test_overrides_reach_every_depth_create_sections_and_the_last_one_counts(tmp_path):
+    overrides = [
+        "algorithm.filter_groups.metric=score",
+        "optim.betas=[0.8, 0.9]",
+        "optim.lr=1",
+        "optim.lr=2",
+        "eval.data=null",
+    ]
+    config = load(tmp_path, SMALLEST + "optim: {lr: 3}", *overrides)
+    assert config.algorithm.filter_groups.metric == "score"
+    assert (config.optim.betas, config.optim.lr, config.eval.data) == ((0.8, 0.9), 2, None)
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.e-6", "1.0e-6", "0.000001", "+1e-6"])
+def test_a_number_may_be_written_as_people_write_it(tmp_path, text):
+    assert load(tmp_path, SMALLEST + f"optim: {{lr: {text}}}").optim.lr == 1e-6
+    assert load(tmp_path, SMALLEST, f"optim.lr={text}").optim.lr == 1e-6
+
+
+BUFFER = "reward.overlong_buffer.enable=true", "data.max_response_length=8"
+FINAL = "algorithm.filter_groups.metric=seq_final_reward"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (BUFFER, "reward.overlong_buffer.len is 0, but must lie between 1 and data.max_response_length - 1 = 7"),
+        ([*BUFFER, "reward.overlong_buffer.len=8"], "reward.overlong_buffer.len is 8, but must lie between 1 and"),
+        (["rollout.top_p=0.9"], "rollout.top_p and rollout.top_k must be 1 and 0 in training"),
+        (["rollout.top_k=5"], "rollout.top_p and rollout.top_k must be 1 and 0 in training"),
+        (["data.train_batch_size=4", "optim.ppo_mini_batch_size=5"], "ppo_mini_batch_size is 5 prompts, more than"),
+        (["optim.betas=[0.9, 1.0]"], "optim.betas must both lie in [0, 1), found [0.9, 1.0]"),
+        (["run.name=a/b"], "run.name must be a plain folder name, found 'a/b'"),
+        (["run.name=.."], "run.name must be a plain folder name, found '..'"),
+        ([FINAL], "algorithm.filter_groups.metric seq_final_reward needs algorithm.kl_reward_coef > 0"),
+        (["model.lora.target_modules=[q_proj, lm_head]"], "model.lora.target_modules cannot contain lm_head"),
+    ],
+)
+def test_a_combination_that_makes_no_sense_is_refused(tmp_path, overrides, expected):
+    assert expected in sentence(tmp_path, SMALLEST, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*BUFFER, "reward.overlong_buffer.len=7"],
+        ["reward.overlong_buffer.len=9999"],  # not enabled
+        ["data.train_batch_size=4", "optim.ppo_mini_batch_size=4"],
+        ["optim.betas=[0, 0.999]"],
+        [FINAL, "algorithm.kl_reward_coef=0.1"],
+        ["model.lora.target_modules=[q_proj]"],
+    ],
+)
+def test_the_nearest_combination_that_makes_sense_is_accepted(tmp_path, overrides):
+    load(tmp_path, SMALLEST, *overrides)
+
+
+def test_the_resolved_yaml_loads_as_an_equal_configuration(tmp_path):
+    config = load(
+        tmp_path, SMALLEST, "run.name=2e5x", "run.seed=9223372036854775807", "data.system_prompt='12e3'",
+        "model.lora={rank: 4, target_modules: [q_proj, größe]}", "optim.lr=1e-7", "optim.betas=[0.5, 0.75]",
+        "algorithm.clip_ratio_c=null", "eval.data='null'", "model.path='é: {x} # y'",
+    )  # fmt: skip
+    assert config.data.system_prompt == "12e3"  # text that looks like a number must stay text
+    (tmp_path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    assert Config.load(tmp_path / "config.yaml") == config
+
+
+def test_a_configuration_cannot_be_changed(tmp_path):
+    config = load(tmp_path)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.optim.lr = 1.0
+    with pytest.raises(ValidationError, match="frozen"):
+        config.optim = config.optim
+
+
+def test_the_set_of_options_is_the_one_decided_on():
+    assert [name for name, _ in leaves()] == OPTIONS
+
+
+def test_every_option_has_its_sentence():
+    assert [name for name, info in leaves() if not (info.description or "").endswith(".")] == []
+
+
+def test_the_options_page_is_current():
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    remedy = "python -c 'from dapo.config import *; print(options_markdown(), end=\"\")' > docs/configuration.md"
+    assert page == options_markdown(), remedy
+
+
+def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
+    """A name in the source proves nothing: `.name`, `.path` or `.steps` are everywhere. So a real run is watched.
+
+    It has every feature on, and what the checks at load time read does not count.
+    """
+    from dapo.trainer import Trainer
+
+    everything = [
+        "run.steps=1", "model.lora.rank=2", "algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1",
+        "reward.overlong_buffer={enable: true, len: 2}", "data.gen_batch_size=3", "eval.k=2",
+        "algorithm.filter_groups.max_num_gen_batches=1",  # 3 of 4 groups at most: the rounds are used up
+    ]  # fmt: skip
+    config = Config.load(runs.recipe(tmp_path, reward=SELDOM_EQUAL), [*everything, f"eval.data={tmp_path}/data.jsonl"])
+    reads: set[tuple[type, str]] = set()
+
+    def reading(self: Section, name: str) -> Any:
+        reads.add((type(self), name))
+        return object.__getattribute__(self, name)
+
+    monkeypatch.setattr(Section, "__getattribute__", reading, raising=False)
+    trainer = Trainer(config)
+    trainer.run()
+    trainer.close()
+    unread = {name for name, _ in leaves() if _owner(name) not in reads}
+    # The two that exist to be refused, and the one that the database takes from the resolved YAML.
+    assert unread == {"rollout.top_p", "rollout.top_k", "run.store_tokens"}
+
+
+SELDOM_EQUAL = "def reward(completion, answer):\n    return sum(map(ord, completion)) / 1000"
+
+
+def _owner(option: str) -> tuple[Any, str]:
+    *path, leaf = option.split(".")
+    section: Any = Config
+    for name in path:
+        section = section.model_fields[name].annotation
+    return section, leaf
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads_and_names_files_that_are_there(recipe):
+    config = Config.load(recipe)
+    assert config.run.name == recipe.stem
+    assert (ROOT / config.data.train).is_file()
+    if config.reward.function is not None:
+        assert (ROOT / config.reward.function.rpartition(":")[0]).is_file()
+
+
+def test_there_are_recipes():
+    assert RECIPES
