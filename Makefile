@@ -14,7 +14,7 @@ test: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.cpu $(ARGS)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,10 +56,11 @@ def in_turns(first: Callable[[], object], second: Callable[[], object], repeats:
 
 def rollout(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, str]]:
     """4 prompts x 16 samples, 64 new tokens each, stop tokens off so that lengths are fixed."""
-    tokenizer = loaded.tokenizer
+    tokenizer: Any = loaded.tokenizer
     messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
     prompts = [
-        tuple(tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=True)["input_ids"]) for m in messages
+        tuple(tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=True)["input_ids"])
+        for m in messages
     ]
     engine = EmbeddedEngine(loaded.model, tokenizer, frozenset(), seed=0, max_concurrent=64)
     params = SamplingParams(max_tokens=64)
@@ -68,7 +70,7 @@ def rollout(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, 
         while engine.poll():
             pass
 
-    stock = load_model(ModelConfig(path=MODEL, device="cpu"), attention="sdpa").model
+    stock: Any = load_model(ModelConfig(path=MODEL, device="cpu"), attention="sdpa").model
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
@@ -81,16 +83,28 @@ def rollout(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, 
 
     ours, theirs = in_turns(embedded, generate, repeats)
     total = 64 * 64
-    rows = [("rollout, 4 x 16 x 64 tokens: embedded against transformers.generate", total / ours, total / theirs, "tokens/s")]
-    del stock
-    gc.collect()
+    rows = [
+        (
+            "rollout, 4 x 16 x 64 tokens: embedded against transformers.generate",
+            total / ours,
+            total / theirs,
+            "tokens/s",
+        )
+    ]
     if importlib.util.find_spec("vllm") is not None:
-        rows.append(("the same against vLLM's CPU build (bf16)", total / ours, total / vllm_seconds(prompts, repeats), "tokens/s"))
+        rows.append(
+            (
+                "the same against vLLM's CPU build (bf16)",
+                total / ours,
+                total / vllm_seconds(prompts, repeats),
+                "tokens/s",
+            )
+        )
     return rows
 
 
 def vllm_seconds(prompts: list[tuple[int, ...]], repeats: int) -> float:
-    import vllm
+    import vllm  # pyright: ignore[reportMissingImports]
 
     llm = vllm.LLM(model=str(resolve_path(MODEL)), dtype="bfloat16", max_model_len=512)
     params = vllm.SamplingParams(n=16, max_tokens=64, min_tokens=64, ignore_eos=True, logprobs=0)
@@ -124,9 +138,11 @@ def update(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, s
     config = Config.parse({"model": {"path": MODEL}, "data": {"train": "none"}, "optim": {"lr": 1e-9}})
     groups = made_up_groups(6, 6, 54, 5)
     policy = Policy(loaded.model, config)
-    stock = load_model(ModelConfig(path=MODEL, device="cpu"), attention="sdpa").model
+    stock: Any = load_model(ModelConfig(path=MODEL, device="cpu"), attention="sdpa").model
     plain = Policy(stock, config)
-    rows = [(g.prompt.tokens, r.tokens.tolist(), a) for g in groups for r, a in zip(g.rollouts, g.advantages, strict=True)]
+    rows = [
+        (g.prompt.tokens, r.tokens.tolist(), a) for g in groups for r, a in zip(g.rollouts, g.advantages, strict=True)
+    ]
     tokens = torch.tensor([[*prompt, *response] for prompt, response, _ in rows])
     advantages = torch.tensor([a for *_, a in rows], dtype=torch.float32)[:, None].expand(-1, 5)
 
@@ -143,7 +159,7 @@ def update(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, s
         plain.optimiser.zero_grad()
 
     ours, theirs = in_turns(shared, padded, repeats)
-    return [("update, 6 x 6 of 54 + 5 tokens: shared prompts against padded", 1 / ours, 1 / theirs, "updates/s")]
+    return [("update, 6 x 6 of 54 + 5 tokens: shared prompts against padded", 60 / ours, 60 / theirs, "updates/min")]
 
 
 class PeakMemory:
@@ -197,7 +213,14 @@ def head_memory() -> list[tuple[str, float, float, str]]:
         logprobs = F.linear(leaf, weight).log_softmax(-1).gather(1, targets[:, None])[:, 0]
         loss, _ = policy_loss(logprobs, old, advantages, None, LossConfig())
         (loss.sum() / 8192).backward()
-    return [("lm-head memory, 8k tokens x 49k vocabulary: full logits against chunks", full.extra / 2**20, fused.extra / 2**20, "MiB")]
+    return [
+        (
+            "lm-head memory, 8k tokens x 49k vocabulary: full logits against chunks",
+            full.extra / 2**20,
+            fused.extra / 2**20,
+            "MiB",
+        )
+    ]
 
 
 def main() -> None:

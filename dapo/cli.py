@@ -75,7 +75,7 @@ def metrics(
             sys.stdout.write(json.dumps(finite) + "\n")
         return
     columns = {heading: name for heading, name in _COLUMNS.items() if any(name in step for step in steps)}
-    table = Table(title=str(run), box=box.SIMPLE, pad_edge=False)
+    table = Table(title=str(run), box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
     for heading in ("step", *columns):
         table.add_column(heading, justify="right")
     for step in steps:

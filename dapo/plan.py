@@ -1,4 +1,4 @@
-"""What a run will take: tokens per step, and memory by its parts. Reads the model's configuration, never its weights."""
+"""What a run will take: tokens per step, and memory by its parts; known without reading any weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def _memory_lines(config: Config) -> list[str]:
     listed = ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts.items() if size)
     total = sum(parts.values()) / _GIB
     return [
-        f"  memory    about {total:.1f} GiB and the activations of a micro-batch: {listed} ({parameters / 1e6:.0f}M parameters)"
+        f"  memory    about {total:.1f} GiB and the activations of a micro-batch: {listed} "
+        f"({parameters / 1e6:.0f}M parameters)"
     ]
 
 

@@ -40,34 +40,40 @@ class Sampled:
     def metrics(self) -> dict[str, float]:
         """Scores, rewards and lengths are those of everything generated in this step, kept or not."""
         fresh = [group for group in self.groups if group.serial >= self.first_serial]
-        lengths = np.array([len(rollout) for group in fresh for rollout in group.rollouts])
-        cut_off = [rollout.finish_reason == "length" for group in fresh for rollout in group.rollouts]
-        scores = [score for group in fresh for score in group.scores if score.judged]
         verdicts = Counter(group.verdict for group in self.groups)
-        metrics: dict[str, float] = {name: float(count) for name, count in self.tokens.items()}
-        metrics |= {
+        dropped = {v: n for v, n in verdicts.items() if v not in (KEPT, PADDED, CARRIED, STALE)}
+        metrics: dict[str, float] = {
+            **self.tokens,
             "groups/kept": len(self.batch),
+            "groups/dropped": sum(dropped.values()),
+            **{f"groups/dropped/{verdict}": count for verdict, count in dropped.items()},
             "groups/carried": verdicts[CARRIED],
             "groups/stale": verdicts[STALE],
             "groups/generated": len(fresh),
             "groups/rounds": self.rounds,
         }
-        dropped = {v: n for v, n in verdicts.items() if v not in (KEPT, PADDED, CARRIED, STALE)}
-        metrics["groups/dropped"] = sum(dropped.values())
-        metrics |= {f"groups/dropped/{verdict}": count for verdict, count in dropped.items()}
         if fresh:
-            metrics |= {
-                "response_length/mean": lengths.mean(),
-                "response_length/max": lengths.max(),
-                "response_length/clip_ratio": np.mean(cut_off),
-                "rollouts/unjudged": len(lengths) - len(scores),
-            }
-        if scores:
-            metrics["score/mean"] = np.mean([score.value for score in scores])
-            metrics["reward/mean"] = np.nanmean(np.concatenate([group.rewards for group in fresh]))
-            if all(score.acc is not None for score in scores):
-                metrics["acc/mean"] = np.mean([score.acc for score in scores])
+            metrics |= _rollout_metrics(fresh)
         return {name: float(value) for name, value in metrics.items()}
+
+
+def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    lengths = np.array([len(rollout) for group in groups for rollout in group.rollouts])
+    cut_off = np.array([rollout.finish_reason == "length" for group in groups for rollout in group.rollouts])
+    values = np.array([score.value for group in groups for score in group.scores if score.value is not None])
+    accs = np.array([score.acc for group in groups for score in group.scores if score.acc is not None])
+    metrics = {
+        "response_length/mean": lengths.mean(),
+        "response_length/max": lengths.max(),
+        "response_length/clip_ratio": cut_off.mean(),
+        "rollouts/unjudged": len(lengths) - len(values),
+    }
+    if len(values):
+        metrics["score/mean"] = values.mean()
+        metrics["reward/mean"] = np.nanmean(np.concatenate([group.rewards for group in groups]))
+    if len(values) and len(accs) == len(values):
+        metrics["acc/mean"] = accs.mean()
+    return metrics
 
 
 @dataclass(slots=True, eq=False)

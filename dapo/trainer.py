@@ -138,8 +138,8 @@ class Trainer:
         if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
             self._event("stopped", f"{MAX_EMPTY_BATCHES} empty batches in a row")
             raise TrainingStopped(
-                f"{MAX_EMPTY_BATCHES} steps in a row found no group to learn from (all rewards of a group are the same): "
-                "the task is too hard or too easy for this model, or the reward is wrong"
+                f"{MAX_EMPTY_BATCHES} steps in a row found no group to learn from (within each, all rewards are "
+                "the same): the task is too hard or too easy for this model, or the reward is wrong"
             )
 
     def _evaluate(self) -> EvalReport | None:

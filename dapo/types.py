@@ -31,7 +31,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw tokens. Training allows only temperature; truncation and greedy (temperature 0) are for evaluation."""
+    """How to draw tokens. Training allows temperature alone; truncation and greedy (0) are for evaluation."""
 
     temperature: float = 1.0
     top_p: float = 1.0

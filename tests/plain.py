@@ -36,7 +36,9 @@ def plain_copy(model: Any, dtype: torch.dtype = torch.float64) -> Any:
     return twin
 
 
-def logprobs(model: Any, prompt: Sequence[int], responses: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Tensor]:
+def logprobs(
+    model: Any, prompt: Sequence[int], responses: Sequence[Sequence[int]], temperature: float = 1.0
+) -> list[Tensor]:
     """Per response the log-probability of each of its tokens."""
     rows = [[*prompt, *response] for response in responses]
     width = max(map(len, rows))

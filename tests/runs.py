@@ -14,11 +14,11 @@ from dapo.store.database import RunDatabase
 from tests.tiny import save_tiny
 
 # Half of the groups at most differ in it, and no other one is like it: verdicts, carry-over and advantages all occur.
-REWARD = '''
+REWARD = """
 def reward(completion, answer, **row):
     letters = sum(character.isalpha() for character in completion)
     return {"score": letters / 8 if len(completion) > 2 else 0.0, "acc": letters % 5 == answer % 2}
-'''
+"""
 
 
 def recipe(folder: Path, reward: str = REWARD, **sections: dict[str, Any]) -> Path:

@@ -46,10 +46,10 @@ def test_metrics_as_json_are_one_object_per_step_with_the_names_users_know(finis
     steps = [json.loads(line) for line in done.stdout.splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     names = {
-        "reward/mean", "acc/mean", "response_length/mean", "response_length/max", "response_length/clip_ratio", "entropy",
-        "grad_norm", "clip_fraction/low", "clip_fraction/high", "groups/kept", "groups/dropped", "groups/carried",
-        "groups/stale", "timing_s/generate", "timing_s/reward", "timing_s/train", "tokens/generated", "tokens/trained",
-        "throughput/generated_tokens_per_s", "logprob_gap/mean",
+        "reward/mean", "acc/mean", "response_length/mean", "response_length/max", "response_length/clip_ratio",
+        "entropy", "grad_norm", "clip_fraction/low", "clip_fraction/high", "groups/kept", "groups/dropped",
+        "groups/carried", "groups/stale", "timing_s/generate", "timing_s/reward", "timing_s/train",
+        "tokens/generated", "tokens/trained", "throughput/generated_tokens_per_s", "logprob_gap/mean",
     }  # fmt: skip
     assert names <= steps[0].keys()
     table = dapo("metrics", folder / "runs" / "recipe").stdout

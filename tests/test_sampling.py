@@ -1,4 +1,4 @@
-"""Dynamic sampling with a real engine on a tiny model; the reward is scripted, so that verdicts are known beforehand."""
+"""Dynamic sampling with a real engine on a tiny model; the reward is scripted, so that verdicts are known."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def sampler_for(judge: Callable[[Prompt, Rollout], Score], *overrides: str) -> D
     for override in overrides:
         _apply_override(base, override)
     config = Config.parse(base)
-    engine = EmbeddedEngine(MODEL, tiny_tokenizer(), frozenset({EOS_ID, *range(4, 20)}), config.run.seed, config.rollout.max_concurrent)
+    engine = EmbeddedEngine(
+        MODEL, tiny_tokenizer(), frozenset({EOS_ID, *range(4, 20)}), config.run.seed, config.rollout.max_concurrent
+    )
     prompts = [Prompt(f"p{i}", (), (40 + i, 41, 42), answer=i) for i in range(5)]
     return DynamicSampler(config, engine, judge, PromptStream(prompts, config.run.seed))
 
@@ -161,7 +163,9 @@ def test_without_staleness_surplus_is_dropped_and_rounds_are_whole_as_published(
 
 def test_with_carry_over_a_round_asks_for_what_the_recent_keep_rate_says_is_missing():
     sizes = []
-    sampler = sampler_for(mixed_when(lambda serial: serial % 2 == 0), "data.gen_batch_size=8", "data.train_batch_size=6")
+    sampler = sampler_for(
+        mixed_when(lambda serial: serial % 2 == 0), "data.gen_batch_size=8", "data.train_batch_size=6"
+    )
     submit = sampler.engine.submit
     sampler.engine.submit = lambda requests: (sizes.append(len(requests)), submit(requests))[1]
     sampler.fill(1, version=0)

@@ -29,7 +29,9 @@ def twin(smollm2_dir):
 
 def encode(loaded, text):
     messages = [{"role": "user", "content": text}]
-    return tuple(loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    return tuple(
+        loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    )
 
 
 def drain(loaded, requests):
@@ -43,7 +45,9 @@ def drain(loaded, requests):
 
 def test_greedy_answers_are_those_of_transformers_generate(loaded, twin):
     prompts = [encode(loaded, question) for question in QUESTIONS]
-    found = drain(loaded, [Request(i, p, 1, SamplingParams(temperature=0, max_tokens=16)) for i, p in enumerate(prompts)])
+    found = drain(
+        loaded, [Request(i, p, 1, SamplingParams(temperature=0, max_tokens=16)) for i, p in enumerate(prompts)]
+    )
     for prompt, rollout in zip(prompts, found, strict=True):
         tokens = torch.tensor([prompt])
         out = twin.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=16)
@@ -79,8 +83,9 @@ def test_the_demo_s_first_step_learns(smollm2_dir, tmp_path):
     from dapo import Trainer
 
     overrides = [
-        "run.steps=1", f"run.dir={tmp_path}", "eval.k=0", "algorithm.filter_groups.enable=false", "data.train_batch_size=2",
-        "data.gen_batch_size=2", "optim.ppo_mini_batch_size=0", "rollout.n=4", "model.device=cpu",
+        "run.steps=1", f"run.dir={tmp_path}", "eval.k=0", "algorithm.filter_groups.enable=false",
+        "data.train_batch_size=2", "data.gen_batch_size=2", "optim.ppo_mini_batch_size=0", "rollout.n=4",
+        "model.device=cpu",
     ]  # fmt: skip
     trainer = Trainer(Config.load("recipes/guess_five.yaml", overrides))
     result = trainer.run()

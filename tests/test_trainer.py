@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +96,9 @@ def test_a_run_killed_at_any_write_goes_on_to_the_same_weights_and_figures(tmp_p
     command = [sys.executable, "-c", KILLER, "killed", str(kill_at), *arguments]
     dead = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert dead.returncode == -signal.SIGKILL, dead.stderr
-    again = subprocess.run([sys.executable, "-m", "dapo", *arguments, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    again = subprocess.run(
+        [sys.executable, "-m", "dapo", *arguments, "--resume"], cwd=ROOT, capture_output=True, text=True
+    )
     assert again.returncode == 0, again.stderr
     assert_same_run(whole.run_dir, whole.run_dir.parent / "killed", step=4)
 
@@ -206,7 +209,7 @@ def test_every_step_s_tokens_add_up_in_the_database(tmp_path):
     config = runs.load(tmp_path)
     train(config)
     steps = runs.figures(config.run_dir)
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         assert before["tokens/carried_out"] == after["tokens/carried_in"]
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         lengths = {
@@ -219,7 +222,9 @@ def test_every_step_s_tokens_add_up_in_the_database(tmp_path):
 
 
 def test_a_python_function_is_a_reward_and_the_policy_learns_from_it(tmp_path):
-    config = runs.load(tmp_path, "run.steps=25", "optim.lr=3e-3", "eval.k=32", "optim.warmup_steps=0", "run.save_every=0")
+    config = runs.load(
+        tmp_path, "run.steps=25", "optim.lr=3e-3", "eval.k=32", "optim.warmup_steps=0", "run.save_every=0"
+    )
     result = train(config, reward=lambda completion, answer: completion.count("e") / 8)
     assert result.before.metrics["reward/mean"] < 0.1
     assert result.after.metrics["reward/mean"] > result.before.metrics["reward/mean"] + 0.2
@@ -229,7 +234,14 @@ def test_a_python_function_is_a_reward_and_the_policy_learns_from_it(tmp_path):
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_reference_stays_what_it_was_and_its_kl_starts_at_zero(tmp_path, coefficient, rank):
     model = {"path": str(tmp_path / "model"), "lora": {"rank": rank}}
-    config = runs.load(tmp_path, f"algorithm.{coefficient}=0.1", "run.steps=3", "optim.lr=3e-2", "optim.ppo_mini_batch_size=4", model=model)
+    config = runs.load(
+        tmp_path,
+        f"algorithm.{coefficient}=0.1",
+        "run.steps=3",
+        "optim.lr=3e-2",
+        "optim.ppo_mini_batch_size=4",
+        model=model,
+    )
     trainer = Trainer(config)
     sampled = trainer.sampler.fill(1, 0)
     for group in sampled.batch:
@@ -261,7 +273,7 @@ def test_three_steps_without_anything_to_learn_stop_the_run_and_lose_nothing(tmp
 def test_a_run_that_has_all_its_steps_says_so_instead_of_training_nothing(tmp_path):
     config = runs.load(tmp_path, "run.steps=1")
     train(config)
-    with pytest.raises(CheckpointError, match="has all of its 1 steps already; raise run.steps"):
+    with pytest.raises(CheckpointError, match=r"has all of its 1 steps already; raise run.steps"):
         train(config, resume=True)
 
 
@@ -271,7 +283,7 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
     with pytest.raises(CheckpointError, match="holds a run already; go on with --resume"):
         Trainer(config)
     other = runs.load(tmp_path, "run.steps=2", "run.seed=1")
-    with pytest.raises(CheckpointError, match="holds another run: its run.seed is 0, here it is 1"):
+    with pytest.raises(CheckpointError, match=r"holds another run: its run.seed is 0, here it is 1"):
         Trainer(other, resume=True)
 
 
@@ -328,6 +340,8 @@ def test_nothing_depends_on_the_clock_or_on_hash_randomisation(tmp_path):
     recipe = runs.recipe(tmp_path)
     for name, seed in (("one", "1"), ("two", "2")):
         command = [sys.executable, "-m", "dapo", "train", str(recipe), f"run.name={name}", "run.steps=3"]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "runs" / "one", tmp_path / "runs" / "two", step=3)

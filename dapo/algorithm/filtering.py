@@ -115,5 +115,6 @@ def _metric_values(
     extras = set.intersection(*(set(score.extras) for score, _ in judged))
     there = [*(["acc"] if has_acc else []), "score", "seq_reward", "seq_final_reward", *sorted(extras)]
     raise RewardError(
-        f"algorithm.filter_groups.metric is '{metric}', but the reward does not return it; there are: {', '.join(there)}"
+        f"algorithm.filter_groups.metric is '{metric}', but the reward does not return it; "
+        f"there are: {', '.join(there)}"
     )

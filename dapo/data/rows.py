@@ -25,7 +25,8 @@ def load_prompts(
     for (where, _), prompt in zip(_read_jsonl(path), prompts, strict=True):
         if len(prompt.tokens) > max_prompt_length:
             raise DataError(
-                f"{where}: the prompt has {len(prompt.tokens)} tokens, more than data.max_prompt_length = {max_prompt_length}"
+                f"{where}: the prompt has {len(prompt.tokens)} tokens, "
+                f"more than data.max_prompt_length = {max_prompt_length}"
             )
     return prompts
 

@@ -1,4 +1,4 @@
-"""Running a causal LM in two parts: the trunk over packed tokens, and the weight that turns hidden states into logits."""
+"""A causal LM in two parts: the trunk over packed tokens, and the weight that turns hidden states into logits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def check_model(causal_lm: Any, max_length: int) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and limit < max_length:
         raise ModelError(
-            f"the model's context is {limit} tokens, but data.max_prompt_length + data.max_response_length is {max_length}"
+            f"the model's context is {limit} tokens, but data.max_prompt_length + data.max_response_length "
+            f"is {max_length}"
         )
     if (
         causal_lm.get_output_embeddings() is None

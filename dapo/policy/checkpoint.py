@@ -28,7 +28,7 @@ _STATE, _OPTIMISER, _ADAPTERS = "trainer/state.json", "trainer/optimiser.safeten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainerState:
-    """Everything besides weights and optimiser that the next step depends on. All randomness is hashed from counters."""
+    """What the next step depends on besides weights and optimiser. All randomness is hashed from these counters."""
 
     step: int
     version: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,10 +40,10 @@ class Optimiser:
         """One update; returns the gradient norm before clipping. A norm that is not finite changes nothing."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(grads))
-        if not torch.isfinite(torch.tensor(norm)):
+        if not math.isfinite(norm):
             return norm
         if norm > self.config.grad_clip:
-            torch._foreach_mul_(grads, self.config.grad_clip / (norm + 1e-6))
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.grad_clip, torch.tensor(norm))
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()

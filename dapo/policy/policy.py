@@ -156,7 +156,7 @@ class Policy:
         if gap > limit:
             raise TrainingStopped(
                 f"the sampler's log-probabilities differ from the trainer's by {gap:.4f} on average, more than "
-                f"algorithm.max_logprob_gap = {limit}: the importance ratio would be wrong from the start, so the run stops"
+                f"algorithm.max_logprob_gap = {limit}: the importance ratio would be wrong from the start"
             )
 
     def _skip_non_finite(self, tally: _Tally, loss: float, norm: float) -> None:
@@ -164,8 +164,9 @@ class Policy:
         self.non_finite_in_a_row += 1
         if self.non_finite_in_a_row >= MAX_NON_FINITE_STEPS:
             raise TrainingStopped(
-                f"{MAX_NON_FINITE_STEPS} optimiser steps in a row had a loss or gradient that is not finite (loss {loss}, "
-                f"gradient norm {norm}); the weights are unchanged since, try a lower optim.lr or look at the rewards"
+                f"{MAX_NON_FINITE_STEPS} optimiser steps in a row had a loss or gradient that is not finite "
+                f"(loss {loss}, gradient norm {norm}); the weights are unchanged since, "
+                "try a lower optim.lr or look at the rewards"
             )
 
     def _metrics(self, tally: _Tally, step: int) -> dict[str, float]:

@@ -48,7 +48,8 @@ class FunctionJudge:
         self.names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         if not self.takes_everything and "completion" not in self.names:
             raise RewardError(
-                f"the reward function takes ({', '.join(sorted(self.names))}); expected reward(completion, answer, **row)"
+                f"the reward function takes ({', '.join(sorted(self.names))}); "
+                "expected reward(completion, answer, **row)"
             )
 
     def __call__(self, prompt: Prompt, rollout: Rollout) -> Score:

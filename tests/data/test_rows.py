@@ -65,7 +65,10 @@ def test_a_model_without_chat_template_gets_the_plain_text(tmp_path):
         ('{"prompt": [{"role": "user"}], "answer": 1}', r"column 'prompt' must be text"),
         ('{"prompt": "x", "answer": 1, "data_source": 3}', r"column 'data_source' must be text, found int"),
         (b'{"prompt": "\xff", "answer": 1}', r"d\.jsonl: not UTF-8 text \(byte 12\)"),
-        ('{"prompt": "%s", "answer": 1}' % ("x" * 300), r"line 1: the prompt has 3\d\d tokens, more than data\.max_prompt_length = 200"),
+        (
+            '{"prompt": "%s", "answer": 1}' % ("x" * 300),
+            r"line 1: the prompt has 3\d\d tokens, more than data\.max_prompt_length = 200",
+        ),
     ],
 )
 def test_a_bad_file_or_row_gets_one_sentence(tmp_path, content, sentence):

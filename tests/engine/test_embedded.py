@@ -43,7 +43,12 @@ def test_greedy_tokens_are_those_of_transformers_generate_for_mixed_lengths_and_
     for i, prompt in enumerate(questions):
         tokens = torch.tensor([prompt])
         out = reference.generate(
-            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=20, eos_token_id=stop, pad_token_id=PAD_ID
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            max_new_tokens=20,
+            eos_token_id=stop,
+            pad_token_id=PAD_ID,
         )
         expected = out[0, len(prompt) :].tolist()
         lengths.add(len(expected))
@@ -100,10 +105,19 @@ def test_the_seed_decides():
 def test_the_prompt_of_a_group_is_computed_once(monkeypatch):
     model = tiny_llama()
     seen = []
-    monkeypatch.setattr(model.model.embed_tokens, "forward", lambda ids, f=model.model.embed_tokens.forward: seen.append(ids.numel()) or f(ids))
+    monkeypatch.setattr(
+        model.model.embed_tokens,
+        "forward",
+        lambda ids, f=model.model.embed_tokens.forward: seen.append(ids.numel()) or f(ids),
+    )
     first, second = (4, 5, 6, 7, 8, 9), (10, 11, 12, 13)
     params = SamplingParams(max_tokens=3)
-    drain(engine_for(model, stop=()), Request(0, first, 5, params), Request(1, second, 5, params), Request(2, first, 5, params))
+    drain(
+        engine_for(model, stop=()),
+        Request(0, first, 5, params),
+        Request(1, second, 5, params),
+        Request(2, first, 5, params),
+    )
     # 10 distinct prompt tokens; then each of 15 responses feeds back all but its last token.
     assert sum(seen) == len(first) + len(second) + 15 * 2
 

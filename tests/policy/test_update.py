@@ -33,8 +33,10 @@ def for_dapo(model):
     return model
 
 
-def random_groups(seed: int, count: int, n: int, *, overlong_filter: bool = False, with_reference: bool = False) -> list[Group]:
-    """Groups with prompts of mixed lengths (some the same), responses of mixed lengths, and made-up old log-probabilities."""
+def random_groups(
+    seed: int, count: int, n: int, *, overlong_filter: bool = False, with_reference: bool = False
+) -> list[Group]:
+    """Prompts of mixed lengths (some the same), responses of mixed lengths, made-up old log-probabilities."""
     rng = np.random.default_rng(seed)
     prompts = [tuple(rng.integers(4, 130, rng.integers(1, 12)).tolist()) for _ in range(max(1, count - 1))]
     groups = []
@@ -70,7 +72,9 @@ def assert_same(found, expected, **tolerance):
 
 @pytest.mark.parametrize("tree_tokens", [0, 512])
 @pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2])
-def test_shared_prompts_give_the_log_probabilities_and_gradients_of_padded_transformers_in_fp32(build, tree_tokens, monkeypatch):
+def test_shared_prompts_give_the_log_probabilities_and_gradients_of_padded_transformers_in_fp32(
+    build, tree_tokens, monkeypatch
+):
     monkeypatch.setattr(attention, "TREE_TOKENS", tree_tokens)
     model = for_dapo(build())
     groups = random_groups(1, 5, 4)
@@ -180,7 +184,9 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_three_in_a_row_stop
     model = for_dapo(tiny_llama())
     groups = random_groups(7, 3, 4)
     bad = [
-        Group(g.serial, g.prompt, g.rollouts, g.scores, g.rewards, np.full_like(g.advantages, np.inf), g.trains, g.verdict)
+        Group(
+            g.serial, g.prompt, g.rollouts, g.scores, g.rewards, np.full_like(g.advantages, np.inf), g.trains, g.verdict
+        )
         for g in groups
     ]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -198,7 +204,9 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_three_in_a_row_stop
 def test_a_finite_step_between_resets_the_count():
     groups = random_groups(7, 3, 4)
     bad = [
-        Group(g.serial, g.prompt, g.rollouts, g.scores, g.rewards, np.full_like(g.advantages, np.nan), g.trains, g.verdict)
+        Group(
+            g.serial, g.prompt, g.rollouts, g.scores, g.rewards, np.full_like(g.advantages, np.nan), g.trains, g.verdict
+        )
         for g in groups
     ]
     policy = Policy(for_dapo(tiny_llama()), config(algorithm__max_logprob_gap=100.0))

@@ -84,7 +84,7 @@ def test_a_function_of_another_shape_is_refused_before_anything_is_sampled():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("5", 1.0), (" 5\n", 1.0), ("0", 1 - 5 / 9), ("9", 1 - 4 / 9), ("14", 0.0), ("99999999999999", 0.0), ("-1", 1 - 6 / 9),
+    [("5", 1.0), (" 5\n", 1.0), ("0", 1 - 5 / 9), ("9", 1 - 4 / 9), ("14", 0.0), ("9" * 5000, 0.0), ("-1", 1 - 6 / 9),
      ("", 0.0), ("five", 0.0), ("5.", 0.0), ("5 5", 0.0), ("The number is 5", 0.0), ("５", 0.0)],
 )  # fmt: skip
 def test_the_reward_of_guess_five(text, value):

@@ -157,9 +157,12 @@ class EmbeddedEngine:
 
     def _collect(self) -> list[Rollout]:
         """Take the finished responses out of the active rows."""
-        done = [(i, reason) for i, seq in enumerate(self.active) if (reason := self._finish_reason(seq))]
-        rollouts = [self._rollout(self.active[i], reason) for i, reason in done]
-        self._remove([i for i, _ in done])
+        rows, rollouts = [], []
+        for row, seq in enumerate(self.active):
+            if reason := self._finish_reason(seq):
+                rows.append(row)
+                rollouts.append(self._rollout(seq, reason))
+        self._remove(rows)
         return rollouts
 
     def _finish_reason(self, seq: _Sequence) -> FinishReason | None:
