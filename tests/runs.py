@@ -31,7 +31,7 @@ def recipe(folder: Path, reward: str = REWARD, **sections: dict[str, Any]) -> Pa
     (folder / "reward.py").write_text(reward, encoding="utf-8")
     values: dict[str, dict[str, Any]] = {
         "run": {"dir": str(folder / "runs"), "steps": 6, "save_every": 3},
-        "model": {"path": str(folder / "model")},
+        "model": {"path": str(folder / "model"), "device": "cpu"},
         "data": {
             "train": str(folder / "data.jsonl"), "train_batch_size": 4, "gen_batch_size": 6,
             "max_prompt_length": 64, "max_response_length": 8,

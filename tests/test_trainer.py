@@ -55,10 +55,10 @@ def test_six_steps_at_once_and_three_then_three_more_are_the_same_bit_for_bit(tm
 
 def test_a_lora_run_resumes_bit_for_bit_too(tmp_path):
     lora = {"rank": 4, "alpha": 8.0}
-    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", model={"path": str(tmp_path / "model"), "lora": lora})
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", model={"lora": lora})
     train(whole)
-    train(runs.load(tmp_path, "run.name=parts", "run.steps=2", model={"path": str(tmp_path / "model"), "lora": lora}))
-    parts = runs.load(tmp_path, "run.name=parts", "run.steps=4", model={"path": str(tmp_path / "model"), "lora": lora})
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=2", model={"lora": lora}))
+    parts = runs.load(tmp_path, "run.name=parts", "run.steps=4", model={"lora": lora})
     train(parts, resume=True)
     assert_same_run(whole.run_dir, parts.run_dir, step=4)
     base = runs.weights_of(tmp_path / "model")
@@ -233,7 +233,7 @@ def test_a_python_function_is_a_reward_and_the_policy_learns_from_it(tmp_path):
 @pytest.mark.parametrize("coefficient", ["kl_loss_coef", "kl_reward_coef"])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_reference_stays_what_it_was_and_its_kl_starts_at_zero(tmp_path, coefficient, rank):
-    model = {"path": str(tmp_path / "model"), "lora": {"rank": rank}}
+    model = {"lora": {"rank": rank}}
     config = runs.load(
         tmp_path,
         f"algorithm.{coefficient}=0.1",
