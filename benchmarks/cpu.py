@@ -206,7 +206,7 @@ def head_memory() -> list[tuple[str, float, float, str]]:
         return loss.sum() / 8192, metrics
 
     with PeakMemory() as fused:
-        fused_head_loss(hidden, weight, targets, 1.0, chunk_loss)
+        fused_head_loss(hidden, weight, targets, 1.0, chunk_loss, weight.grad)
     weight.grad.zero_()
     with PeakMemory() as full:
         leaf = copy.copy(hidden).requires_grad_()

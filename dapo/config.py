@@ -7,22 +7,24 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from dapo.errors import ConfigError
 
+FromList = Strict(False)  # YAML has lists, not tuples
+
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class LoraConfig(Section):
     rank: int = Field(default=0, ge=0, description="Rank of the LoRA adapters; 0 trains all weights.")
     alpha: float = Field(default=16.0, gt=0, description="LoRA scale: adapters are multiplied by alpha / rank.")
-    target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
+    target_modules: Annotated[tuple[str, ...], FromList] | Literal["all-linear"] = Field(
         default="all-linear", description="Names of the layers that get adapters."
     )
 
@@ -128,7 +130,9 @@ class OptimConfig(Section):
     lr: float = Field(default=1e-6, gt=0, description="AdamW learning rate.")
     warmup_steps: int = Field(default=10, ge=0, description="Steps over which the learning rate rises from 0.")
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW weight decay, decoupled.")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW moment decay rates.")
+    betas: Annotated[tuple[float, float], FromList] = Field(
+        default=(0.9, 0.999), description="AdamW moment decay rates."
+    )
     grad_clip: float = Field(default=1.0, gt=0, description="Largest gradient norm.")
     ppo_mini_batch_size: int = Field(default=0, ge=0, description="Prompts per optimiser step; 0: the whole batch.")
     ppo_epochs: int = Field(default=1, ge=1, description="Passes over the batch.")
@@ -149,7 +153,7 @@ class EvalConfig(Section):
 
 
 class RunConfig(Section):
-    name: str | None = Field(default=None, description="Folder name of the run; default: the recipe's file name.")
+    name: str = Field(default="run", description="Folder name of the run; a recipe's is its file name.")
     dir: str = Field(default="runs", description="Where runs are kept.")
     steps: int = Field(default=100, ge=1, description="Training steps.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Everything random follows from it.")
@@ -181,8 +185,8 @@ class Config(Section):
         for override in overrides:
             _apply_override(values, override)
         run = values.setdefault("run", {})
-        if isinstance(run, dict) and run.get("name") is None:
-            run["name"] = path.stem
+        if isinstance(run, dict):
+            run.setdefault("name", path.stem)
         return cls.parse(values, source=str(path))
 
     @classmethod
@@ -203,7 +207,7 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.run.dir) / (self.run.name or "run")
+        return Path(self.run.dir) / self.run.name
 
     @property
     def needs_reference(self) -> bool:
@@ -233,7 +237,7 @@ class Config(Section):
         if any(not 0 <= beta < 1 for beta in self.optim.betas):
             raise ValueError(f"optim.betas must both lie in [0, 1), found {list(self.optim.betas)}")
         name = self.run.name
-        if name is not None and (not name or name in (".", "..") or "/" in name or "\\" in name):
+        if not name or name in (".", "..") or "/" in name or "\\" in name:
             raise ValueError(f"run.name must be a plain folder name, found '{name}'")
         metric = self.algorithm.filter_groups.metric
         if metric == "seq_final_reward" and self.algorithm.kl_reward_coef == 0:
@@ -327,7 +331,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid YAML ({_one_line(error)})") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections such as `model:` and `data:`, found {type(values).__name__}")
-    return values
+    return {name: {} if section is None else section for name, section in values.items()}  # an empty section is one
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -354,7 +358,7 @@ def _explain(error: ValidationError, source: str) -> str:
         key = ".".join(str(part) for part in fault["loc"] if isinstance(part, str) and part.isidentifier())
         if fault["type"] == "extra_forbidden":
             sentences.append(f"unknown key '{key}'{_suggest(key)}")
-        elif fault["type"] == "missing":
+        elif fault["type"] == "missing" and not isinstance(fault["loc"][-1], int):
             sentences.append(f"'{key}' is missing")
         elif not key:
             sentences.append(fault["msg"].removeprefix("Value error, "))

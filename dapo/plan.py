@@ -34,7 +34,7 @@ def _token_lines(config: Config) -> list[str]:
 def _memory_lines(config: Config) -> list[str]:
     shape = _shape(config.model.path)
     if shape is None:
-        return [f"  memory    not known before {config.model.path} has been fetched"]
+        return [f"  memory    not known for {config.model.path}: it has not been fetched yet, or is of an unusual kind"]
     parameters = _parameters(shape)
     full = config.model.lora.rank == 0
     # float32: weights, gradients, two moments. bfloat16: weights, gradients, float32 masters and two moments.
@@ -72,17 +72,19 @@ def _is_float32(config: Config) -> bool:
 
 
 def _shape(path: str) -> dict[str, Any] | None:
-    """The model's config.json, where it is on this machine already."""
+    """The model's config.json, where it is on this machine already and of the usual kind."""
     from dapo.model.gguf import conversion_dir, find_fetched
 
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if path.startswith("pypi:"):
         fetched = find_fetched(path.removeprefix("pypi:"))
         folder = conversion_dir(fetched) if fetched else folder
     elif folder.suffix == ".gguf" and folder.is_file():
         folder = conversion_dir(folder)
     file = folder / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    shape = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return shape if all(key in shape for key in needed) else None
 
 
 def _parameters(shape: dict[str, Any]) -> int:

@@ -128,7 +128,7 @@ class DynamicSampler:
         if len(batch) < target:
             batch, surplus = self._exhausted(step, batch)
         self._put_aside(step, surplus)
-        return self._harvest(step, batch, time.perf_counter() - start)
+        return self._harvest(step, self._with_reference(batch), time.perf_counter() - start)
 
     def _take_over(self, step: _Step) -> None:
         """Groups carried from earlier steps come first, unless the policy has moved on too far."""
@@ -163,11 +163,18 @@ class DynamicSampler:
                 if len(members) == n:
                     members.sort(key=lambda member: member.index)
                     scores[rollout.serial] = self._score(step, prompts[rollout.serial], members)
+        # A KL term in the reward needs the reference before the verdict; one in the loss only for the batch.
+        rules = self.rules
         drafts = [
-            form_group(serial, prompt, finished[serial], scores[serial], replace(self.rules, kl_reward_coef=0.0))
+            form_group(serial, prompt, finished[serial], scores[serial], replace(rules, kl_reward_coef=0.0))
             for serial, prompt in prompts.items()
         ]
-        self._decide(step, self._with_reference(drafts))
+        if rules.kl_reward_coef > 0:
+            drafts = [
+                form_group(g.serial, g.prompt, g.rollouts, g.scores, rules, g.ref_logprobs)
+                for g in self._with_reference(drafts)
+            ]
+        self._decide(step, drafts)
 
     def _score(self, step: _Step, prompt: Prompt, rollouts: list[Rollout]) -> list[Score]:
         start = time.perf_counter()
@@ -175,16 +182,13 @@ class DynamicSampler:
         step.reward_seconds += time.perf_counter() - start
         return scores
 
-    def _with_reference(self, drafts: list[Group]) -> list[Group]:
-        """Add the reference's log-probabilities: to every group when they enter the reward, else to the kept ones."""
-        if self.reference is None:
-            return drafts
-        in_reward = self.rules.kl_reward_coef > 0
-        wanted = [group for group in drafts if in_reward or group.kept]
-        found = dict(zip((group.serial for group in wanted), self.reference(wanted), strict=True)) if wanted else {}
-        if not in_reward:
-            return [replace(group, ref_logprobs=found.get(group.serial)) for group in drafts]
-        return [form_group(g.serial, g.prompt, g.rollouts, g.scores, self.rules, found[g.serial]) for g in drafts]
+    def _with_reference(self, groups: list[Group]) -> list[Group]:
+        """With the reference's log-probabilities, where there is one and they are not there yet."""
+        without = [group for group in groups if group.ref_logprobs is None]
+        if self.reference is None or not without:
+            return groups
+        found = dict(zip((group.serial for group in without), self.reference(without), strict=True))
+        return [replace(g, ref_logprobs=found[g.serial]) if g.serial in found else g for g in groups]
 
     def _decide(self, step: _Step, groups: list[Group]) -> None:
         if self._judged_nothing(groups):
@@ -210,7 +214,7 @@ class DynamicSampler:
         minimum = math.ceil(rule.min_batch_ratio * target)
         story = (
             f"{step.rounds} rounds gave {len(kept)} of {target} groups with something to learn "
-            f"(groups by share of full reward: {_histogram([*step.kept, *step.dropped])})"
+            f"(groups by mean acc, else score: {_histogram([*step.kept, *step.dropped])})"
         )
         if rule.on_exhausted == "raise":
             raise TrainingStopped(f"step {step.number}: {story}")

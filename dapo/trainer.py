@@ -47,8 +47,8 @@ class RunResult:
 
     run_dir: Path
     steps: int
-    before: EvalReport | None
-    after: EvalReport | None
+    before: EvalReport | None  # the first step; None where the run was resumed
+    after: EvalReport | None  # the latest evaluation
     signal: int | None  # the signal that ended the run early, after the step was finished and saved
     seconds: float  # of the training steps, evaluation and saving not counted
 
@@ -86,6 +86,7 @@ class Trainer:
         if goes_on:
             self.database.rewind(self.step)
         self.before: EvalReport | None = None
+        self.latest: EvalReport | None = None
         self.signal: int | None = None
         self.seconds = 0.0
 
@@ -97,19 +98,20 @@ class Trainer:
             )
         with self._signals(), self.reporter.training(self.config, self.step):
             if self.step == 0:
-                self.before = self._evaluate()
+                self.before = self.latest = self._evaluate()
             while self.step < self.config.run.steps and self.signal is None:
                 self._train_step()
                 if self._is_due(self.config.eval.every):
-                    self._evaluate()
+                    self.latest = self._evaluate()
                 if self._is_due(self.config.run.save_every):
                     self._save()
-            is_finished = self.signal is None
-            after = self._evaluate() if is_finished and not self._is_due(self.config.eval.every) else None
+            is_finished = self.step >= self.config.run.steps
+            if is_finished and not self._is_due(self.config.eval.every):
+                self.latest = self._evaluate()
             if not self._is_due(self.config.run.save_every):
                 self._save()
             self._event("finished" if is_finished else "interrupted", f"after step {self.step}")
-        return RunResult(self.run_dir, self.step, self.before, after, self.signal, self.seconds)
+        return RunResult(self.run_dir, self.step, self.before, self.latest, self.signal, self.seconds)
 
     def close(self) -> None:
         self.engine.close()
@@ -121,7 +123,8 @@ class Trainer:
         start = time.perf_counter()
         step = self.step + 1
         sampled = self.sampler.fill(step, self.version)
-        self.empty_in_a_row = 0 if sampled.batch else self.empty_in_a_row + 1
+        found_nothing = not sampled.batch and not self.sampler.carried
+        self.empty_in_a_row = self.empty_in_a_row + 1 if found_nothing else 0
         updating = time.perf_counter()
         self.reporter.phase("training")
         update = self.policy.update(sampled.batch, step, self.version)
@@ -135,12 +138,16 @@ class Trainer:
         self.database.record_step(report)
         self.step = step
         self.reporter.step(report)
+        stop = update.stop
         if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
-            self._event("stopped", f"{MAX_EMPTY_BATCHES} empty batches in a row")
-            raise TrainingStopped(
-                f"{MAX_EMPTY_BATCHES} steps in a row found no group to learn from (within each, all rewards are "
-                "the same): the task is too hard or too easy for this model, or the reward is wrong"
+            stop = (
+                f"{MAX_EMPTY_BATCHES} steps in a row found no group to learn from (within each, all rewards are the "
+                "same): the task is too hard or too easy for this model, or the reward is wrong"
             )
+        if stop is not None:
+            self._save()
+            self._event("stopped", stop)
+            raise TrainingStopped(stop)
 
     def _evaluate(self) -> EvalReport | None:
         options = self.config.eval

@@ -84,8 +84,8 @@ class Score:
 class Group:
     """A prompt with its n judged rollouts, and the verdict: kept, or the reason why not.
 
-    The serial is the group's one identity in engine, records and database. The per-rollout arrays are NaN (or False)
-    where a rollout was not judged.
+    The serial is the group's one identity in engine, records and database. Where a rollout was not judged its reward is
+    NaN, its advantage 0, and it does not train.
     """
 
     serial: int

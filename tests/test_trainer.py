@@ -53,6 +53,20 @@ def test_six_steps_at_once_and_three_then_three_more_are_the_same_bit_for_bit(tm
     assert len(runs.figures(whole.run_dir)) == 6
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["model.dtype=bfloat16", "algorithm.kl_loss_coef=0.05", "algorithm.max_staleness=0", "optim.ppo_epochs=2"],
+)
+def test_runs_of_other_kinds_resume_bit_for_bit_too(tmp_path, override):
+    more = [override, "algorithm.max_logprob_gap=1.0"]
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", *more)
+    train(whole)
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=2", *more))
+    parts = runs.load(tmp_path, "run.name=parts", "run.steps=4", *more)
+    train(parts, resume=True)
+    assert_same_run(whole.run_dir, parts.run_dir, step=4)
+
+
 def test_a_lora_run_resumes_bit_for_bit_too(tmp_path):
     lora = {"rank": 4, "alpha": 8.0}
     whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", model={"lora": lora})
@@ -256,6 +270,15 @@ def test_the_reference_stays_what_it_was_and_its_kl_starts_at_zero(tmp_path, coe
     trainer.close()
 
 
+def test_padding_a_batch_gives_its_groups_a_reference_too(tmp_path):
+    options = ("algorithm.kl_loss_coef=0.1", "algorithm.filter_groups.on_exhausted=pad", "run.steps=2")
+    config = runs.load(tmp_path, *options, "algorithm.filter_groups.max_num_gen_batches=1")
+    result = train(config, reward=lambda completion, answer: float(answer == 3 and "a" in completion))
+    assert result.steps == 2
+    assert "padded" in {verdict for _, verdict, _, _ in runs.verdicts(config.run_dir)}
+    assert all("kl" in step for step in runs.figures(config.run_dir))
+
+
 def test_without_kl_no_reference_is_loaded(tmp_path):
     trainer = Trainer(runs.load(tmp_path))
     assert trainer.policy.reference is None
@@ -268,6 +291,9 @@ def test_three_steps_without_anything_to_learn_stop_the_run_and_lose_nothing(tmp
     with pytest.raises(TrainingStopped, match="3 steps in a row"):
         train(config, reward=lambda completion, answer: 1.0)
     assert len(runs.figures(config.run_dir)) == 3
+    assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_3").step == 3
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        assert [event["kind"] for event in database.events()][-1] == "stopped"
 
 
 def test_a_run_that_has_all_its_steps_says_so_instead_of_training_nothing(tmp_path):
@@ -329,9 +355,10 @@ def test_the_published_algorithm_when_everything_of_ours_is_off(tmp_path):
 
 def test_evaluation_draws_fresh_numbers_each_time_and_truncates_as_told(tmp_path):
     config = runs.load(tmp_path, "run.steps=2", "eval.k=3", "eval.every=1", "eval.temperature=0", "run.save_every=0")
-    train(config)
+    result = train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         evals = list(database.evals())
+    assert result.after.step == 2
     assert [(e["step"], e["name"]) for e in evals] == [(0, "data"), (1, "data"), (2, "data")]
     assert all(0 <= e["metrics"]["avg@3"] <= 1 for e in evals)
 

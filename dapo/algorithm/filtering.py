@@ -88,11 +88,15 @@ def _verdict(
     if rules.filter_enabled:
         metric, values = _metric_values(scores, shaped, final, rules.filter_metric)
         # Exact equality: a floating standard deviation of equal values need not be zero.
-        if all(value == values[0] for value in values):
+        if all(_same(value, values[0]) for value in values):
             if metric == "acc":
                 return ALL_RIGHT if values[0] else ALL_WRONG
             return NO_VARIANCE
     return KEPT if trains.any() else NOTHING_TO_TRAIN
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b or (a != a and b != b))  # NaN in a named extra is like NaN
 
 
 def _metric_values(

@@ -44,7 +44,8 @@ def _attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    assert plan is not None, "a model loaded for dapo runs through dapo.model.forward, which passes the plan"
+    if plan is None:
+        raise ModelError(f"{type(module).__name__} is not handed the attention plan that dapo.model.forward passes")
     # A sliding window is compared with the longest sequence when the model is checked, so here it cannot bite.
     if softcap is not None or s_aux is not None:
         raise ModelError(f"{type(module).__name__} uses soft-capped logits or sinks, which the embedded engine lacks")

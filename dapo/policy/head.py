@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dapo.model.forward import wide_product
+
 CHUNK_TOKENS = 256
 
 # (log-probabilities of a chunk, the chunk's slice of the batch) -> (weighted loss, to be summed; figures per token)
@@ -28,9 +30,9 @@ class HeadResult:
 
 
 def fused_head_loss(
-    hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss
+    hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss, weight_grad: Tensor | None
 ) -> HeadResult:
-    """Adds the gradient of the head's weight to `weight.grad`, and returns that of the hidden states."""
+    """Adds the gradient of the head's weight to `weight_grad`, where given, and returns that of the hidden states."""
     grad_hidden_R = torch.empty_like(hidden_R)
     parts: list[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] = []
     hidden_R = hidden_R.detach()
@@ -52,8 +54,8 @@ def fused_head_loss(
             grad = grad_logprobs[:, None] / temperature
             grad_logits = probabilities.mul_(-grad).scatter_add_(1, targets, grad).to(weight.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden_R[chunk])
-            if weight.requires_grad:
-                _accumulate(weight, grad_logits, hidden)
+            if weight_grad is not None:
+                _accumulate(weight_grad, grad_logits, hidden)
         parts.append((total.detach(), logprobs.detach(), entropy, metrics))
     return HeadResult(
         loss=torch.stack([part[0] for part in parts]).sum(),
@@ -76,16 +78,16 @@ def chunked_logprobs(hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temper
 def _chunk_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    logits = hidden @ weight.t()
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+    logits = wide_product(hidden, weight.t())
     if temperature != 1:
         logits.div_(temperature)
     normaliser = logits.logsumexp(-1, keepdim=True)
     return logits, normaliser, (logits.gather(1, targets) - normaliser)[:, 0]
 
 
-def _accumulate(weight: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    weight.grad.addmm_(grad_logits.t(), hidden)
+def _accumulate(weight_grad: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    """Over chunks and micro-batches in the precision of `weight_grad`: bf16 sums would lose the small terms."""
+    if weight_grad.dtype == hidden.dtype:
+        weight_grad.addmm_(grad_logits.t(), hidden)
+    else:
+        weight_grad.add_(wide_product(grad_logits.t(), hidden))

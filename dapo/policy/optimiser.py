@@ -13,13 +13,20 @@ from dapo.config import OptimConfig
 
 
 class Optimiser:
-    """At a learning rate of 1e-6 a bf16 weight rounds its update to nothing, so bf16 weights have fp32 masters."""
+    """At a learning rate of 1e-6 a bf16 weight rounds its update to nothing, so bf16 weights have fp32 masters.
+
+    Their gradients are summed in fp32 too: as soon as autograd has one, it moves over to the master.
+    """
 
     def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], config: OptimConfig) -> None:
         self.config = config
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.masters = [p if p.dtype != torch.bfloat16 else p.detach().float().clone() for p in self.parameters]
+        self._master_of = dict(zip(self.parameters, self.masters, strict=True))
+        for parameter, master in self._master_of.items():
+            if master is not parameter:
+                parameter.register_post_accumulate_grad_hook(self._move_grad)
         self.adam = torch.optim.AdamW(
             self.masters,
             lr=config.lr,
@@ -32,21 +39,31 @@ class Optimiser:
         warmup = self.config.warmup_steps
         return self.config.lr * min(1.0, step / warmup) if warmup else self.config.lr
 
+    def grad_of(self, parameter: Tensor) -> Tensor | None:
+        """The tensor that sums this parameter's gradient, or None where it is not trained."""
+        master = self._master_of.get(parameter)  # pyright: ignore[reportArgumentType]
+        if master is not None and master.grad is None:
+            master.grad = torch.zeros_like(master)
+        return None if master is None else master.grad
+
+    def _move_grad(self, parameter: Tensor) -> None:
+        total = self.grad_of(parameter)
+        assert total is not None and parameter.grad is not None
+        total.add_(parameter.grad)
+        parameter.grad = None
+
     def zero_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+        for master in self.masters:
+            master.grad = None
 
     def step(self, trainer_step: int) -> float:
         """One update; returns the gradient norm before clipping. A norm that is not finite changes nothing."""
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = [master.grad for master in self.masters if master.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(grads))
         if not math.isfinite(norm):
             return norm
         if norm > self.config.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.grad_clip, torch.tensor(norm))
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
+            torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.grad_clip, torch.tensor(norm))
         for group in self.adam.param_groups:
             group["lr"] = self.learning_rate(trainer_step)
         self.adam.step()
@@ -54,7 +71,6 @@ class Optimiser:
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 if master is not parameter:
                     parameter.copy_(master)
-                    master.grad = None
         return norm
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dapo.algorithm.loss import LossConfig, policy_loss
 from dapo.config import Config
-from dapo.errors import TrainingStopped
 from dapo.model.attention import PackedAttention
 from dapo.model.forward import head_weight, hidden_states, query_groups
 from dapo.model.lora import causal_lm, reference_mode
@@ -31,6 +30,7 @@ MAX_NON_FINITE_STEPS = 3
 class UpdateResult:
     metrics: dict[str, float]
     token_stats: dict[tuple[int, int], TokenStats]
+    stop: str | None = None  # why the run cannot go on, if it cannot
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class _Tally:
     gap_max: float = 0.0
     gap_tokens: int = 0
     skipped: int = 0
+    stop: str | None = None
     token_stats: dict[tuple[int, int], TokenStats] = field(default_factory=dict)
 
 
@@ -72,11 +73,17 @@ class Policy:
     def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
         """All mini-batches and epochs over one batch of groups that `version` of the weights is about to learn from."""
         tally = _Tally()
-        for epoch in range(self.config.optim.ppo_epochs):
-            size, seed = self.config.mini_batch_size, self.config.run.seed
-            for index, part in enumerate(mini_batches(groups, size, seed, step, epoch)):
-                self._update_once(part, step, version, tally, is_first=epoch == index == 0, record=epoch == 0)
-        return UpdateResult(self._metrics(tally, step), tally.token_stats)
+        size, seed = self.config.mini_batch_size, self.config.run.seed
+        parts = [
+            (epoch, part)
+            for epoch in range(self.config.optim.ppo_epochs)
+            for part in mini_batches(groups, size, seed, step, epoch)
+        ]
+        for index, (epoch, part) in enumerate(parts):
+            self._update_once(part, step, version, tally, is_first=index == 0, record=epoch == 0)
+            if tally.stop:
+                break
+        return UpdateResult(self._metrics(tally, step), tally.token_stats, tally.stop)
 
     def _update_once(
         self, groups: list[Group], step: int, version: int, tally: _Tally, *, is_first: bool, record: bool
@@ -88,8 +95,9 @@ class Policy:
             result = self._backward(batch)
             loss += float(result.loss)
             _count(batch, result, tally, is_first=is_first, record=record)
-        if is_first:
-            self._guard_gap(tally)
+        if is_first and self._gap_is_too_wide(tally):
+            self.optimiser.zero_grad()
+            return
         norm = self.optimiser.step(step) if math.isfinite(loss) else math.nan
         self.optimiser.zero_grad()
         if not math.isfinite(norm):
@@ -124,7 +132,8 @@ class Policy:
             return (loss * batch.weights_R[chunk]).sum(), metrics
 
         hidden_R = self._trunk(self.causal_lm, batch).index_select(0, batch.predictors_R)
-        result = fused_head_loss(hidden_R, self.weight, batch.targets_R, self.config.rollout.temperature, chunk_loss)
+        temperature, weight_grad = self.config.rollout.temperature, self.optimiser.grad_of(self.weight)
+        result = fused_head_loss(hidden_R, self.weight, batch.targets_R, temperature, chunk_loss, weight_grad)
         hidden_R.backward(result.grad_hidden_R)
         return result
 
@@ -150,20 +159,21 @@ class Policy:
         with nullcontext() if self.reference is not None else reference_mode(self.model):
             yield self.reference if self.reference is not None else self.causal_lm
 
-    def _guard_gap(self, tally: _Tally) -> None:
+    def _gap_is_too_wide(self, tally: _Tally) -> bool:
         limit = self.config.algorithm.max_logprob_gap
         gap = tally.gap_sum / max(tally.gap_tokens, 1)
         if gap > limit:
-            raise TrainingStopped(
+            tally.stop = (
                 f"the sampler's log-probabilities differ from the trainer's by {gap:.4f} on average, more than "
                 f"algorithm.max_logprob_gap = {limit}: the importance ratio would be wrong from the start"
             )
+        return gap > limit
 
     def _skip_non_finite(self, tally: _Tally, loss: float, norm: float) -> None:
         tally.skipped += 1
         self.non_finite_in_a_row += 1
         if self.non_finite_in_a_row >= MAX_NON_FINITE_STEPS:
-            raise TrainingStopped(
+            tally.stop = (
                 f"{MAX_NON_FINITE_STEPS} optimiser steps in a row had a loss or gradient that is not finite "
                 f"(loss {loss}, gradient norm {norm}); the weights are unchanged since, "
                 "try a lower optim.lr or look at the rewards"

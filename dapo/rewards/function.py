@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,15 @@ def load_function(spec: str) -> RewardFunction:
     if module_spec is None or module_spec.loader is None:
         raise RewardError(f"reward.function: {path} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
+    # As if it were run from its folder: files beside it can be imported, and dataclasses find their module.
+    sys.modules[module.__name__] = module
+    sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
         raise RewardError(f"reward.function: {path} cannot be imported ({type(error).__name__}: {error})") from error
+    finally:
+        sys.path.pop(0)
     function = getattr(module, name, None)
     if not callable(function):
         there = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
@@ -89,4 +95,6 @@ def _checked(value: Any, acc: Any, extras: Mapping[str, Any]) -> Score:
         return Score(None, error=f"the reward returned {type(value).__name__}, not a number")
     if not math.isfinite(value):
         return Score(None, error=f"the reward returned {float(value)}")
+    if acc is not None and acc not in (0, 1):
+        return Score(None, error=f"the reward returned acc = {acc!r}, which must be 0 or 1")
     return Score(float(value), acc=None if acc is None else bool(acc), extras=extras)

@@ -56,6 +56,11 @@ def test_a_named_extra_can_be_the_metric_and_a_missing_one_is_named_with_those_t
         verdict([1.0, 1.0], extras=extras, rules=GroupRules(9, filter_metric="formt"))
 
 
+def test_a_named_extra_that_is_not_a_number_everywhere_is_no_variance():
+    extras = [{"x": float("nan")}, {"x": float("nan")}]
+    assert verdict([1.0, 0.0], extras=extras, rules=GroupRules(9, filter_metric="x")) == "no_variance"
+
+
 def test_switched_off_the_filter_keeps_every_group_with_two_judged_rollouts():
     off = GroupRules(9, filter_enabled=False)
     assert verdict([1.0, 1.0], rules=off) == "kept"

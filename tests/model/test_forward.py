@@ -5,6 +5,8 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
 )
@@ -41,6 +43,19 @@ def test_a_model_that_scales_its_logits_is_refused():
     model = CohereForCausalLM(CohereConfig(**{k: v for k, v in SMALL.items() if k != "head_dim"}, logit_scale=0.25))
     with pytest.raises(ModelError, match="does not reproduce"):
         check_model(ready(model), 100)
+
+
+def test_a_model_with_learned_positions_passes_too():
+    config = GPT2Config(vocab_size=64, n_positions=200, n_embd=32, n_layer=2, n_head=4)
+    check_model(ready(GPT2LMHeadModel(config)), 100)
+
+
+def test_a_model_that_does_not_hand_the_plan_down_is_refused(monkeypatch):
+    model = ready(tiny_llama())
+    forward = model.model.forward
+    monkeypatch.setattr(model.model, "forward", lambda *args, plan=None, **kwargs: forward(*args, **kwargs))
+    with pytest.raises(ModelError, match="is not handed the attention plan"):
+        check_model(model, 100)
 
 
 def test_a_window_or_context_shorter_than_asked_for_is_refused():

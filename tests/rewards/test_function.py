@@ -41,6 +41,7 @@ def test_a_dict_may_carry_accuracy_and_extras_as_plain_values():
         (float("inf"), "inf"),
         ({"acc": 1}, "without 'score'"),
         ({"score": None}, "NoneType"),
+        ({"score": 1.0, "acc": 0.5}, "acc = 0.5, which must be 0 or 1"),
     ],
 )
 def test_what_is_no_finite_number_could_not_be_judged_and_is_not_zero(outcome, reason):
@@ -75,6 +76,16 @@ def test_a_reward_that_cannot_be_found_gets_one_sentence(tmp_path, spec, sentenc
     (tmp_path / "good.py").write_text("number = 3\ndef other(): ...\ndef reward(completion): return 1.0")
     with pytest.raises(RewardError, match=sentence):
         load_function(spec.format(bad=tmp_path / "bad.py", good=tmp_path / "good.py"))
+
+
+def test_a_reward_file_may_import_its_neighbours_and_define_dataclasses(tmp_path):
+    (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 0.5")
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from neighbour_of_reward import VALUE\n@dataclass\nclass Row:\n    x: int\n"
+        "def reward(completion):\n    return VALUE"
+    )
+    assert load_function(f"{tmp_path / 'mine.py'}:reward")("x") == 0.5
 
 
 def test_a_function_of_another_shape_is_refused_before_anything_is_sampled():

@@ -77,7 +77,8 @@ class DecodeAttention:
         heads = torch.arange(self.batch * kv_heads, device=device)
         # Where the new token's keys go in one layer's storage seen as [slots * Hkv * capacity, D].
         self.places = heads * capacity + lengths_B.repeat_interleave(kv_heads)
-        self.bias = self._bias(lengths_B, families, dtype)
+        # Scores and sums in float32 at least, as the training kernels have them.
+        self.bias = self._bias(lengths_B, families, torch.promote_types(dtype, torch.float32))
 
     def _bias(self, lengths_B: Tensor, families: Sequence[tuple[SharedPrompt, Tensor]], dtype: torch.dtype) -> Tensor:
         """[B, 1, 1, prompt span + own span]: -inf beyond the prompt's end, and beyond the row's own tokens."""
@@ -94,22 +95,24 @@ class DecodeAttention:
         for cached, new in ((keys, key), (values, value)):
             cached.view(-1, head_dim).index_copy_(0, self.places, new[0].transpose(0, 1).reshape(-1, head_dim))
         groups = query.shape[1] // kv_heads
-        query = (query[0].transpose(0, 1) * scale).reshape(self.batch, kv_heads, groups, head_dim)
-        own_keys, own_values = keys[: self.batch, :, : self.span], values[: self.batch, :, : self.span]
+        narrow, wide = query.dtype, self.bias.dtype
+        query = (query[0].transpose(0, 1).to(wide) * scale).reshape(self.batch, kv_heads, groups, head_dim)
+        own_keys = keys[: self.batch, :, : self.span].to(wide)
+        own_values = values[: self.batch, :, : self.span].to(wide)
 
         scores = query.new_empty(self.batch, kv_heads, groups, self.prompt_span + self.span)
         scores[..., self.prompt_span :] = query @ own_keys.transpose(2, 3)
         for prompt, rows in self.families:
-            shared = _rows_to_heads(query[rows]) @ prompt.keys[layer].transpose(1, 2)
+            shared = _rows_to_heads(query[rows]) @ prompt.keys[layer].to(wide).transpose(1, 2)
             scores[rows, :, :, : prompt.length] = _heads_to_rows(shared, groups)
             scores[rows, :, :, prompt.length : self.prompt_span] = 0  # masked by the bias, but NaN + -inf is NaN
-        weights = scores.add_(self.bias).softmax(-1, dtype=torch.float32).to(query.dtype)
+        weights = scores.add_(self.bias).softmax(-1)
 
         output = weights[..., self.prompt_span :] @ own_values
         for prompt, rows in self.families:
-            shared = _rows_to_heads(weights[rows, :, :, : prompt.length]) @ prompt.values[layer]
+            shared = _rows_to_heads(weights[rows, :, :, : prompt.length]) @ prompt.values[layer].to(wide)
             output[rows] += _heads_to_rows(shared, groups)
-        return output.view(1, self.batch, kv_heads * groups, head_dim)
+        return output.view(1, self.batch, kv_heads * groups, head_dim).to(narrow)
 
 
 def _rows_to_heads(values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dapo.engine.embedded.cache import DecodeAttention, ResponseCache, SharedPrompt
 from dapo.engine.embedded.sampler import draw, row_key, uniforms
 from dapo.model.attention import Family, PackedAttention
-from dapo.model.forward import head_weight, hidden_states, query_groups
+from dapo.model.forward import head_weight, hidden_states, key_heads, query_groups, wide_product
 from dapo.types import FinishReason, Request, Rollout, SamplingParams
 
 _PREFILL_TOKENS = 8192
@@ -49,11 +49,10 @@ class EmbeddedEngine:
         self.active: list[_Sequence] = []
         self.prompts: dict[tuple[int, ...], SharedPrompt] = {}
         config = causal_lm.config.get_text_config()
-        heads = config.num_key_value_heads or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         weight = head_weight(causal_lm)
         self.device, self.dtype = weight.device, weight.dtype
-        self.cache = ResponseCache(config.num_hidden_layers, heads, head_dim, self.dtype, self.device)
+        self.cache = ResponseCache(config.num_hidden_layers, key_heads(config), head_dim, self.dtype, self.device)
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -104,7 +103,7 @@ class EmbeddedEngine:
         place = {prompt: i for i, prompt in enumerate(prompts)}
         rows = torch.tensor([place[seq.prompt] for seq in newcomers], device=self.device)
         hidden = torch.stack([prompt.last_hidden for prompt in prompts if prompt.last_hidden is not None])
-        self._draw(newcomers, (hidden @ head_weight(self.model).t())[rows])
+        self._draw(newcomers, wide_product(hidden, head_weight(self.model).t())[rows])
         self.active += newcomers
         return self._collect()
 
@@ -144,7 +143,7 @@ class EmbeddedEngine:
         positions_B = lengths_B + torch.tensor([seq.prompt.length for seq in self.active], device=self.device)
         plan = DecodeAttention(self.cache, lengths_B, families, self.dtype)
         hidden = hidden_states(self.model, tokens_B, positions_B, plan)
-        self._draw(self.active, hidden @ head_weight(self.model).t())
+        self._draw(self.active, wide_product(hidden, head_weight(self.model).t()))
         return self._collect()
 
     def _draw(self, sequences: list[_Sequence], logits_BV: Tensor) -> None:
