@@ -178,7 +178,8 @@ def _optional(name: str, purpose: str) -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "missing", f"optional, {purpose}; nothing in this version needs it (`pip install {name}`)", optional=True)
+        detail = f"optional, {purpose}; nothing in this version needs it (`pip install {name}`)"
+        return Finding(name, "missing", detail, optional=True)
     if importlib.util.find_spec(name.replace("-", "_")) is None:
         detail = f"{version} is incomplete; run `pip install --force-reinstall {name}`"
         return Finding(name, "warn", detail, optional=True)
