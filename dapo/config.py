@@ -57,7 +57,7 @@ class RolloutConfig(Section):
     )
     top_p: float = Field(default=1.0, description="Must be 1 in training: truncation would bias the importance ratio.")
     top_k: int = Field(default=0, description="Must be 0 (off) in training, for the same reason.")
-    max_concurrent: int = Field(default=256, ge=1, description="Responses decoded side by side.")
+    max_concurrent: int = Field(default=64, ge=1, description="Responses decoded side by side.")
 
 
 class OverlongBufferConfig(Section):

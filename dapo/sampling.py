@@ -14,7 +14,7 @@ from dapo.algorithm.filtering import UNJUDGED, GroupRules, form_group
 from dapo.config import Config
 from dapo.data.stream import PromptStream
 from dapo.engine.protocol import Engine
-from dapo.errors import RewardError, TrainingStopped
+from dapo.errors import RewardError
 from dapo.types import CARRIED, KEPT, PADDED, Event, Group, Prompt, Request, Rollout, SamplingParams, Score
 
 STALE = "stale"
@@ -36,6 +36,7 @@ class Sampled:
     generate_seconds: float
     reward_seconds: float
     events: tuple[Event, ...]
+    stop: str | None = None  # why the run cannot go on, if it cannot
 
     def metrics(self) -> dict[str, float]:
         """Scores, rewards and lengths are those of everything generated in this step, kept or not."""
@@ -89,6 +90,7 @@ class _Step:
     generated: int = 0
     rounds: int = 0
     reward_seconds: float = 0.0
+    stop: str | None = None
     events: list[Event] = field(default_factory=list)
 
 
@@ -127,7 +129,7 @@ class DynamicSampler:
         batch, surplus = step.kept[:target], step.kept[target:]
         if len(batch) < target:
             batch, surplus = self._exhausted(step, batch)
-        self._put_aside(step, surplus)
+        self._put_aside(step, surplus, updates=bool(batch))
         return self._harvest(step, self._with_reference(batch), time.perf_counter() - start)
 
     def _take_over(self, step: _Step) -> None:
@@ -217,7 +219,8 @@ class DynamicSampler:
             f"(groups by mean acc, else score: {_histogram([*step.kept, *step.dropped])})"
         )
         if rule.on_exhausted == "raise":
-            raise TrainingStopped(f"step {step.number}: {story}")
+            step.stop = f"step {step.number}: {story}"
+            return [], kept
         if rule.on_exhausted == "skip" and len(kept) < minimum:
             step.events.append(Event("exhausted", f"{story}; no update, they wait for the next step", step.number))
             return [], kept
@@ -234,10 +237,9 @@ class DynamicSampler:
         step.dropped = [group for group in step.dropped if group.serial not in serials]
         return [*kept, *(group.with_verdict(PADDED) for group in padding)]
 
-    def _put_aside(self, step: _Step, surplus: list[Group]) -> None:
-        """Carry surplus groups over; with no staleness allowed they are dropped, unless no update makes them stale."""
-        is_skipped = len(surplus) == len(step.kept)
-        if self.config.algorithm.max_staleness == 0 and not is_skipped:
+    def _put_aside(self, step: _Step, surplus: list[Group], *, updates: bool) -> None:
+        """Carry surplus groups over. With no staleness allowed they are dropped, unless no update makes them stale."""
+        if self.config.algorithm.max_staleness == 0 and updates:
             step.dropped += [group.with_verdict(SURPLUS) for group in surplus]
         else:
             self.carried = [group.with_verdict(CARRIED) for group in surplus]
@@ -268,6 +270,7 @@ class DynamicSampler:
             generate_seconds=seconds - step.reward_seconds,
             reward_seconds=step.reward_seconds,
             events=tuple(step.events),
+            stop=step.stop,
         )
 
 

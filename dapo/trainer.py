@@ -138,7 +138,7 @@ class Trainer:
         self.database.record_step(report)
         self.step = step
         self.reporter.step(report)
-        stop = update.stop
+        stop = sampled.stop or update.stop
         if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
             stop = (
                 f"{MAX_EMPTY_BATCHES} steps in a row found no group to learn from (within each, all rewards are the "
@@ -169,6 +169,7 @@ class Trainer:
             cursor=self.sampler.stream.cursor,
             next_serial=self.sampler.next_serial,
             recent=list(self.sampler.recent),
+            data_digest=self.sampler.stream.digest(),
             empty_in_a_row=self.empty_in_a_row,
             non_finite_in_a_row=self.policy.non_finite_in_a_row,
             carried=self.sampler.carried,
@@ -250,6 +251,11 @@ class Trainer:
         )
 
     def _restore(self, saved: Path, state: TrainerState) -> None:
+        if state.data_digest != self.sampler.stream.digest():
+            raise CheckpointError(
+                f"{self.config.data.train}: is not what {self.run_dir} was trained on so far; "
+                "restore the file, or give this run another run.name"
+            )
         checkpoint.restore_optimiser(saved, self.policy)
         self.step, self.version = state.step, state.version
         self.empty_in_a_row = state.empty_in_a_row

@@ -313,6 +313,23 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
         Trainer(other, resume=True)
 
 
+def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
+    train(runs.load(tmp_path, "run.steps=1"))
+    config = runs.load(tmp_path, "run.steps=2")
+    with (tmp_path / "data.jsonl").open("a") as file:
+        file.write('\n{"prompt": "one more", "answer": 1}')
+    with pytest.raises(CheckpointError, match=r"data\.jsonl: is not what .* was trained on so far"):
+        Trainer(config, resume=True)
+
+
+def test_on_exhausted_raise_records_and_saves_the_step_and_then_stops(tmp_path):
+    options = ("algorithm.filter_groups.on_exhausted=raise", "algorithm.filter_groups.max_num_gen_batches=1")
+    config = runs.load(tmp_path, *options)
+    with pytest.raises(TrainingStopped, match=r"step 1: 1 rounds gave 0 of 4 groups"):
+        train(config, reward=lambda completion, answer: 1.0)
+    assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_1").step == 1
+
+
 def test_a_changed_option_on_resume_is_recorded(tmp_path):
     train(runs.load(tmp_path, "run.steps=1"))
     config = runs.load(tmp_path, "run.steps=2", "optim.lr=1e-4")

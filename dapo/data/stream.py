@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +19,10 @@ class PromptStream:
         self.cursor = cursor
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
+
+    def digest(self) -> str:
+        """Of all prompts in their order: the cursor means nothing in another dataset."""
+        return hashlib.blake2b(" ".join(prompt.uid for prompt in self.prompts).encode(), digest_size=16).hexdigest()
 
     def take(self, count: int) -> list[Prompt]:
         drawn = [self._at(self.cursor + i) for i in range(count)]

@@ -33,6 +33,7 @@ class TrainerState:
     step: int
     version: int
     cursor: int
+    data_digest: str
     next_serial: int
     recent: list[bool]
     empty_in_a_row: int
