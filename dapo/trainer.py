@@ -28,7 +28,7 @@ from dapo.policy.checkpoint import TrainerState
 from dapo.policy.policy import Policy, UpdateResult
 from dapo.rewards.function import FunctionJudge, RewardFunction, load_function
 from dapo.sampling import DynamicSampler, Sampled
-from dapo.store.console import Reporter, SilentReporter
+from dapo.store.console import Reporter
 from dapo.store.database import RunDatabase
 from dapo.types import EvalReport, Event, SamplingParams, StepReport
 
@@ -65,7 +65,7 @@ class Trainer:
         reporter: Reporter | None = None,
     ) -> None:
         self.config = config
-        self.reporter = reporter or SilentReporter()
+        self.reporter = reporter or Reporter()
         self.run_dir = config.run_dir
         self.judge = FunctionJudge(_reward_function(config, reward))
         goes_on = self._holds_run()

@@ -196,7 +196,7 @@ def test_a_combination_that_makes_no_sense_is_refused(tmp_path, overrides, expec
     ],
 )
 def test_the_nearest_combination_that_makes_sense_is_accepted(tmp_path, overrides):
-    load(tmp_path, SMALLEST, *overrides)
+    assert load(tmp_path, SMALLEST, *overrides) != load(tmp_path, SMALLEST)
 
 
 def test_the_resolved_yaml_loads_as_an_equal_configuration(tmp_path):

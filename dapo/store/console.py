@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,20 +17,8 @@ from dapo.types import EvalReport, Event, Group, StepReport
 WARNINGS = ("exhausted", "unjudged", "stopped")
 
 
-class Reporter(Protocol):
-    """Told what happens, as it happens. It may show it, and may not slow it down or change it."""
-
-    def training(self, config: Config, first_step: int) -> AbstractContextManager[None]: ...
-    def phase(self, name: str) -> None: ...
-    def group(self, group: Group) -> None: ...
-    def step(self, report: StepReport) -> None: ...
-    def evaluation(self, report: EvalReport) -> None: ...
-    def event(self, event: Event) -> None: ...
-    def stopping(self) -> None: ...
-
-
-class SilentReporter:
-    """For use from Python: everything is in the run database anyway."""
+class Reporter:
+    """Told what happens, as it happens; it may not change it. This one keeps quiet: all is in the run database."""
 
     def training(self, config: Config, first_step: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -44,7 +31,7 @@ class SilentReporter:
     def stopping(self) -> None: ...
 
 
-class ConsoleReporter:
+class ConsoleReporter(Reporter):
     """One line per step above a progress bar that tells what is going on right now."""
 
     def __init__(self, console: Console | None = None) -> None:
