@@ -91,6 +91,7 @@ class _Step:
     rounds: int = 0
     reward_seconds: float = 0.0
     stop: str | None = None
+    unjudged: Counter[str] = field(default_factory=Counter)  # reason -> rollouts
     events: list[Event] = field(default_factory=list)
 
 
@@ -201,9 +202,7 @@ class DynamicSampler:
             (step.kept if group.kept else step.dropped).append(group)
             self.recent.append(group.kept)
             self.on_group(group)
-        unjudged = Counter(score.error for group in groups for score in group.scores if score.error)
-        for reason, count in unjudged.items():
-            step.events.append(Event("unjudged", f"{count} rollouts could not be judged: {reason}", step.number))
+            step.unjudged.update(score.error for score in group.scores if score.error is not None)
 
     def _judged_nothing(self, groups: list[Group]) -> bool:
         is_first_round = self.next_serial == len(groups)
@@ -259,6 +258,8 @@ class DynamicSampler:
             if group.verdict != STALE:
                 name = f"tokens/dropped/{group.verdict}"
                 tokens[name] = tokens.get(name, 0) + group.tokens
+        if step.unjudged:
+            step.events.append(Event("unjudged", _unjudged_story(step.unjudged), step.number))
         arrived = tokens["tokens/carried_in"] + tokens["tokens/generated"]
         assert arrived == sum(tokens.values()) - arrived, f"a token is lost or counted twice: {tokens}"
         return Sampled(
@@ -286,6 +287,13 @@ def _rules(config: Config) -> GroupRules:
         adv_norm=config.algorithm.adv_norm,
         kl_reward_coef=config.algorithm.kl_reward_coef,
     )
+
+
+def _unjudged_story(reasons: Counter[str]) -> str:
+    """The commonest reasons; the rest is in the database, rollout by rollout."""
+    named = "; ".join(f"{count} x {reason[:200]}" for reason, count in reasons.most_common(3))
+    more = f"; and {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
+    return f"{reasons.total()} rollouts could not be judged: {named}{more}"
 
 
 def _histogram(groups: Sequence[Group]) -> str:

@@ -233,4 +233,4 @@ def test_later_unjudged_rollouts_are_counted_with_their_reason_and_left_out_of_t
     assert all(group.trains.tolist() == [False, True, True] for group in sampled.batch)
     assert sampled.metrics()["rollouts/unjudged"] == 4
     assert sampled.tokens["tokens/masked"] == sum(len(group.rollouts[0]) for group in sampled.batch)
-    assert [event.message for event in sampled.events] == ["4 rollouts could not be judged: timeout"]
+    assert [event.message for event in sampled.events] == ["4 rollouts could not be judged: 4 x timeout"]

@@ -68,7 +68,7 @@ class ConsoleReporter(Reporter):
         self.verdicts[group.verdict] += 1
         kept = self.verdicts["kept"]
         dropped = _reasons({v: n for v, n in self.verdicts.items() if v != "kept"})
-        self.phase(f"sampling: kept {kept}" + (f", dropped {dropped}" if dropped else ""))
+        self.phase(f"sampling: kept {kept} of {self.batch_size}" + (f", dropped {dropped}" if dropped else ""))
 
     def step(self, report: StepReport) -> None:
         self.verdicts.clear()
