@@ -51,7 +51,7 @@ def train(
         result = trainer.run()
     finally:
         trainer.close()
-    if result.before and result.after:
+    if result.before and result.after and result.after.step > result.before.step:
         console.print(before_after_table(result.before, result.after))
     console.print(f"{result.steps} steps, {result.seconds:.0f} s of training; the run is in {result.run_dir}")
     if result.signal is not None:
@@ -89,17 +89,15 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="Where to write the Hugging Face directory.")],
 ) -> None:
     """Write the newest checkpoint's model, adapters merged, as a plain Hugging Face directory."""
-    import shutil
+    from dapo.policy import checkpoint
 
-    from dapo.policy.checkpoint import newest
-
-    saved = newest(run / "checkpoints")
+    saved = checkpoint.newest(run / "checkpoints")
     if saved is None:
         raise CheckpointError(f"{run}: has no checkpoint to export")
     if to.exists():
         raise CheckpointError(f"{to}: exists already; name a new folder")
     with Console().status(f"copying {saved}"):
-        shutil.copytree(saved, to, ignore=shutil.ignore_patterns("trainer"))
+        checkpoint.export(saved, to)
     Console().print(f"{saved} exported to {to}")
 
 
@@ -137,5 +135,13 @@ def main() -> None:
     except DapoError as error:
         Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
         sys.exit(error.exit_code)
+    except OSError as error:
+        # No permission, no space, a file where a folder should be: the user's to mend, and it names the file.
+        if error.filename is None:
+            raise
+        Console(stderr=True, soft_wrap=True).print(
+            f"error: {error.filename}: {error.strerror}", style="red", markup=False
+        )
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

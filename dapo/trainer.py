@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -82,21 +83,24 @@ class Trainer:
         self.step, self.version, self.empty_in_a_row = 0, 0, 0
         if saved and state:
             self._restore(saved, state)
+        if self.step >= config.run.steps:
+            raise CheckpointError(
+                f"{self.run_dir}: has all of its {self.step} steps already; raise run.steps to train on"
+            )
         self.lock, self.database = self._open_run_dir(goes_on)
         if goes_on:
-            self.database.rewind(self.step)
+            undone = self.database.rewind(self.step)
+            self.reporter.event(Event("resumed", f"after step {self.step}, {undone} later steps undone", self.step))
+        elif resume:
+            self.reporter.event(Event("resumed", f"nothing to go on with in {self.run_dir}, starting anew", 0))
         self.before: EvalReport | None = None
         self.latest: EvalReport | None = None
         self.signal: int | None = None
         self.seconds = 0.0
 
     def run(self) -> RunResult:
-        """Train up to `run.steps`, or to the end of the step in which the process is asked to stop."""
-        if self.step >= self.config.run.steps:
-            raise CheckpointError(
-                f"{self.run_dir}: has all of its {self.step} steps already; raise run.steps to train on"
-            )
-        with self._signals(), self.reporter.training(self.config, self.step):
+        """Train up to `run.steps`, or to the end of the step in which the process is asked to stop; then let go."""
+        with closing(self), self._signals(), self.reporter.training(self.config, self.step):
             if self.step == 0:
                 self.before = self.latest = self._evaluate()
             while self.step < self.config.run.steps and self.signal is None:
@@ -108,7 +112,7 @@ class Trainer:
             is_finished = self.step >= self.config.run.steps
             if is_finished and not self._is_due(self.config.eval.every):
                 self.latest = self._evaluate()
-            if not self._is_due(self.config.run.save_every):
+            if self.step > 0 and not self._is_due(self.config.run.save_every):
                 self._save()
             self._event("finished" if is_finished else "interrupted", f"after step {self.step}")
         return RunResult(self.run_dir, self.step, self.before, self.latest, self.signal, self.seconds)
@@ -207,6 +211,8 @@ class Trainer:
             if changes := _changes(Config.load(config_file), self.config, path):
                 database.record_event(Event("configuration", "changed on resume: " + "; ".join(changes), self.step))
         else:
+            # Of a start that recorded no step: the weights of another model may be among it.
+            shutil.rmtree(path / "checkpoints", ignore_errors=True)
             for leftover in path.glob("run.db*"):
                 leftover.unlink()
             database = RunDatabase.create(path / "run.db", resolved, {"torch": torch.__version__})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,21 @@ def test_the_exported_directory_loads_in_plain_transformers(finished, tmp_path):
     again = dapo("export", folder / "runs" / "recipe", "--to", tmp_path / "model")
     assert again.returncode == 2
     assert "exists already" in again.stderr
+
+
+def test_a_damaged_checkpoint_is_not_exported_and_a_folder_that_cannot_be_made_is_one_sentence(finished, tmp_path):
+    folder, _ = finished
+    copy = tmp_path / "copy"
+    shutil.copytree(folder / "runs" / "recipe", copy)
+    weights = copy / "checkpoints" / "step_2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    done = dapo("export", copy, "--to", tmp_path / "model")
+    assert (done.returncode, "the checkpoint is damaged" in done.stderr) == (2, True)
+    assert not (tmp_path / "model").exists()
+    (tmp_path / "file").write_text("")
+    done = dapo("export", folder / "runs" / "recipe", "--to", tmp_path / "file" / "model")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert str(tmp_path / "file") in done.stderr
 
 
 def test_dry_run_prints_the_resolved_configuration_and_the_plan_and_writes_nothing(tmp_path):

@@ -11,6 +11,7 @@ from dapo.config import Config, ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.model.loading import load_model
 from dapo.policy.policy import Policy
+from dapo.store.database import RunDatabase
 from dapo.types import Prompt, Request, SamplingParams, Score
 from tests import plain
 
@@ -89,8 +90,8 @@ def test_the_demo_s_first_step_learns(smollm2_dir, tmp_path):
     ]  # fmt: skip
     trainer = Trainer(Config.load("recipes/guess_five.yaml", overrides))
     result = trainer.run()
-    step = next(trainer.database.steps())
-    trainer.close()
+    with RunDatabase.open_readonly(result.run_dir / "run.db") as database:
+        step = next(database.steps())
     assert result.steps == 1
     assert step["logprob_gap/mean"] < 1e-4
     assert step["updates"] == 1

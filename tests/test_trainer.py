@@ -330,6 +330,19 @@ def test_on_exhausted_raise_records_and_saves_the_step_and_then_stops(tmp_path):
     assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_1").step == 1
 
 
+def test_a_start_that_recorded_no_step_leaves_nothing_that_a_later_run_would_take_up(tmp_path):
+    config = runs.load(tmp_path, "run.steps=2")
+    leftover = config.run_dir / "checkpoints" / "step_7"
+    leftover.mkdir(parents=True)
+    train(config)
+    assert not leftover.exists()
+
+
+def test_a_trainer_lets_go_of_its_run_when_it_is_done(tmp_path):
+    Trainer(runs.load(tmp_path, "run.steps=1")).run()
+    assert Trainer(runs.load(tmp_path, "run.steps=2"), resume=True).run().steps == 2
+
+
 def test_a_changed_option_on_resume_is_recorded(tmp_path):
     train(runs.load(tmp_path, "run.steps=1"))
     config = runs.load(tmp_path, "run.steps=2", "optim.lr=1e-4")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def save(folder: Path, state: TrainerState, policy: Policy, tokenizer: Any) -> P
         shutil.rmtree(leftover)
     if target.exists():  # of a later part of the run that was undone
         shutil.rmtree(target)
-    with published(target) as draft:
+    with _explained(target), published(target) as draft:
         (draft / "trainer").mkdir()
         save_merged(policy.model, tokenizer, draft)
         save_file(policy.optimiser.state_dict(), draft / _OPTIMISER)
@@ -62,6 +63,21 @@ def save(folder: Path, state: TrainerState, policy: Policy, tokenizer: Any) -> P
     for _, old in sorted(_all(folder).items())[:-KEEP]:
         shutil.rmtree(old)
     return target
+
+
+@contextmanager
+def _explained(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:  # a full disk, as safetensors tells it
+        raise CheckpointError(f"{target}: cannot be written ({error}); the checkpoint before it is whole") from error
+
+
+def export(checkpoint: Path, folder: Path) -> None:
+    """Copy the model without the trainer's state, after it was found to be what was written; all or nothing."""
+    read_state(checkpoint)
+    with published(folder) as draft:
+        shutil.copytree(checkpoint, draft, ignore=shutil.ignore_patterns("trainer"), dirs_exist_ok=True)
 
 
 def newest(folder: Path) -> Path | None:

@@ -7,6 +7,7 @@ import inspect
 import math
 import numbers
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ class FunctionJudge:
         try:
             outcome = self.function(**{k: v for k, v in row.items() if self.takes_everything or k in self.names})
         except Exception as error:  # a user's code may raise anything: it costs this rollout, and is counted
-            return Score(None, error=f"{type(error).__name__}: {error}")
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(frame.filename).name}:{frame.lineno}"
+            return Score(None, error=f"{type(error).__name__}: {error} ({place})")
         return to_score(outcome)
 
 

@@ -58,6 +58,7 @@ class ConsoleReporter(Reporter):
         self.progress.update(self.task, total=config.run.steps, completed=first_step)
         self.console.print(_header())
         with self.progress:
+            self.phase("sampling")
             yield
             self.phase("")
 
@@ -72,23 +73,25 @@ class ConsoleReporter(Reporter):
 
     def step(self, report: StepReport) -> None:
         self.verdicts.clear()
-        self.progress.console.print(_line(report), highlight=False)
+        self._print(_line(report))
         for event in report.events:
             self.event(event)
         self.progress.update(self.task, completed=report.step, now="sampling")
 
     def evaluation(self, report: EvalReport) -> None:
         figures = "  ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
-        self.console.print(
-            f"[cyan]evaluation[/] of {escape(report.name)} at step {report.step}: {escape(figures)}", highlight=False
-        )
+        self._print(f"[cyan]evaluation[/] of {escape(report.name)} at step {report.step}: {escape(figures)}")
 
     def event(self, event: Event) -> None:
         style = "yellow" if event.kind in WARNINGS else "dim"
-        self.console.print(f"[{style}]{escape(event.kind)}: {escape(event.message)}[/]", highlight=False)
+        self._print(f"[{style}]{escape(event.kind)}: {escape(event.message)}[/]")
 
     def stopping(self) -> None:
-        self.console.print("[yellow]stopping after this step, then saving; once more to stop at once[/]")
+        self._print("[yellow]stopping after this step, then saving; once more to stop at once[/]")
+
+    def _print(self, text: str) -> None:
+        # In a file a line is a line, however long.
+        self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
 
 
 _COLUMNS = (
