@@ -292,6 +292,8 @@ def _type_text(kind: Any) -> str:
     members = [member for member in get_args(kind) if member is not Ellipsis]
     if get_origin(kind) is Literal:
         return ", ".join(f"`{member}`" for member in members)
+    if get_origin(kind) is Annotated:
+        return _type_text(members[0])
     if get_origin(kind) is tuple:
         return "list of " + ", ".join(map(_type_text, members))
     return " or ".join(map(_type_text, members))
