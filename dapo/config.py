@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from dapo.errors import ConfigError
 
@@ -39,14 +39,53 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
+class Source(Section):
+    """One dataset of several, with its weight in the mix and what its reader needs to know."""
+
+    path: str
+    weight: float = Field(default=1.0, gt=0)
+    size: int | None = Field(default=None, ge=1)
+    params: dict[str, Any] = {}
+
+
+def _source_list(value: Any) -> Any:
+    """A dataset option may be one path, one mapping, or a list of either."""
+    members = value if isinstance(value, list | tuple) else [value]
+    return tuple({"path": member} if isinstance(member, str) else member for member in members)
+
+
+def _named_sets(value: Any) -> Any:
+    """Evaluation sets may be given without names: then there is one, called after its first dataset."""
+    if value is None or (isinstance(value, dict) and "path" not in value):
+        return value
+    members = _source_list(value)
+    first = members[0] if members else None
+    path = first.get("path") if isinstance(first, dict) else getattr(first, "path", None)
+    return {Path(str(path).removeprefix("gym:")).stem: members}
+
+
+Sources = Annotated[tuple[Source, ...], FromList, BeforeValidator(_source_list), Field(min_length=1)]
+
+
 class DataConfig(Section):
-    train: str = Field(description="The training questions: a JSONL file with `prompt` and `answer`.")
+    train: Sources = Field(
+        description="The training questions: a JSONL or parquet file, a glob, a hub id, or gym:TASK for a "
+        "reasoning-gym task; or a list of these, mixed by weight. `params` go to the task, or to the hub (name, split)."
+    )
     train_batch_size: int = Field(default=32, ge=1, description="Groups trained on per step.")
     gen_batch_size: int = Field(
         default=0, ge=0, description="Prompts sampled per round; 0: the same as train_batch_size."
     )
     max_prompt_length: int = Field(default=1024, ge=1, description="Longest prompt in tokens, chat template included.")
     max_response_length: int = Field(default=1024, ge=1, description="Longest response in tokens, stop token included.")
+    overlong_prompts: Literal["drop", "raise"] = Field(
+        default="drop", description="What to do with prompts longer than max_prompt_length: leave them out, or stop."
+    )
+    prompt_template: str | None = Field(
+        default=None,
+        description="Text with {question} that a bare question is put into, or the name of one: `dapo` is the "
+        "published one that asks for a last line `Answer:`.",
+    )
     system_prompt: str | None = Field(default=None, description="Put in front of prompts that have no system message.")
 
 
@@ -61,16 +100,50 @@ class RolloutConfig(Section):
 
 
 class OverlongBufferConfig(Section):
-    enable: bool = Field(default=False, description="Lower the reward of responses that come near the length limit.")
     len: int = Field(
         default=0, ge=0, description="Width in tokens of the zone before the limit where the penalty grows."
     )
     penalty_factor: float = Field(default=1.0, gt=0, description="The penalty at the limit.")
 
 
+class RewardModelConfig(Section):
+    device: str = Field(default="auto", description="Where a reward model runs; auto: the GPU where there is one.")
+    batch_size: int = Field(default=16, ge=1, description="Responses that a reward model judges at once.")
+
+
+Extraction = Literal["answer_line", "boxed", "tag", "last_number", "whole"]
+
+
 class RewardConfig(Section):
-    function: str | None = Field(
-        default=None, description="path/to/file.py:function, called as reward(completion, answer, **row)."
+    use: str | dict[str, float] = Field(
+        default="auto",
+        description="The judge: `math`, `math_dapo`, `exact`, `integer`, `choice`, `regex`, `gym`, "
+        "path/to/file.py:function, model:PATH for a reward model, or the URL of an endpoint; a mapping of these to "
+        "weights is their weighted sum. `auto`: reasoning-gym questions by their own scorer, all others by `math`.",
+    )
+    extract: Annotated[tuple[Extraction, ...], FromList] | None = Field(
+        default=None, description="Where a rule looks for the answer, in this order; null: as the rule does by itself."
+    )
+    regex: str | None = Field(
+        default=None,
+        description="For `regex`: the pattern a response must match; a first group is compared with the answer.",
+    )
+    threshold: float = Field(default=1.0, gt=0, description="For `gym`: the score from which on an answer is right.")
+    workers: int = Field(default=0, ge=0, description="Processes that judge; 0: one per core, at most 8.")
+    timeout: float = Field(
+        default=10.0, gt=0, description="Seconds after which a response counts as impossible to judge."
+    )
+    memory_gb: float = Field(default=4.0, ge=0, description="Address space of a judging process; 0: no limit.")
+    model: RewardModelConfig = RewardModelConfig()
+    length_shaping: Literal["none", "buffer", "target"] = Field(
+        default="none",
+        description="Lower the reward of long responses: in the overlong_buffer before the limit (as published), or "
+        "past target_length.",
+    )
+    target_length: int = Field(
+        default=0,
+        ge=0,
+        description="For `target`: from 1.5 times this many tokens on the reward falls, to half at 2 times.",
     )
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
@@ -93,6 +166,15 @@ class FilterGroupsConfig(Section):
         ge=0,
         le=1,
         description="Share of train_batch_size below which `skip` skips, and up to which `pad` pads.",
+    )
+
+
+class LedgerConfig(Section):
+    enable: bool = Field(
+        default=False, description="Draw prompts less often whose groups have lately been all right or all wrong."
+    )
+    explore: float = Field(
+        default=0.2, gt=0, le=1, description="Share of the draws that ignore the history, so that prompts can recover."
     )
 
 
@@ -124,6 +206,7 @@ class AlgorithmConfig(Section):
         default=0.05, gt=0, description="Mean |sampler - trainer| log-probability above which the run stops."
     )
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    ledger: LedgerConfig = LedgerConfig()
 
 
 class OptimConfig(Section):
@@ -146,7 +229,15 @@ class EvalConfig(Section):
         default=0, ge=0, description="Samples per question, before the first step and after the last; 0: no evaluation."
     )
     every: int = Field(default=0, ge=0, description="Evaluate every so many steps as well; 0: only before and after.")
-    data: str | None = Field(default=None, description="Questions to evaluate on; default: the training questions.")
+    data: Annotated[dict[str, Sources] | None, BeforeValidator(_named_sets)] = Field(
+        default=None,
+        description="Questions to evaluate on, as in data.train, or a mapping of names to several such sets; default: "
+        "the training questions. Questions that are in here are never trained on.",
+    )
+    best_metric: str | None = Field(
+        default=None,
+        description="Keep the checkpoint that is best by this figure of an evaluation, for example aime-2024/avg@32.",
+    )
     temperature: float = Field(default=1.0, ge=0, description="0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus truncation.")
     top_k: int = Field(default=0, ge=0, description="Keep the k likeliest tokens; 0: off.")
@@ -219,11 +310,18 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         buffer, limit = self.reward.overlong_buffer, self.data.max_response_length
-        if buffer.enable and not 0 < buffer.len < limit:
+        if self.reward.length_shaping == "buffer" and not 0 < buffer.len < limit:
             raise ValueError(
                 f"reward.overlong_buffer.len is {buffer.len}, but must lie between 1 and "
                 f"data.max_response_length - 1 = {limit - 1}"
             )
+        if self.reward.length_shaping == "target" and not 0 < self.reward.target_length < limit:
+            raise ValueError(
+                f"reward.target_length is {self.reward.target_length}, but must lie between 1 and "
+                f"data.max_response_length - 1 = {limit - 1}"
+            )
+        if self.reward.use == {}:
+            raise ValueError("reward.use is an empty mapping; name at least one judge")
         if self.rollout.top_p != 1 or self.rollout.top_k != 0:
             raise ValueError(
                 "rollout.top_p and rollout.top_k must be 1 and 0 in training, because truncated sampling biases the "
@@ -296,6 +394,10 @@ def _type_text(kind: Any) -> str:
         return _type_text(members[0])
     if get_origin(kind) is tuple:
         return "list of " + ", ".join(map(_type_text, members))
+    if get_origin(kind) is dict:
+        return f"mapping of {_type_text(members[0])} to {_type_text(members[1])}"
+    if kind is Source:
+        return "text or {path, weight, size, params}"
     return " or ".join(map(_type_text, members))
 
 
@@ -356,8 +458,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 def _explain(error: ValidationError, source: str) -> str:
     sentences = []
     for fault in error.errors():
-        # Union members add their own steps to the path; the part that names options ends before them.
-        key = ".".join(str(part) for part in fault["loc"] if isinstance(part, str) and part.isidentifier())
+        # Union members add their own steps to the path, which do not name options.
+        parts = (part for part in fault["loc"] if isinstance(part, str) and part.isidentifier())
+        key = ".".join(part for part in parts if part not in ("str", "dict"))
         if fault["type"] == "extra_forbidden":
             sentences.append(f"unknown key '{key}'{_suggest(key)}")
         elif fault["type"] == "missing" and not isinstance(fault["loc"][-1], int):
@@ -370,7 +473,18 @@ def _explain(error: ValidationError, source: str) -> str:
     return f"{source}: " + "; ".join(dict.fromkeys(sentences))
 
 
+# What other systems, or earlier versions, call it.
+_OTHER_NAMES = {
+    "reward.function": "reward.use",
+    "reward.overlong_buffer.enable": "reward.length_shaping: buffer",
+    "data.train_files": "data.train",
+    "data.val_files": "eval.data",
+}
+
+
 def _suggest(key: str) -> str:
+    if key in _OTHER_NAMES:
+        return f"; here it is '{_OTHER_NAMES[key]}'"
     names = [name for name, _ in leaves()]
     sections = sorted({name.rsplit(".", 1)[0] for name in names})
     # The right name in the wrong section is the likeliest slip, a misspelling the next.
