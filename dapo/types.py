@@ -27,6 +27,7 @@ class Prompt:
     answer: Any
     data_source: str = "default"
     extra: Mapping[str, Any] = field(default_factory=dict)
+    is_text: bool = False  # the row held plain text, not messages: some reward functions are then called with text
 
 
 @dataclass(frozen=True, slots=True)
