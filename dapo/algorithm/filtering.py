@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dapo.algorithm.advantage import group_advantages
-from dapo.algorithm.overlong import soft_overlong_penalty
+from dapo.algorithm.overlong import soft_overlong_penalty, target_length_penalty
 from dapo.errors import RewardError
 from dapo.types import KEPT, Group, Prompt, Rollout, Score
 
@@ -18,6 +18,7 @@ ALL_RIGHT = "all_right"
 NO_VARIANCE = "no_variance"
 UNJUDGED = "unjudged"
 NOTHING_TO_TRAIN = "nothing_to_train"
+FLAT = (ALL_WRONG, ALL_RIGHT, NO_VARIANCE)  # judged, and all the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class GroupRules:
     max_response_length: int
     overlong_buffer_len: int = 0  # 0: no penalty
     overlong_penalty_factor: float = 1.0
+    target_length: int = 0  # 0: no target
     overlong_filter: bool = False
     filter_enabled: bool = True
     filter_metric: str | None = None
@@ -68,11 +70,15 @@ def form_group(
 def _shaped_reward(rollout: Rollout, score: Score, rules: GroupRules) -> float:
     if score.value is None:
         return float("nan")
-    if rules.overlong_buffer_len == 0:
-        return score.value
-    return score.value + soft_overlong_penalty(
-        len(rollout), rules.max_response_length, rules.overlong_buffer_len, rules.overlong_penalty_factor
-    )
+    reward = score.value
+    if rules.overlong_buffer_len > 0:
+        reward += soft_overlong_penalty(
+            len(rollout), rules.max_response_length, rules.overlong_buffer_len, rules.overlong_penalty_factor
+        )
+    if rules.target_length > 0:
+        is_cut_off = rollout.finish_reason == "length"
+        reward += target_length_penalty(reward, len(rollout), rules.target_length, is_cut_off=is_cut_off)
+    return reward
 
 
 def _sequence_kl(rollout: Rollout, ref_logprobs: np.ndarray) -> float:

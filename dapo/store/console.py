@@ -24,6 +24,7 @@ class Reporter:
         return nullcontext()
 
     def phase(self, name: str) -> None: ...
+    def responses(self, done: int, total: int) -> None: ...
     def group(self, group: Group) -> None: ...
     def step(self, report: StepReport) -> None: ...
     def evaluation(self, report: EvalReport) -> None: ...
@@ -65,11 +66,18 @@ class ConsoleReporter(Reporter):
     def phase(self, name: str) -> None:
         self.progress.update(self.task, now=name)
 
+    def responses(self, done: int, total: int) -> None:
+        self.phase(f"sampling: {done} of {total} responses{self._groups_so_far()}")
+
     def group(self, group: Group) -> None:
         self.verdicts[group.verdict] += 1
-        kept = self.verdicts["kept"]
+        self.phase("sampling" + self._groups_so_far())
+
+    def _groups_so_far(self) -> str:
+        if not self.verdicts:
+            return ""
         dropped = _reasons({v: n for v, n in self.verdicts.items() if v != "kept"})
-        self.phase(f"sampling: kept {kept} of {self.batch_size}" + (f", dropped {dropped}" if dropped else ""))
+        return f", kept {self.verdicts['kept']} of {self.batch_size}" + (f", dropped {dropped}" if dropped else "")
 
     def step(self, report: StepReport) -> None:
         self.verdicts.clear()

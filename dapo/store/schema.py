@@ -1,7 +1,7 @@
 """The tables of run.db, which docs/run-database.md explains. A change here raises the version."""
 
 APPLICATION_ID = 0x6461706F  # "dapo"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # Kept to what SQLite 3.26 understands: that is what Python still links on some clusters.
 SCHEMA = """
@@ -61,6 +61,13 @@ CREATE TABLE rollout_tokens (
     PRIMARY KEY (serial, sample),
     FOREIGN KEY (serial, sample) REFERENCES rollouts (serial, sample) ON DELETE CASCADE
 );
+
+-- How each prompt fared, group by group: what the ledger of algorithm.ledger goes by.
+CREATE VIEW prompt_history AS
+SELECT prompt_uid, serial, generated_step AS step, verdict,
+       sum(error IS NULL) AS judged, sum(acc) AS correct, avg(score) AS mean_score
+FROM groups JOIN rollouts USING (serial)
+GROUP BY serial;
 
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY,

@@ -77,3 +77,10 @@ def test_cut_off_rollouts_are_left_out_of_the_loss_but_not_of_the_statistics():
 def test_a_group_with_nothing_left_to_train_on_is_dropped():
     rules = GroupRules(9, overlong_filter=True)
     assert verdict([1.0, 0.0], cut_off=[True, True], rules=rules) == "nothing_to_train"
+
+
+def test_a_target_length_lowers_the_reward_and_not_the_score():
+    rules = GroupRules(100, target_length=10)
+    made = make.group([1.0, 1.0, -1.0, -1.0], [10, 20, 20, 20], rules=rules, cut_off=[False, False, False, True])
+    assert made.rewards.tolist() == pytest.approx([1.0, 0.5, -1.5, -1.7])
+    assert [score.value for score in made.scores] == [1.0, 1.0, -1.0, -1.0]

@@ -345,6 +345,21 @@ def test_evaluating_a_set_again_at_the_same_step_replaces_it(path: Path, databas
 # Carried-over groups.
 
 
+def test_the_history_of_a_prompt_counts_its_judged_and_its_right_responses(path: Path, database: RunDatabase) -> None:
+    groups = [make_group(1, uid="p"), make_group(2, "all_wrong", uid="p"), make_group(3, uid="q")]
+    database.record_step(make_report(1, groups[:1]))
+    database.record_step(make_report(2, groups[1:]))
+    with sqlite3.connect(path) as connection:
+        rows = connection.execute("SELECT * FROM prompt_history ORDER BY serial").fetchall()
+    expected = []
+    for step, group in zip((1, 2, 2), groups, strict=True):
+        judged = [score for score in group.scores if score.judged]
+        correct, mean = sum(score.acc is True for score in judged), np.mean([score.value for score in judged])
+        expected.append((group.prompt.uid, group.serial, step, group.verdict, len(judged), correct, pytest.approx(mean)))
+    assert rows == expected
+    assert rows[0][5] > 0
+
+
 def test_a_carried_group_is_one_row_that_remembers_both_steps(path: Path, database: RunDatabase) -> None:
     database.record_step(make_report(1, [make_group(1, "carried"), make_group(2, "carried")]))
     assert [(row["verdict"], row["decided_step"]) for row in database.groups()] == [("carried", None)] * 2
@@ -617,7 +632,7 @@ def directory(path: Path) -> None:
         (cut_off, "malformed"),
         (cut_off_in_the_first_page, "malformed|not a database|disk I/O error"),
         (overwritten, "malformed|not a database"),
-        (newer, "has schema version 7, but this version of dapo reads 1"),
+        (newer, "has schema version 7, but this version of dapo reads 2"),
         (foreign, "is an SQLite database, but not that of a run"),
         (directory, "there is no run database here"),
     ],
