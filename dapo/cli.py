@@ -1,10 +1,11 @@
-"""The command line: dapo train | metrics | export | doctor."""
+"""The command line: dapo train | eval | data | metrics | export | doctor."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -14,13 +15,23 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo.config import Config
-from dapo.errors import CheckpointError, DapoError
+from dapo.errors import ConfigError, DapoError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dapo {version('dapo')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Reinforcement learning of language models from verifiable rewards with DAPO."""
 
 
@@ -44,6 +55,7 @@ def train(
         return
     # torch and transformers take seconds to import: only the commands that need them do.
     with console.status("starting"):
+        from dapo.evaluate import differences
         from dapo.store.console import ConsoleReporter, before_after_table
         from dapo.trainer import Trainer
     trainer = Trainer(config, resume=resume, reporter=ConsoleReporter(console))
@@ -51,8 +63,9 @@ def train(
         result = trainer.run()
     finally:
         trainer.close()
-    if result.before and result.after and result.after.step > result.before.step:
-        console.print(before_after_table(result.before, result.after))
+    for before, after in zip(result.before, result.after, strict=False):
+        if after.step > before.step:
+            console.print(before_after_table(before, after, differences(before, after, config.eval.k)))
     console.print(f"{result.steps} steps, {result.seconds:.0f} s of training; the run is in {result.run_dir}")
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)
@@ -63,11 +76,12 @@ def metrics(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per step and line.")] = False,
 ) -> None:
-    """Print the figures of every step of a run."""
+    """Print the figures of every step of a run, and its evaluations."""
     from dapo.store.database import RunDatabase
+    from dapo.store.evaltable import summary
 
     with RunDatabase.open_readonly(run / "run.db") as database:
-        steps = list(database.steps())
+        steps, evaluations = list(database.steps()), list(database.evals())
     if as_json:
         for step in steps:
             # JSON has no NaN: a figure that does not exist is null.
@@ -80,25 +94,95 @@ def metrics(
         table.add_column(heading, justify="right")
     for step in steps:
         table.add_row(str(step["step"]), *(_cell(step.get(name)) for name in columns.values()))
-    Console().print(table)
+    if steps:
+        Console().print(table)
+    for found in evaluations:
+        line = f"evaluation of {found['name']} at step {found['step']}: {summary(found['metrics'])}"
+        Console(soft_wrap=True).print(line, markup=False, highlight=False)
+
+
+@app.command("eval")
+def evaluate(
+    models: Annotated[
+        list[str], typer.Argument(help="Runs (RUN, RUN@STEP, RUN@best, RUN@last) or models, then KEY=VALUE options.")
+    ],
+    data: Annotated[str | None, typer.Option("--data", help="What to ask: a file, a hub id, or as eval.data.")] = None,
+    k: Annotated[int | None, typer.Option("--k", min=1, help="Samples per question.")] = None,
+    preset: Annotated[str | None, typer.Option("--preset", help="aime: 32 samples, temperature 1, top_p 0.7.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file as well.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Where samples go; default: runs/eval-SET-TIME.")] = None,
+) -> None:
+    """Evaluate runs or models: avg@k, pass@k, maj@k with 95 % intervals, and how each differs from the first."""
+    if as_json is not None and not as_json.parent.is_dir():
+        raise ConfigError(f"--json {as_json}: there is no folder {as_json.parent}")
+    console = Console()
+    with console.status("starting"):
+        from dapo.compare import comparison_json, evaluate_models, print_comparison
+        from dapo.subjects import split_arguments
+    named, overrides = split_arguments(models)
+    found = evaluate_models(named, overrides, data=data, k=k, preset=preset, out=out, console=console)
+    print_comparison(console, found)
+    if as_json is not None:
+        as_json.write_text(comparison_json(found), encoding="utf-8")
 
 
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
     to: Annotated[Path, typer.Option("--to", help="Where to write the Hugging Face directory.")],
+    which: Annotated[
+        str | None, typer.Option("--which", help="best, last or a step; default: the best where one is marked.")
+    ] = None,
+    adapters: Annotated[bool, typer.Option("--adapters", help="LoRA adapters on their own, not merged.")] = False,
 ) -> None:
-    """Write the newest checkpoint's model, adapters merged, as a plain Hugging Face directory."""
-    from dapo.policy import checkpoint
+    """Write a checkpoint's model with a model card as a plain Hugging Face directory."""
+    with Console().status("exporting"):
+        from dapo.export import export_run
 
-    saved = checkpoint.newest(run / "checkpoints")
-    if saved is None:
-        raise CheckpointError(f"{run}: has no checkpoint to export")
-    if to.exists():
-        raise CheckpointError(f"{to}: exists already; name a new folder")
-    with Console().status(f"copying {saved}"):
-        checkpoint.export(saved, to)
+        saved = export_run(run, to, which, adapters=adapters)
     Console().print(f"{saved} exported to {to}")
+
+
+data_app = typer.Typer(no_args_is_help=True, help="Look at a dataset, or write a well-known one.")
+app.add_typer(data_app, name="data")
+
+
+@data_app.command()
+def check(
+    path: Annotated[str, typer.Argument(help="A JSONL or parquet file, a glob, or a hub id.")],
+    reward: Annotated[str, typer.Option("--reward", help="The rule whose view of the gold answers counts.")] = "math",
+    template: Annotated[str | None, typer.Option("--template", help="As data.prompt_template.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Count tokens as this model does, not words.")] = None,
+) -> None:
+    """Rows, repeats, bad rows, lengths, and how many gold answers the reward can read. Exit code 1: bad rows."""
+    from dapo.config import RewardConfig
+    from dapo.data.check import check_dataset, print_report
+    from dapo.rewards.rules import can_parse
+
+    options = RewardConfig()
+    can_parse(reward, "0", options)  # an unknown rule is refused before a large file is read
+    tokenizer = None
+    if model is not None:
+        with Console().status("reading the tokenizer"):
+            from dapo.model.loading import load_tokenizer
+
+            tokenizer = load_tokenizer(model)
+    report = check_dataset(path, lambda answer: can_parse(reward, answer, options), template, tokenizer)
+    print_report(Console(), report)
+    raise typer.Exit(0 if report.is_good else 1)
+
+
+@data_app.command()
+def prepare(
+    name: Annotated[str, typer.Argument(help="dapo-math-17k, aime-2024, gsm8k or math.")],
+    source: Annotated[str | None, typer.Option("--from", help="A file that you have, instead of the hub.")] = None,
+    to: Annotated[Path, typer.Option("--to", help="The folder that the parquet file is written to.")] = Path("data"),
+) -> None:
+    """Fetch a dataset, or take a file, and write it as the recipes expect it: each question once, with its answer."""
+    from dapo.data.prepare import prepare as prepare_dataset
+
+    for sentence in prepare_dataset(name, source, to).sentences():
+        Console().print(sentence, markup=False, highlight=False)
 
 
 @app.command()

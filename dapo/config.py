@@ -274,7 +274,7 @@ class Config(Section):
         path = Path(path)
         values = _read_yaml(path)
         for override in overrides:
-            _apply_override(values, override)
+            apply_override(values, override)
         run = values.setdefault("run", {})
         if isinstance(run, dict):
             run.setdefault("name", path.stem)
@@ -320,6 +320,8 @@ class Config(Section):
                 f"reward.target_length is {self.reward.target_length}, but must lie between 1 and "
                 f"data.max_response_length - 1 = {limit - 1}"
             )
+        if self.eval.best_metric is not None and self.eval.k == 0:
+            raise ValueError("eval.best_metric needs an evaluation: set eval.k to the number of samples per question")
         if self.reward.use == {}:
             raise ValueError("reward.use is an empty mapping; name at least one judge")
         if self.rollout.top_p != 1 or self.rollout.top_k != 0:
@@ -438,7 +440,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return {name: {} if section is None else section for name, section in values.items()}  # an empty section is one
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override '{override}': expected section.key=value, for example optim.lr=1e-5")

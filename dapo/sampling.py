@@ -6,21 +6,23 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from dapo.algorithm.filtering import UNJUDGED, GroupRules, form_group
+from dapo.algorithm.ledger import Ledger
 from dapo.config import Config
 from dapo.data.stream import PromptStream
 from dapo.engine.protocol import Engine
 from dapo.errors import RewardError
+from dapo.rewards.protocol import Judge
 from dapo.types import CARRIED, KEPT, PADDED, Event, Group, Prompt, Request, Rollout, SamplingParams, Score
 
 STALE = "stale"
 SURPLUS = "surplus"
 
-Judge = Callable[[Prompt, Rollout], Score]
 Reference = Callable[[Sequence[Group]], Sequence[tuple[np.ndarray, ...]]]
 
 
@@ -33,8 +35,9 @@ class Sampled:
     first_serial: int  # groups from here on were generated in this step, those before were carried in
     tokens: Mapping[str, int]
     rounds: int
+    skipped: int  # prompts that the ledger passed over
     generate_seconds: float
-    reward_seconds: float
+    reward_seconds: float  # spent waiting for the judge after the last response was there
     events: tuple[Event, ...]
     stop: str | None = None  # why the run cannot go on, if it cannot
 
@@ -52,6 +55,7 @@ class Sampled:
             "groups/stale": verdicts[STALE],
             "groups/generated": len(fresh),
             "groups/rounds": self.rounds,
+            "groups/skipped": self.skipped,
         }
         if fresh:
             metrics |= _rollout_metrics(fresh)
@@ -89,6 +93,7 @@ class _Step:
     dropped: list[Group] = field(default_factory=list)
     generated: int = 0
     rounds: int = 0
+    skipped: int = 0
     reward_seconds: float = 0.0
     stop: str | None = None
     unjudged: Counter[str] = field(default_factory=Counter)  # reason -> rollouts
@@ -96,7 +101,7 @@ class _Step:
 
 
 class DynamicSampler:
-    """Drives engine and judge. Its state between steps: the carried groups, the counters, the recent keep rate."""
+    """Drives engine and judge. Its state between steps: stream, ledger, carried groups, counters, recent keep rate."""
 
     def __init__(
         self,
@@ -106,6 +111,7 @@ class DynamicSampler:
         stream: PromptStream,
         reference: Reference | None = None,
         on_group: Callable[[Group], None] = lambda group: None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -113,6 +119,8 @@ class DynamicSampler:
         self.stream = stream
         self.reference = reference
         self.on_group = on_group
+        self.on_progress = on_progress
+        self.ledger = Ledger(config.algorithm.ledger.explore, config.run.seed)
         self.carried: list[Group] = []
         self.next_serial = 0
         self.recent: deque[bool] = deque(maxlen=4 * config.gen_batch_size)
@@ -149,15 +157,15 @@ class DynamicSampler:
         return min(self.config.gen_batch_size, math.ceil(missing / keep_rate))
 
     def _round(self, step: _Step, size: int) -> None:
-        """Submit `size` prompts, judge each group as it completes, decide when all are there."""
+        """Submit `size` prompts, have each group judged while others are sampled, decide when all are there."""
         step.rounds += 1
-        prompts = dict(enumerate(self.stream.take(size), start=self.next_serial))
+        prompts = dict(enumerate(self._draw(step, size), start=self.next_serial))
         self.next_serial += size
         n = self.config.rollout.n
         self.engine.submit([Request(serial, prompt.tokens, n, self.params) for serial, prompt in prompts.items()])
         finished: dict[int, list[Rollout]] = {serial: [] for serial in prompts}
-        scores: dict[int, list[Score]] = {}
-        while len(scores) < size:
+        promised: dict[int, Future[list[Score]]] = {}
+        while len(promised) < size:
             rollouts = self.engine.poll()
             assert rollouts, "the engine has nothing left, but rollouts are missing"
             for rollout in rollouts:
@@ -165,7 +173,11 @@ class DynamicSampler:
                 members.append(rollout)
                 if len(members) == n:
                     members.sort(key=lambda member: member.index)
-                    scores[rollout.serial] = self._score(step, prompts[rollout.serial], members)
+                    promised[rollout.serial] = self.judge.submit(prompts[rollout.serial], members)
+            self.on_progress(sum(map(len, finished.values())), size * n)
+        waiting = time.perf_counter()
+        scores = {serial: promise.result() for serial, promise in promised.items()}
+        step.reward_seconds += time.perf_counter() - waiting
         # A KL term in the reward needs the reference before the verdict; one in the loss only for the batch.
         rules = self.rules
         drafts = [
@@ -179,11 +191,18 @@ class DynamicSampler:
             ]
         self._decide(step, drafts)
 
-    def _score(self, step: _Step, prompt: Prompt, rollouts: list[Rollout]) -> list[Score]:
-        start = time.perf_counter()
-        scores = [self.judge(prompt, rollout) for rollout in rollouts]
-        step.reward_seconds += time.perf_counter() - start
-        return scores
+    def _draw(self, step: _Step, count: int) -> list[Prompt]:
+        """The next prompts of the stream, less those that the ledger passes over."""
+        if not self.config.algorithm.ledger.enable:
+            return self.stream.take(count)
+        drawn: list[Prompt] = []
+        while len(drawn) < count:
+            (prompt,) = self.stream.take(1)
+            if self.ledger.admits(prompt.uid):
+                drawn.append(prompt)
+            else:
+                step.skipped += 1
+        return drawn
 
     def _with_reference(self, groups: list[Group]) -> list[Group]:
         """With the reference's log-probabilities, where there is one and they are not there yet."""
@@ -201,6 +220,7 @@ class DynamicSampler:
             step.generated += group.tokens
             (step.kept if group.kept else step.dropped).append(group)
             self.recent.append(group.kept)
+            self.ledger.record(group)
             self.on_group(group)
             step.unjudged.update(score.error for score in group.scores if score.error is not None)
 
@@ -268,6 +288,7 @@ class DynamicSampler:
             first_serial=step.first_serial,
             tokens=tokens,
             rounds=step.rounds,
+            skipped=step.skipped,
             generate_seconds=seconds - step.reward_seconds,
             reward_seconds=step.reward_seconds,
             events=tuple(step.events),
@@ -276,11 +297,12 @@ class DynamicSampler:
 
 
 def _rules(config: Config) -> GroupRules:
-    buffer = config.reward.overlong_buffer
+    reward = config.reward
     return GroupRules(
         max_response_length=config.data.max_response_length,
-        overlong_buffer_len=buffer.len if buffer.enable else 0,
-        overlong_penalty_factor=buffer.penalty_factor,
+        overlong_buffer_len=reward.overlong_buffer.len if reward.length_shaping == "buffer" else 0,
+        overlong_penalty_factor=reward.overlong_buffer.penalty_factor,
+        target_length=reward.target_length if reward.length_shaping == "target" else 0,
         overlong_filter=config.algorithm.overlong_filter,
         filter_enabled=config.algorithm.filter_groups.enable,
         filter_metric=config.algorithm.filter_groups.metric,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import shutil
 import signal
 import time
@@ -14,23 +15,23 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from dapo.config import Config, leaves
-from dapo.data.rows import load_prompts
-from dapo.data.stream import PromptStream
+from dapo.data.dataset import load_eval_sets, load_train_stream
 from dapo.engine.embedded.engine import EmbeddedEngine
-from dapo.errors import CheckpointError, RewardError, TrainingStopped
+from dapo.errors import CheckpointError, ConfigError, TrainingStopped
 from dapo.evaluate import evaluate
 from dapo.model.forward import check_model
-from dapo.model.loading import load_model
+from dapo.model.loading import load_model, load_tokenizer
 from dapo.model.lora import add_adapters, causal_lm
 from dapo.policy import checkpoint
-from dapo.policy.checkpoint import TrainerState
+from dapo.policy.checkpoint import Best, TrainerState
 from dapo.policy.policy import Policy, UpdateResult
-from dapo.rewards.function import FunctionJudge, RewardFunction, load_function
+from dapo.rewards.judge import build_judge
 from dapo.sampling import DynamicSampler, Sampled
 from dapo.store.console import Reporter
-from dapo.store.database import RunDatabase
+from dapo.store.database import RunDatabase, versions
 from dapo.types import EvalReport, Event, SamplingParams, StepReport
 
 MAX_EMPTY_BATCHES = 3
@@ -38,7 +39,7 @@ MAX_EMPTY_BATCHES = 3
 # On resume these must be what they were: with another value it would be another run.
 FIXED_KEYS = (
     "model.path", "model.dtype", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules",
-    "data.train", "data.system_prompt", "run.seed",
+    "data.train", "data.prompt_template", "data.system_prompt", "run.seed",
 )  # fmt: skip
 
 
@@ -48,27 +49,28 @@ class RunResult:
 
     run_dir: Path
     steps: int
-    before: EvalReport | None  # the first step; None where the run was resumed
-    after: EvalReport | None  # the latest evaluation
+    before: tuple[EvalReport, ...]  # one per set, before the first step; empty where the run was resumed
+    after: tuple[EvalReport, ...]  # the latest
     signal: int | None  # the signal that ended the run early, after the step was finished and saved
     seconds: float  # of the training steps, evaluation and saving not counted
 
 
 class Trainer:
-    """Trains as the configuration says. `reward` is a plain function, or comes from `reward.function`."""
+    """Trains as the configuration says. `reward`, a plain function, takes the place of `reward.use`."""
 
     def __init__(
         self,
         config: Config,
-        reward: RewardFunction | None = None,
+        reward: Callable[..., Any] | None = None,
         *,
         resume: bool = False,
         reporter: Reporter | None = None,
     ) -> None:
+        if reward is not None:
+            config = _with_function(config, reward)
         self.config = config
         self.reporter = reporter or Reporter()
         self.run_dir = config.run_dir
-        self.judge = FunctionJudge(_reward_function(config, reward))
         goes_on = self._holds_run()
         if goes_on and not resume:
             raise CheckpointError(
@@ -78,23 +80,32 @@ class Trainer:
             _changes(Config.load(self.run_dir / "config.yaml"), config, self.run_dir)  # refuses another run
         saved = checkpoint.newest(self.run_dir / "checkpoints") if goes_on else None
         state = checkpoint.read_state(saved) if saved else None
-        # Whatever can be wrong with model or data shows here, before anything is written.
-        self._build(saved)
         self.step, self.version, self.empty_in_a_row = 0, 0, 0
-        if saved and state:
-            self._restore(saved, state)
-        if self.step >= config.run.steps:
-            raise CheckpointError(
-                f"{self.run_dir}: has all of its {self.step} steps already; raise run.steps to train on"
-            )
-        self.lock, self.database = self._open_run_dir(goes_on)
+        self.saved_step = 0
+        self.best: Best | None = None
+        self.judge = build_judge(config.reward, reward)
+        try:
+            # Whatever can be wrong with model or data shows here, before anything is written.
+            self._build(saved)
+            if saved and state:
+                self._restore(saved, state)
+            if self.step >= config.run.steps:
+                raise CheckpointError(
+                    f"{self.run_dir}: has all of its {self.step} steps already; raise run.steps to train on"
+                )
+            self.lock, self.database = self._open_run_dir(goes_on)
+        except BaseException:
+            self.judge.close()
+            raise
+        for note in self.notes:
+            self._event("data", note)
         if goes_on:
             undone = self.database.rewind(self.step)
             self.reporter.event(Event("resumed", f"after step {self.step}, {undone} later steps undone", self.step))
         elif resume:
             self.reporter.event(Event("resumed", f"nothing to go on with in {self.run_dir}, starting anew", 0))
-        self.before: EvalReport | None = None
-        self.latest: EvalReport | None = None
+        self.before: tuple[EvalReport, ...] = ()
+        self.latest: tuple[EvalReport, ...] = ()
         self.signal: int | None = None
         self.seconds = 0.0
 
@@ -103,22 +114,23 @@ class Trainer:
         with closing(self), self._signals(), self.reporter.training(self.config, self.step):
             if self.step == 0:
                 self.before = self.latest = self._evaluate()
+                self._best_figure()  # a figure that is not there should be known before hours are spent
             while self.step < self.config.run.steps and self.signal is None:
                 self._train_step()
-                if self._is_due(self.config.eval.every):
+                is_finished = self.step >= self.config.run.steps
+                if is_finished or self._is_due(self.config.eval.every):
                     self.latest = self._evaluate()
-                if self._is_due(self.config.run.save_every):
+                if self._is_best() or self._is_due(self.config.run.save_every):
                     self._save()
-            is_finished = self.step >= self.config.run.steps
-            if is_finished and not self._is_due(self.config.eval.every):
-                self.latest = self._evaluate()
-            if self.step > 0 and not self._is_due(self.config.run.save_every):
+            if self.step > self.saved_step:
                 self._save()
+            is_finished = self.step >= self.config.run.steps
             self._event("finished" if is_finished else "interrupted", f"after step {self.step}")
         return RunResult(self.run_dir, self.step, self.before, self.latest, self.signal, self.seconds)
 
     def close(self) -> None:
         self.engine.close()
+        self.judge.close()
         self.database.close()
         self.lock.close()
 
@@ -153,32 +165,59 @@ class Trainer:
             self._event("stopped", stop)
             raise TrainingStopped(stop)
 
-    def _evaluate(self) -> EvalReport | None:
+    def _evaluate(self) -> tuple[EvalReport, ...]:
         options = self.config.eval
-        if options.k == 0:
-            return None
-        self.reporter.phase("evaluating")
         params = SamplingParams(options.temperature, options.top_p, options.top_k, self.config.data.max_response_length)
-        name = Path(options.data or self.config.data.train).stem
-        report = evaluate(self.engine, self.judge, self.eval_prompts, options.k, params, self.step, name)
-        self.database.record_eval(report)
-        self.reporter.evaluation(report)
-        return report
+        reports = []
+        for name, prompts in self.eval_sets.items():
+            report = evaluate(
+                self.engine, self.judge, prompts, options.k, params, self.step, name,
+                on_sample=lambda done, total, name=name: self.reporter.phase(f"evaluating {name}: {done} of {total}"),
+            )  # fmt: skip
+            self.database.record_eval(report)
+            self.reporter.evaluation(report)
+            reports.append(report)
+        return tuple(reports)
+
+    def _is_best(self) -> bool:
+        """Whether the evaluation of this very step is the best so far, by the figure that the user named."""
+        figure = self._best_figure()
+        if figure is None or not math.isfinite(figure) or self.latest[0].step != self.step:
+            return False
+        if self.best is not None and figure <= self.best.value:
+            return False
+        self.best = Best(self.step, str(self.config.eval.best_metric), figure)
+        return True
+
+    def _best_figure(self) -> float | None:
+        metric = self.config.eval.best_metric
+        if metric is None or not self.latest:
+            return None
+        figures = {f"{report.name}/{name}": value for report in self.latest for name, value in report.metrics.items()}
+        if metric not in figures:
+            raise ConfigError(f"eval.best_metric: there is no '{metric}'; there are: {', '.join(figures)}")
+        return figures[metric]
 
     def _save(self) -> None:
         self.reporter.phase("saving")
         state = TrainerState(
             step=self.step,
             version=self.version,
-            cursor=self.sampler.stream.cursor,
+            positions=list(self.stream.positions),
             next_serial=self.sampler.next_serial,
             recent=list(self.sampler.recent),
-            data_digest=self.sampler.stream.digest(),
+            data_digest=self.stream.digest(),
             empty_in_a_row=self.empty_in_a_row,
             non_finite_in_a_row=self.policy.non_finite_in_a_row,
+            considered=self.sampler.ledger.considered,
+            ledger=self.sampler.ledger.state(),
             carried=self.sampler.carried,
         )
-        checkpoint.save(self.run_dir / "checkpoints", state, self.policy, self.tokenizer)
+        folder, best = self.run_dir / "checkpoints", self.best
+        checkpoint.save(folder, state, self.policy, self.tokenizer, best.step if best else None)
+        if best is not None and best.step == self.step:
+            checkpoint.mark_best(folder, best)
+        self.saved_step = self.step
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step > 0 and self.step % every == 0
@@ -215,7 +254,7 @@ class Trainer:
             shutil.rmtree(path / "checkpoints", ignore_errors=True)
             for leftover in path.glob("run.db*"):
                 leftover.unlink()
-            database = RunDatabase.create(path / "run.db", resolved, {"torch": torch.__version__})
+            database = RunDatabase.create(path / "run.db", resolved, versions())
         draft = path / ".config.yaml"
         draft.write_text(resolved, encoding="utf-8")
         draft.replace(config_file)
@@ -228,6 +267,7 @@ class Trainer:
         source = config.model
         if saved and not uses_adapters:
             source = source.model_copy(update={"path": str(saved)})
+        self._load_data(load_tokenizer(source.path))  # before the weights: what is wrong with it should show at once
         loaded = load_model(source)
         reference = None
         if config.needs_reference and not uses_adapters:
@@ -235,14 +275,7 @@ class Trainer:
         torch.manual_seed(config.run.seed)  # adapters start from random numbers; nothing else draws from it
         model = add_adapters(loaded.model, config.model.lora) if uses_adapters else loaded.model
         self.tokenizer = loaded.tokenizer
-        data = config.data
-        check_model(causal_lm(model), data.max_prompt_length + data.max_response_length)
-        prompts = load_prompts(data.train, loaded.tokenizer, data.max_prompt_length, data.system_prompt)
-        self.eval_prompts = prompts
-        if config.eval.data is not None and config.eval.k > 0:
-            self.eval_prompts = load_prompts(
-                config.eval.data, loaded.tokenizer, data.max_prompt_length, data.system_prompt
-            )
+        check_model(causal_lm(model), config.data.max_prompt_length + config.data.max_response_length)
         self.policy = Policy(model, config, reference)
         self.engine = EmbeddedEngine(
             causal_lm(model), loaded.tokenizer, loaded.stop_ids, config.run.seed, config.rollout.max_concurrent
@@ -251,22 +284,36 @@ class Trainer:
             config,
             self.engine,
             self.judge,
-            PromptStream(prompts, config.run.seed),
+            self.stream,
             reference=self.policy.reference_logprobs if config.needs_reference else None,
             on_group=self.reporter.group,
+            on_progress=self.reporter.responses,
         )
 
+    def _load_data(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        config, notes = self.config, []
+        sets = load_eval_sets(config, tokenizer, notes)
+        held_out = [prompt for prompts in sets.values() for prompt in prompts]  # also when nothing is evaluated now
+        self.eval_sets = sets if config.eval.k > 0 else {}
+        self.stream = load_train_stream(config, tokenizer, held_out)
+        self.notes = (*self.stream.notes, *notes)
+        if config.eval.k > 0 and not self.eval_sets:
+            self.eval_sets = {_stem(config.data.train[0].path): self.stream.questions()}
+
     def _restore(self, saved: Path, state: TrainerState) -> None:
-        if state.data_digest != self.sampler.stream.digest():
+        if state.data_digest != self.stream.digest():
             raise CheckpointError(
-                f"{self.config.data.train}: is not what {self.run_dir} was trained on so far; "
-                "restore the file, or give this run another run.name"
+                f"data.train: the questions are not those that {self.run_dir} was trained on so far; "
+                "restore the files, or give this run another run.name"
             )
         checkpoint.restore_optimiser(saved, self.policy)
         self.step, self.version = state.step, state.version
+        self.saved_step = state.step
         self.empty_in_a_row = state.empty_in_a_row
         self.policy.non_finite_in_a_row = state.non_finite_in_a_row
-        self.sampler.stream.cursor = state.cursor
+        self.best = checkpoint.best(saved.parent)
+        self.stream.positions = list(state.positions)
+        self.sampler.ledger.restore(state.ledger, state.considered)
         self.sampler.next_serial = state.next_serial
         self.sampler.recent.extend(state.recent)
         self.sampler.carried = list(state.carried)
@@ -295,12 +342,14 @@ class Trainer:
                 signal.signal(number, handler)
 
 
-def _reward_function(config: Config, reward: RewardFunction | None) -> RewardFunction:
-    if reward is not None:
-        return reward
-    if config.reward.function is None:
-        raise RewardError("there is no reward: set reward.function to path/to/file.py:function, or pass one to Trainer")
-    return load_function(config.reward.function)
+def _with_function(config: Config, reward: Callable[..., Any]) -> Config:
+    """What config.yaml says of a function that was passed as an object: its name, which cannot be loaded again."""
+    use = f"python:{getattr(reward, '__name__', type(reward).__name__)}"
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"use": use})})
+
+
+def _stem(path: str) -> str:
+    return Path(path.removeprefix("gym:")).stem
 
 
 def _changes(old: Config, new: Config, path: Path) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -51,3 +52,17 @@ def group(
         for i, value in enumerate(values)
     ]
     return form_group(serial, prompt(), rollouts, scores, rules or GroupRules(100), ref_logprobs)
+
+
+class Scripted:
+    """A judge that does at once what a function of prompt and rollout says."""
+
+    def __init__(self, judge: Callable[[Prompt, Rollout], Score]) -> None:
+        self.judge = judge
+
+    def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
+        promise: Future[list[Score]] = Future()
+        promise.set_result([self.judge(prompt, rollout) for rollout in rollouts])
+        return promise
+
+    def close(self) -> None: ...

@@ -30,14 +30,14 @@ def recipe(folder: Path, reward: str = REWARD, **sections: dict[str, Any]) -> Pa
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (folder / "reward.py").write_text(reward, encoding="utf-8")
     values: dict[str, dict[str, Any]] = {
-        "run": {"dir": str(folder / "runs"), "steps": 6, "save_every": 3},
+        "run": {"dir": str(folder / "runs"), "steps": 6, "save_every": 3, "seed": 5},  # groups wait when it is saved
         "model": {"path": str(folder / "model"), "device": "cpu"},
         "data": {
             "train": str(folder / "data.jsonl"), "train_batch_size": 4, "gen_batch_size": 6,
             "max_prompt_length": 64, "max_response_length": 8,
         },
         "rollout": {"n": 4},
-        "reward": {"function": f"{folder / 'reward.py'}:reward"},
+        "reward": {"use": f"{folder / 'reward.py'}:reward"},
         "optim": {"lr": 1e-3, "warmup_steps": 2, "ppo_mini_batch_size": 2},
     }  # fmt: skip
     for name, section in sections.items():

@@ -22,19 +22,21 @@ OPTIONS = [
     "run.name", "run.dir", "run.steps", "run.seed", "run.save_every", "run.store_tokens",
     "model.path", "model.dtype", "model.device", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules",
     "data.train", "data.train_batch_size", "data.gen_batch_size", "data.max_prompt_length", "data.max_response_length",
-    "data.system_prompt",
+    "data.overlong_prompts", "data.prompt_template", "data.system_prompt",
     "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_concurrent",
-    "reward.function", "reward.overlong_buffer.enable", "reward.overlong_buffer.len",
-    "reward.overlong_buffer.penalty_factor",
+    "reward.use", "reward.extract", "reward.regex", "reward.threshold", "reward.workers", "reward.timeout",
+    "reward.memory_gb", "reward.model.device", "reward.model.batch_size", "reward.length_shaping",
+    "reward.target_length", "reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor",
     "algorithm.adv_norm", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c",
     "algorithm.loss_agg_mode", "algorithm.overlong_filter", "algorithm.kl_loss_coef", "algorithm.kl_reward_coef",
     "algorithm.max_staleness", "algorithm.max_logprob_gap",
     "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches",
     "algorithm.filter_groups.on_exhausted", "algorithm.filter_groups.min_batch_ratio",
+    "algorithm.ledger.enable", "algorithm.ledger.explore",
     "optim.lr", "optim.warmup_steps", "optim.weight_decay", "optim.betas", "optim.grad_clip",
     "optim.ppo_mini_batch_size",
     "optim.ppo_epochs", "optim.max_tokens_per_micro_batch",
-    "eval.k", "eval.every", "eval.data", "eval.temperature", "eval.top_p", "eval.top_k",
+    "eval.k", "eval.every", "eval.data", "eval.best_metric", "eval.temperature", "eval.top_p", "eval.top_k",
 ]  # fmt: skip
 
 
@@ -161,7 +163,7 @@ def test_a_number_may_be_written_as_people_write_it(tmp_path, text):
     assert load(tmp_path, SMALLEST, f"optim.lr={text}").optim.lr == 1e-6
 
 
-BUFFER = "reward.overlong_buffer.enable=true", "data.max_response_length=8"
+BUFFER = "reward.length_shaping=buffer", "data.max_response_length=8"
 FINAL = "algorithm.filter_groups.metric=seq_final_reward"
 
 
@@ -170,6 +172,8 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
     [
         (BUFFER, "reward.overlong_buffer.len is 0, but must lie between 1 and data.max_response_length - 1 = 7"),
         ([*BUFFER, "reward.overlong_buffer.len=8"], "reward.overlong_buffer.len is 8, but must lie between 1 and"),
+        (["reward.length_shaping=target"], "reward.target_length is 0, but must lie between 1 and"),
+        (["reward.use={}"], "reward.use is an empty mapping"),
         (["rollout.top_p=0.9"], "rollout.top_p and rollout.top_k must be 1 and 0 in training"),
         (["rollout.top_k=5"], "rollout.top_p and rollout.top_k must be 1 and 0 in training"),
         (["data.train_batch_size=4", "optim.ppo_mini_batch_size=5"], "ppo_mini_batch_size is 5 prompts, more than"),
@@ -188,7 +192,9 @@ def test_a_combination_that_makes_no_sense_is_refused(tmp_path, overrides, expec
     "overrides",
     [
         [*BUFFER, "reward.overlong_buffer.len=7"],
-        ["reward.overlong_buffer.len=9999"],  # not enabled
+        ["reward.overlong_buffer.len=9999"],  # not switched on
+        ["reward.length_shaping=target", "reward.target_length=5"],
+        ["reward.use={math: 1, style.py:check: 0.2}"],
         ["data.train_batch_size=4", "optim.ppo_mini_batch_size=4"],
         ["optim.betas=[0, 0.999]"],
         [FINAL, "algorithm.kl_reward_coef=0.1"],
@@ -241,7 +247,7 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
 
     everything = [
         "run.steps=1", "model.lora.rank=2", "algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1",
-        "reward.overlong_buffer={enable: true, len: 2}", "data.gen_batch_size=3", "eval.k=2",
+        "reward.length_shaping=buffer", "reward.overlong_buffer.len=2", "data.gen_batch_size=3", "eval.k=2",
         "algorithm.filter_groups.max_num_gen_batches=1",  # 3 of 4 groups at most: the rounds are used up
     ]  # fmt: skip
     config = Config.load(runs.recipe(tmp_path, reward=SELDOM_EQUAL), [*everything, f"eval.data={tmp_path}/data.jsonl"])

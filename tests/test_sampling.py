@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo.config import Config
-from dapo.data.stream import PromptStream
+from dapo.data.stream import PromptStream, Shuffled
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import RewardError
 from dapo.model.attention import ATTENTION_NAME
 from dapo.sampling import DynamicSampler
 from dapo.types import Prompt, Rollout, Score
+from tests.make import Scripted
 from tests.tiny import EOS_ID, tiny_llama, tiny_tokenizer
 
 MODEL = tiny_llama()
@@ -27,16 +28,16 @@ def sampler_for(judge: Callable[[Prompt, Rollout], Score], *overrides: str) -> D
         "data": {"train": "none", "train_batch_size": 4, "max_response_length": 6},
         "rollout": {"n": 3, "max_concurrent": 7},
     }
-    from dapo.config import _apply_override
+    from dapo.config import apply_override
 
     for override in overrides:
-        _apply_override(base, override)
+        apply_override(base, override)
     config = Config.parse(base)
     engine = EmbeddedEngine(
         MODEL, tiny_tokenizer(), frozenset({EOS_ID, *range(4, 20)}), config.run.seed, config.rollout.max_concurrent
     )
     prompts = [Prompt(f"p{i}", (), (40 + i, 41, 42), answer=i) for i in range(5)]
-    return DynamicSampler(config, engine, judge, PromptStream(prompts, config.run.seed))
+    return DynamicSampler(config, engine, Scripted(judge), PromptStream([Shuffled(prompts, config.run.seed)]))
 
 
 def mixed_when(is_mixed: Callable[[int], bool]) -> Callable[[Prompt, Rollout], Score]:
@@ -234,3 +235,38 @@ def test_later_unjudged_rollouts_are_counted_with_their_reason_and_left_out_of_t
     assert sampled.metrics()["rollouts/unjudged"] == 4
     assert sampled.tokens["tokens/masked"] == sum(len(group.rollouts[0]) for group in sampled.batch)
     assert [event.message for event in sampled.events] == ["4 rollouts could not be judged: 4 x timeout"]
+
+
+def test_the_ledger_passes_over_flat_prompts_and_counts_them_and_explores():
+    overrides = ["algorithm.ledger={enable: true, explore: 0.2}", "algorithm.filter_groups.max_num_gen_batches=4"]
+    sampler = sampler_for(lambda prompt, rollout: Score(float(prompt.answer == 0 and rollout.index == 0)), *overrides)
+    drawn: list[int] = []
+    sampler.on_group = lambda group: drawn.append(group.prompt.answer)
+    skipped = 0
+    for step in range(1, 13):
+        skipped += int(sampler.fill(step, version=step - 1).metrics()["groups/skipped"])
+        sampler.engine.sync_weights(step)
+    assert sum(sampler.stream.positions) == len(drawn) + skipped
+    useful = drawn.count(0) / len(drawn)
+    assert skipped > 0
+    assert useful > 0.4  # of five prompts one teaches: drawn blindly it is a fifth
+    assert all(drawn.count(answer) >= 3 for answer in range(5))
+    assert sampler.ledger.of("p0").flat_in_a_row == 0
+    assert sampler.ledger.of("p1").flat_in_a_row == drawn.count(1)
+
+
+def test_without_the_ledger_nothing_is_passed_over():
+    sampler = sampler_for(lambda prompt, rollout: Score(0.0), "algorithm.filter_groups.max_num_gen_batches=2")
+    sampled = sampler.fill(1, version=0)
+    assert sampled.metrics()["groups/skipped"] == 0
+    assert sum(sampler.stream.positions) == sampled.metrics()["groups/generated"] == 8
+
+
+def test_groups_are_judged_while_others_are_still_sampled():
+    sampler = sampler_for(mixed_when(lambda serial: True), "data.gen_batch_size=8", "rollout.max_concurrent=3")
+    events: list[str] = []
+    poll, submit = sampler.engine.poll, sampler.judge.submit
+    sampler.engine.poll = lambda: (events.append("poll"), poll())[1]
+    sampler.judge.submit = lambda *group: (events.append("judge"), submit(*group))[1]
+    sampler.fill(1, version=0)
+    assert "poll" in events[events.index("judge") :]

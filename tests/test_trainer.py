@@ -118,7 +118,7 @@ def test_a_run_killed_at_any_write_goes_on_to_the_same_weights_and_figures(tmp_p
 
 
 def test_killed_in_the_middle_of_sampling_the_run_goes_on_from_the_checkpoint(tmp_path):
-    """The reward itself kills the process in step 5; on the second try it lets it live."""
+    """The reward itself, from its worker process, kills the trainer in step 5; on the second try it lets it live."""
     marker = tmp_path / "killed"
     deadly = runs.REWARD.replace(
         "def reward(completion, answer, **row):",
@@ -126,12 +126,12 @@ def test_killed_in_the_middle_of_sampling_the_run_goes_on_from_the_checkpoint(tm
         "def reward(completion, answer, **row):\n"
         "    global calls\n    calls += 1\n"
         f"    if calls == 150 and not Path({str(marker)!r}).exists():\n"
-        f"        Path({str(marker)!r}).touch()\n        os.kill(os.getpid(), signal.SIGKILL)",
+        f"        Path({str(marker)!r}).touch()\n        os.kill(os.getppid(), signal.SIGKILL)",
     )
     whole = runs.load(tmp_path, "run.name=whole")
     train(whole)
     recipe = runs.recipe(tmp_path, reward=deadly)
-    command = [sys.executable, "-m", "dapo", "train", str(recipe), "run.name=killed"]
+    command = [sys.executable, "-m", "dapo", "train", str(recipe), "run.name=killed", "reward.workers=1"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
     again = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
@@ -240,8 +240,9 @@ def test_a_python_function_is_a_reward_and_the_policy_learns_from_it(tmp_path):
         tmp_path, "run.steps=25", "optim.lr=3e-3", "eval.k=32", "optim.warmup_steps=0", "run.save_every=0"
     )
     result = train(config, reward=lambda completion, answer: completion.count("e") / 8)
-    assert result.before.metrics["reward/mean"] < 0.1
-    assert result.after.metrics["reward/mean"] > result.before.metrics["reward/mean"] + 0.2
+    (before,), (after,) = result.before, result.after
+    assert before.metrics["reward/mean"] < 0.1
+    assert after.metrics["reward/mean"] > before.metrics["reward/mean"] + 0.2
 
 
 @pytest.mark.parametrize("coefficient", ["kl_loss_coef", "kl_reward_coef"])
@@ -388,7 +389,7 @@ def test_evaluation_draws_fresh_numbers_each_time_and_truncates_as_told(tmp_path
     result = train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         evals = list(database.evals())
-    assert result.after.step == 2
+    assert result.after[0].step == 2
     assert [(e["step"], e["name"]) for e in evals] == [(0, "data"), (1, "data"), (2, "data")]
     assert all(0 <= e["metrics"]["avg@3"] <= 1 for e in evals)
 

@@ -65,8 +65,7 @@ class Ledger:
 
     def state(self) -> dict[str, Sequence[int]]:
         return {
-            uid: (known.groups, known.judged, known.right, known.flat_in_a_row)
-            for uid, known in self.histories.items()
+            uid: (known.groups, known.judged, known.right, known.flat_in_a_row) for uid, known in self.histories.items()
         }
 
     def restore(self, state: Mapping[str, Sequence[int]], considered: int) -> None:

@@ -1,104 +1,172 @@
-"""Rows of a dataset file to Prompts; a bad row is refused with its file, line and column."""
+"""Rows to questions: the layouts that datasets come in, told apart by their columns and made one."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+import base64
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any
 
+from dapo.data.wording import Wording
 from dapo.errors import DataError
-from dapo.types import Prompt
 
-_RESERVED = ("prompt", "answer", "data_source")
-
-
-def load_prompts(
-    path: str | Path, tokenizer: Any, max_prompt_length: int, system_prompt: str | None = None
-) -> list[Prompt]:
-    """Every row of a JSONL file `{prompt, answer, ...}` with its chat template applied, once."""
-    path = Path(path)
-    prompts = [_prompt(row, where, tokenizer, system_prompt) for where, row in _read_jsonl(path)]
-    if not prompts:
-        raise DataError(f"{path}: no rows; expected one JSON object with `prompt` and `answer` per line")
-    for (where, _), prompt in zip(_read_jsonl(path), prompts, strict=True):
-        if len(prompt.tokens) > max_prompt_length:
-            raise DataError(
-                f"{where}: the prompt has {len(prompt.tokens)} tokens, "
-                f"more than data.max_prompt_length = {max_prompt_length}"
-            )
-    return prompts
+_QUESTION_COLUMNS = ("prompt", "question", "problem")
+_ANSWER_COLUMNS = ("answer", "ground_truth", "solution")
+_JSON_SCALARS = (str, bool, int)
+_PICTURE_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror or error}); relative paths start at the working directory"
-        ) from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
-        yield where, row
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One row, whatever its layout was; not yet tokenised."""
+
+    where: str
+    messages: tuple[Mapping[str, str], ...]
+    answer: Any
+    data_source: str
+    extra: Mapping[str, Any]
+    is_text: bool
+    has_one_answer: bool = True  # else the answer is a sample of those that fit, and no part of the question's identity
 
 
-def _prompt(row: Mapping[str, Any], where: str, tokenizer: Any, system_prompt: str | None) -> Prompt:
-    messages = _messages(row, where)
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages = ({"role": "system", "content": system_prompt}, *messages)
-    if "answer" not in row:
-        raise DataError(f"{where}: column 'answer' is missing")
-    source = row.get("data_source", "default")
-    if not isinstance(source, str):
-        raise DataError(f"{where}: column 'data_source' must be text, found {type(source).__name__}")
-    identity = json.dumps([messages, row["answer"]], ensure_ascii=False, sort_keys=True)
-    return Prompt(
-        uid=hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(),
-        messages=messages,
-        tokens=_encode(messages, tokenizer, where),
-        answer=row["answer"],
-        data_source=source,
-        extra={key: value for key, value in row.items() if key not in _RESERVED},
+def layout_of(row: Mapping[str, Any]) -> str:
+    """`verl` rows carry the answer in `reward_model`; `prompt` may come without an answer, other questions may not."""
+    if row.get("reward_model") is not None:
+        return "verl"
+    if row.get("prompt") is not None:
+        return "prompt and answer" if row.get("answer") is not None else "prompt only"
+    return "question and answer"
+
+
+def read_question(where: str, row: Mapping[str, Any], wording: Wording) -> Question:
+    """The row's question, its gold answer, and every other column as plain JSON values."""
+    question_column = next((name for name in _QUESTION_COLUMNS if row.get(name) is not None), None)
+    if question_column is None:
+        raise DataError(f"{where}: {_absent(row, 'prompt')} (and there is no 'question' or 'problem'{_columns(row)})")
+    for name in _PICTURE_COLUMNS:
+        if row.get(name):
+            raise DataError(f"{where}: column '{name}' is not empty, but only text can be trained on")
+    text = row[question_column]
+    is_text = isinstance(text, str)
+    if is_text and not text.strip():
+        raise DataError(f"{where}: column '{question_column}' is empty")
+    answer_column, answer = _answer(where, row, question_column)
+    return Question(
+        where=where,
+        messages=wording.put(text) if is_text else wording.with_system(_messages(where, question_column, text)),
+        answer=answer,
+        data_source=_data_source(where, row),
+        extra={
+            name: _plain(where, name, value)
+            for name, value in row.items()
+            if name not in (question_column, answer_column, "data_source")
+        },
+        is_text=is_text,
     )
 
 
-def _messages(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, str], ...]:
-    if "prompt" not in row:
-        raise DataError(f"{where}: column 'prompt' is missing")
-    prompt = row["prompt"]
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list) or not prompt or not all(_is_message(message) for message in prompt):
-        raise DataError(f"{where}: column 'prompt' must be text or a list of {{role, content}} messages")
-    return tuple(prompt)
+def _answer(where: str, row: Mapping[str, Any], question_column: str) -> tuple[str | None, Any]:
+    """The gold answer, and the column that it used up."""
+    if row.get("reward_model") is not None:
+        judge = row["reward_model"]
+        if not isinstance(judge, dict):
+            raise DataError(
+                f"{where}: column 'reward_model' must be a mapping with 'ground_truth', found {_kind(judge)}"
+            )
+        if judge.get("ground_truth") is None:
+            raise DataError(f"{where}: {_absent(judge, 'reward_model.ground_truth')}")
+        return None, _gold(where, "reward_model.ground_truth", judge["ground_truth"])
+    column = next((name for name in _ANSWER_COLUMNS if row.get(name) is not None), None)
+    if column is not None:
+        return column, _gold(where, column, row[column])
+    if question_column != "prompt":
+        raise DataError(f"{where}: {_absent(row, 'answer')}")
+    return None, None  # a reward function need not look at one
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+def _gold(where: str, column: str, value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():
+        raise DataError(f"{where}: column '{column}' is empty")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"{where}: column '{column}' is {value}, expected an answer")
+    return _plain(where, column, value)
 
 
-def _encode(messages: tuple[Mapping[str, str], ...], tokenizer: Any, where: str) -> tuple[int, ...]:
-    if tokenizer.chat_template is None:
-        # A base model: the plain text is the prompt.
-        tokens = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
-    else:
-        try:
-            tokens = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-        except Exception as error:  # templates raise what they like: it is a fault of this row's messages
-            raise DataError(f"{where}: the model's chat template refuses the messages ({error})") from None
-    if not tokens:
-        raise DataError(f"{where}: the prompt is empty")
-    return tuple(tokens)
+def _data_source(where: str, row: Mapping[str, Any]) -> str:
+    value = row.get("data_source")
+    if value is None:
+        return "default"
+    if not isinstance(value, str):
+        raise DataError(f"{where}: column 'data_source' must be text, found {_kind(value)}")
+    return value
+
+
+def _messages(where: str, column: str, prompt: Any) -> tuple[dict[str, str], ...]:
+    if not isinstance(prompt, list) or not prompt:
+        found = "an empty list" if prompt == [] else _kind(prompt)
+        raise DataError(
+            f"{where}: column '{column}' must be text or a list of {{role, content}} messages, found {found}"
+        )
+    return tuple(_message(where, f"{column}[{place}]", message) for place, message in enumerate(prompt))
+
+
+def _message(where: str, place: str, message: Any) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise DataError(f"{where}: {place} must be a {{role, content}} message, found {_kind(message)}")
+    texts = {}
+    for key in ("role", "content"):
+        value = message.get(key)
+        if key == "content" and isinstance(value, list):
+            value = "".join(_text_part(where, place, part) for part in value)
+        if value is None:
+            raise DataError(f"{where}: {_absent(message, f'{place}.{key}')}")
+        if not isinstance(value, str):
+            raise DataError(f"{where}: {place}.{key} must be text, found {_kind(value)}")
+        texts[key] = value
+    others = [key for key, value in message.items() if key not in texts and value]
+    if others:
+        raise DataError(f"{where}: {place} holds '{others[0]}', but a message may hold only role and content")
+    return texts
+
+
+def _text_part(where: str, place: str, part: Any) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    found = f"a part of type '{part['type']}'" if isinstance(part, Mapping) and "type" in part else _kind(part)
+    raise DataError(f"{where}: {place}.content holds {found}, but only text can be trained on")
+
+
+def _plain(where: str, column: str, value: Any) -> Any:
+    """As a JSON value, because judging processes get rows as JSON: dates as ISO text, bytes as base64, NaN as null."""
+    if value is None or isinstance(value, _JSON_SCALARS):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(where, f"{column}.{key}", member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(where, column, member) for member in value]
+    if isinstance(value, (datetime, date, time)):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    raise DataError(f"{where}: column '{column}' holds {_kind(value)}, which has no JSON form")
+
+
+def _absent(row: Mapping[str, Any], column: str) -> str:
+    return f"column '{column}' is {'null' if column.rpartition('.')[2] in row else 'missing'}"
+
+
+def _columns(row: Mapping[str, Any]) -> str:
+    return f"; columns: {', '.join(map(str, list(row)[:12]))}" if row else ""
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

@@ -43,6 +43,11 @@ def load_model(config: ModelConfig, attention: str = ATTENTION_NAME) -> LoadedMo
     return LoadedModel(model, tokenizer, _stop_ids(model, tokenizer, config.path))
 
 
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Of a model, without its weights."""
+    return _load_tokenizer(resolve_path(path), path)
+
+
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

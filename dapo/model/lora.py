@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -26,17 +27,22 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
     targets = config.target_modules
     if targets != "all-linear":
         _check_targets(model, targets)
-    settings = peft.LoraConfig(
+    settings = adapter_settings(config, targets if isinstance(targets, str) else list(targets))
+    adapted = peft.get_peft_model(model, settings, adapter_name=_ADAPTER)
+    assert isinstance(adapted, peft.PeftModel)
+    return adapted.eval()
+
+
+def adapter_settings(config: LoraConfig, targets: str | list[str], **more: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # only ever divided by the rank
         lora_dropout=0.0,
         bias="none",
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=targets,
+        **more,
     )
-    adapted = peft.get_peft_model(model, settings, adapter_name=_ADAPTER)
-    assert isinstance(adapted, peft.PeftModel)
-    return adapted.eval()
 
 
 def causal_lm(model: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from peft import PeftModel
@@ -22,9 +24,13 @@ from dapo.model.lora import adapter_state, load_adapter_state, save_merged
 from dapo.policy.policy import Policy
 from dapo.types import Group, Prompt, Rollout, Score
 
-FORMAT = 1
+FORMAT = 2
 KEEP = 2
-_STATE, _OPTIMISER, _ADAPTERS = "trainer/state.json", "trainer/optimiser.safetensors", "trainer/adapters.safetensors"
+ADAPTERS = "trainer/adapters.safetensors"
+_STATE, _OPTIMISER = "trainer/state.json", "trainer/optimiser.safetensors"
+_BEST = "best.json"
+
+Which = int | Literal["best", "last"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,35 +39,50 @@ class TrainerState:
 
     step: int
     version: int
-    cursor: int
+    positions: list[int]  # in the stream's sources
     data_digest: str
     next_serial: int
     recent: list[bool]
     empty_in_a_row: int
     non_finite_in_a_row: int
+    considered: int  # prompts that the ledger was asked about
+    ledger: Mapping[str, Sequence[int]]
     carried: list[Group]
 
 
-def save(folder: Path, state: TrainerState, policy: Policy, tokenizer: Any) -> Path:
-    """Write checkpoints/step_N, all or nothing, and keep the newest two."""
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The step that an evaluation found best so far, and the figure that says so."""
+
+    step: int
+    metric: str
+    value: float
+
+
+def save(folder: Path, state: TrainerState, policy: Policy, tokenizer: Any, best: int | None = None) -> Path:
+    """Write checkpoints/step_N, all or nothing; keep the newest two, that of step `best`, and the one marked best."""
     target = folder / f"step_{state.step}"
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".step_*"):  # of a process that was killed while it wrote
         shutil.rmtree(leftover)
     if target.exists():  # of a later part of the run that was undone
-        shutil.rmtree(target)
+        _remove(target)
     with _explained(target), published(target) as draft:
         (draft / "trainer").mkdir()
         save_merged(policy.model, tokenizer, draft)
         save_file(policy.optimiser.state_dict(), draft / _OPTIMISER)
         if isinstance(policy.model, PeftModel):
-            save_file(adapter_state(policy.model), draft / _ADAPTERS)
+            save_file(adapter_state(policy.model), draft / ADAPTERS)
         files = {str(path.relative_to(draft)): _digest(path) for path in sorted(draft.rglob("*")) if path.is_file()}
         own = {field.name: getattr(state, field.name) for field in fields(state) if field.name != "carried"}
         document = {"format": FORMAT, "files": files, **own, "carried": [_to_json(group) for group in state.carried]}
         (draft / _STATE).write_text(json.dumps(document), encoding="utf-8")
-    for _, old in sorted(_all(folder).items())[:-KEEP]:
-        shutil.rmtree(old)
+    # Until a new one is marked, the checkpoint marked best stays: the process may end before it comes to that.
+    marked = _marked(folder)
+    spared = {best, marked.step if marked else None}
+    for step, old in sorted(_all(folder).items())[:-KEEP]:
+        if step not in spared:
+            _remove(old)
     return target
 
 
@@ -73,16 +94,50 @@ def _explained(target: Path) -> Iterator[None]:
         raise CheckpointError(f"{target}: cannot be written ({error}); the checkpoint before it is whole") from error
 
 
-def export(checkpoint: Path, folder: Path) -> None:
-    """Copy the model without the trainer's state, after it was found to be what was written; all or nothing."""
-    read_state(checkpoint)
-    with published(folder) as draft:
-        shutil.copytree(checkpoint, draft, ignore=shutil.ignore_patterns("trainer"), dirs_exist_ok=True)
+def mark_best(folder: Path, best: Best) -> None:
+    """Say which checkpoint is the best one, all or nothing; it is spared from then on."""
+    assert math.isfinite(best.value), f"{best.metric} is {best.value}"
+    draft = folder / f".{_BEST}"
+    with draft.open("w", encoding="utf-8") as file:
+        json.dump(asdict(best), file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(folder / _BEST)
+
+
+def best(folder: Path) -> Best | None:
+    """The checkpoint marked best; a mark whose checkpoint is gone does not count."""
+    marked = _marked(folder)
+    return marked if marked and marked.step in _all(folder) else None
 
 
 def newest(folder: Path) -> Path | None:
     found = _all(folder)
     return found[max(found)] if found else None
+
+
+def parse_which(text: str) -> Which:
+    """What a person may name a checkpoint by: best, last, or the number of its step."""
+    if text in ("best", "last"):
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise CheckpointError(f"'{text}' names no checkpoint; expected best, last or the number of a step")
+
+
+def find(folder: Path, which: Which | None = None) -> Path:
+    """The checkpoint of a step, the best or the last one; left open: the best where one is marked, else the last."""
+    found, marked = _all(folder), best(folder)
+    if not found:
+        raise CheckpointError(f"{folder}: there is no checkpoint here")
+    if which is None:
+        which = "best" if marked else "last"
+    step = max(found) if which == "last" else marked.step if which == "best" and marked else which
+    if isinstance(step, int) and step in found:
+        return found[step]
+    there = ", ".join(map(str, sorted(found)))
+    missing = "no checkpoint is marked best" if which == "best" else f"there is no checkpoint of step {which}"
+    raise CheckpointError(f"{folder}: {missing}; there are checkpoints of the steps {there}")
 
 
 def read_state(checkpoint: Path) -> TrainerState:
@@ -108,7 +163,7 @@ def restore_optimiser(checkpoint: Path, policy: Policy) -> None:
     device = str(policy.weight.device)
     try:
         if isinstance(policy.model, PeftModel):
-            load_adapter_state(policy.model, load_file(checkpoint / _ADAPTERS, device=device))
+            load_adapter_state(policy.model, load_file(checkpoint / ADAPTERS, device=device))
         policy.optimiser.load_state_dict(load_file(checkpoint / _OPTIMISER, device=device))
     except (SafetensorError, KeyError, RuntimeError) as error:
         raise CheckpointError(_damaged(checkpoint, f"the optimiser's state does not fit: {error}")) from error
@@ -119,6 +174,27 @@ def _all(folder: Path) -> dict[int, Path]:
         return {}
     names = {path.name.removeprefix("step_"): path for path in folder.iterdir() if path.name.startswith("step_")}
     return {int(step): path for step, path in names.items() if step.isdigit()}
+
+
+def _marked(folder: Path) -> Best | None:
+    path = folder / _BEST
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return Best(int(values["step"]), str(values["metric"]), float(values["value"]))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: expected step, metric and value ({type(error).__name__}: {error}); delete the file to go on "
+            "without a best checkpoint"
+        ) from error
+
+
+def _remove(checkpoint: Path) -> None:
+    """A process killed halfway leaves a hidden leftover, never a checkpoint that lacks files."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
+    checkpoint.rename(hidden)
+    shutil.rmtree(hidden)
 
 
 def _damaged(checkpoint: Path, why: str) -> str:

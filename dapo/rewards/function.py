@@ -1,79 +1,229 @@
-"""A reward is a plain function `reward(completion, answer, **row)`; here it is found, called, and its answer judged."""
+"""A reward is a plain function of one of three signatures; here it is found, called, and its answer checked."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import inspect
+import json
 import math
 import numbers
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dapo.errors import RewardError
 from dapo.types import Prompt, Rollout, Score
 
 RewardFunction = Callable[..., Any]
 
+DOES_NOT_APPLY = "the reward does not apply here: it returned None"
+CLOSED = "the judge was closed before it got to this"
+
+# Scores are stored, checkpointed and sent between processes: a judge that returns a book must not stop the run.
+MAX_VALUE = 1e30  # its square is far from overflowing in the group's standard deviation
+MAX_EXTRAS = 100
+MAX_TEXT = 10_000
+MAX_REASON = 500
+
+
+class Sample(NamedTuple):
+    """What a reward sees of a rollout."""
+
+    text: str
+    tokens: Sequence[int] = ()
+
 
 def load_function(spec: str) -> RewardFunction:
     """`path/to/file.py:function`"""
     path, colon, name = spec.rpartition(":")
     if not colon or not path or not name:
-        raise RewardError(f"reward.function is '{spec}'; expected path/to/file.py:function")
+        raise RewardError(f"reward.use is '{spec}'; expected path/to/file.py:function")
     if not Path(path).is_file():
-        raise RewardError(f"reward.function: there is no file {path}; relative paths start at the working directory")
+        raise RewardError(f"reward.use: there is no file {path}; relative paths start at the working directory")
     module_spec = importlib.util.spec_from_file_location(f"dapo_reward_{Path(path).stem}", path)
     if module_spec is None or module_spec.loader is None:
-        raise RewardError(f"reward.function: {path} is not a Python file")
+        raise RewardError(f"reward.use: {path} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
-    # As if it were run from its folder: files beside it can be imported, and dataclasses find their module.
+    # As if it were run from its folder: files beside it can be imported, now and in its functions, and dataclasses
+    # find their module.
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise RewardError(f"reward.function: {path} cannot be imported ({type(error).__name__}: {error})") from error
-    finally:
-        sys.path.pop(0)
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"reward.use: {path} cannot be imported ({type(error).__name__}: {error})") from error
     function = getattr(module, name, None)
     if not callable(function):
         there = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
-        raise RewardError(f"reward.function: {path} has no function '{name}'; there are: {there}")
+        raise RewardError(f"reward.use: {path} has no function '{name}'; there are: {there}")
     return function
 
 
-class FunctionJudge:
-    """Calls a reward with as much of the row as its signature takes. What it cannot judge gets a reason, not a 0."""
+class Reward:
+    """A function of any of the three signatures, called with as much of the row as it takes.
+
+    Ours: `reward(completion, answer, **row)`. verl's: `compute_score(data_source, solution_str, ground_truth,
+    extra_info=None)`. TRL's: `f(prompts, completions, completion_ids=None, **columns)`, called once for a group with
+    lists: strings where the row's prompt was plain text, else lists of messages. Which it is shows in the parameters.
+    What it cannot judge gets a reason, not a 0.
+    """
 
     def __init__(self, function: RewardFunction) -> None:
         self.function = function
-        parameters = inspect.signature(function).parameters.values()
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise RewardError(f"the reward {function!r} cannot be called as a function ({error})") from None
         self.takes_everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        if not self.takes_everything and "completion" not in self.names:
+        self.bound = set(function.keywords) if isinstance(function, partial) else set()  # no column may replace them
+        self.is_batched = "completions" in self.names
+        self.is_verl = "solution_str" in self.names and not self.is_batched
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+        self.wants_tokens = self.is_batched and (self.takes_everything or "completion_ids" in self.names)
+        if not (self.is_batched or self.is_verl or self.takes_everything or "completion" in self.names):
             raise RewardError(
-                f"the reward function takes ({', '.join(sorted(self.names))}); "
-                "expected reward(completion, answer, **row)"
+                f"the reward function takes ({', '.join(sorted(self.names))}); expected reward(completion, answer, "
+                "**row), compute_score(data_source, solution_str, ground_truth, extra_info) or f(completions, **row)"
             )
 
-    def __call__(self, prompt: Prompt, rollout: Rollout) -> Score:
-        row = {
-            **prompt.extra,
-            "prompt": list(prompt.messages),
-            "data_source": prompt.data_source,
-            "completion": rollout.text,
-            "answer": prompt.answer,
-        }
+    def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Score]:
+        """One call: for one response, or for all of them where the function is batched."""
         try:
-            outcome = self.function(**{k: v for k, v in row.items() if self.takes_everything or k in self.names})
-        except Exception as error:  # a user's code may raise anything: it costs this rollout, and is counted
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(frame.filename).name}:{frame.lineno}"
-            return Score(None, error=f"{type(error).__name__}: {error} ({place})")
-        return to_score(outcome)
+            return self._scores(self.function(**self._arguments(prompt, samples)), len(samples))
+        except (Exception, SystemExit) as error:  # a user's code may raise anything: it costs these, and is counted
+            return [unjudged(explain(error))] * len(samples)
+
+    async def score_async(self, prompt: Prompt, samples: Sequence[Sample], timeout: float) -> list[Score]:
+        clock = asyncio.timeout(timeout)
+        try:
+            async with clock:
+                outcome = await self.function(**self._arguments(prompt, samples))
+            return self._scores(outcome, len(samples))
+        except (Exception, SystemExit) as error:
+            reason = f"timed out after {timeout:g} s" if clock.expired() else explain(error)
+            return [unjudged(reason)] * len(samples)
+
+    def _arguments(self, prompt: Prompt, samples: Sequence[Sample]) -> dict[str, Any]:
+        if self.is_batched:
+            row = _columns(prompt, samples)
+        elif self.is_verl:
+            row = {
+                "data_source": prompt.data_source,
+                "solution_str": samples[0].text,
+                "ground_truth": prompt.answer,
+                "extra_info": prompt.extra.get("extra_info") or {},
+            }
+        else:
+            row = {
+                **prompt.extra,
+                "prompt": list(prompt.messages),
+                "data_source": prompt.data_source,
+                "completion": samples[0].text,
+                "answer": prompt.answer,
+            }
+        taken = row if self.takes_everything else self.names & row.keys()
+        return {name: row[name] for name in taken if name not in self.bound}
+
+    def _scores(self, outcome: Any, n: int) -> list[Score]:
+        if not self.is_batched:
+            return [to_score(outcome)]
+        values = list(outcome)
+        if len(values) != n:
+            raise ValueError(f"the reward returned {len(values)} scores for {n} completions")
+        return [unjudged(DOES_NOT_APPLY) if value is None else to_score(value) for value in values]
+
+
+def _columns(prompt: Prompt, samples: Sequence[Sample]) -> dict[str, Any]:
+    """The row as TRL gives it: every column a list with one entry per response."""
+    row = {
+        "answer": prompt.answer,
+        "ground_truth": prompt.answer,
+        "solution": prompt.answer,
+        "data_source": prompt.data_source,
+        **prompt.extra,
+    }
+    columns: dict[str, Any] = {name: [value] * len(samples) for name, value in row.items()}
+    if prompt.is_text:
+        columns["prompts"] = [prompt.messages[-1]["content"] for _ in samples]
+        columns["completions"] = [sample.text for sample in samples]
+    else:
+        columns["prompts"] = [[dict(message) for message in prompt.messages] for _ in samples]
+        columns["completions"] = [[{"role": "assistant", "content": sample.text}] for sample in samples]
+    return {**columns, "completion_ids": [list(sample.tokens) for sample in samples], "trainer_state": None}
+
+
+class FunctionJudge:
+    """Judges in the training process with a function that was given as an object, which no other process could get.
+
+    There is no deadline, except for async functions: they run in a thread of their own, a whole group at once.
+    """
+
+    def __init__(self, function: RewardFunction, timeout: float) -> None:
+        self.reward = Reward(function)
+        self.timeout = timeout
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.closed = False
+        if self.reward.is_async:
+            self.loop = asyncio.new_event_loop()
+            threading.Thread(target=self.loop.run_forever, name="dapo-reward", daemon=True).start()
+
+    def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
+        samples = [Sample(rollout.text, rollout.tokens.tolist()) for rollout in rollouts]
+        if self.loop is not None and not self.closed:
+            return asyncio.run_coroutine_threadsafe(self._gather(prompt, samples), self.loop)
+        future: Future[list[Score]] = Future()
+        if self.closed:
+            future.set_result([unjudged(CLOSED)] * len(samples))
+        elif self.reward.is_batched:
+            future.set_result(self.reward.score(prompt, samples))
+        else:
+            future.set_result([self.reward.score(prompt, [sample])[0] for sample in samples])
+        return future
+
+    async def _gather(self, prompt: Prompt, samples: list[Sample]) -> list[Score]:
+        calls = [samples] if self.reward.is_batched else [[sample] for sample in samples]
+        try:
+            done = await asyncio.gather(
+                *(self.reward.score_async(prompt, call, self.timeout * len(call)) for call in calls)
+            )
+        except asyncio.CancelledError:
+            return [unjudged(CLOSED)] * len(samples)
+        return [score for scores in done for score in scores]
+
+    def close(self) -> None:
+        was_closed, self.closed = self.closed, True
+        if self.loop is not None and not was_closed:
+            asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self.loop).result()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+async def _cancel_the_rest() -> None:
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+
+
+def unjudged(reason: str) -> Score:
+    return Score(None, error=_text(reason, MAX_REASON))
+
+
+def explain(error: BaseException) -> str:
+    """The exception, and the file and line that raised it."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    place = f"{Path(frame.f_code.co_filename).name}:{line}"
+    try:
+        message = str(error)
+    except Exception:  # an exception of the user's own whose text cannot be made is still one to report
+        message = "(its message cannot be shown)"
+    return f"{type(error).__name__}: {message[:MAX_REASON]} ({place})"
 
 
 def to_score(outcome: Any) -> Score:
@@ -81,23 +231,46 @@ def to_score(outcome: Any) -> Score:
     if not isinstance(outcome, Mapping):
         return _checked(outcome, None, {})
     if "score" not in outcome:
-        return Score(None, error=f"the reward returned a dict without 'score' (keys: {', '.join(map(str, outcome))})")
-    extras = {str(key): _plain(value) for key, value in outcome.items() if key not in ("score", "acc")}
+        return unjudged(f"the reward returned a dict without 'score' (keys: {', '.join(map(str, outcome))})")
+    if len(outcome) > MAX_EXTRAS:
+        return unjudged(f"the reward returned a dict with {len(outcome)} entries, more than {MAX_EXTRAS}")
+    extras = {
+        _text(str(key), MAX_REASON): _plain(value) for key, value in outcome.items() if key not in ("score", "acc")
+    }
     return _checked(outcome["score"], outcome.get("acc"), extras)
+
+
+def to_json(value: Any) -> str:
+    """A dataset's row on its way to a judge: arrays become lists, and what JSON does not know becomes text."""
+    return json.dumps(value, default=lambda odd: odd.tolist() if hasattr(odd, "tolist") else str(odd))
 
 
 def _plain(value: Any) -> Any:
     """Extras are stored and checkpointed as JSON: plain values stay, array scalars become numbers, the rest text."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool):
         return value
-    return float(value) if isinstance(value, numbers.Real) else str(value)
+    if isinstance(value, int):
+        return value if abs(value) < 2**63 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else str(float(value))
+    return _text(value if isinstance(value, str) else str(value), MAX_TEXT)
+
+
+def _text(text: str, limit: int) -> str:
+    """No longer than that, and without the lone surrogates that no file or database takes."""
+    text = text if len(text) <= limit else text[:limit] + "…"
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _checked(value: Any, acc: Any, extras: Mapping[str, Any]) -> Score:
+    if getattr(value, "ndim", None) == 0:  # an array or tensor that holds one number
+        value = value.item()
     if not isinstance(value, numbers.Real):
-        return Score(None, error=f"the reward returned {type(value).__name__}, not a number")
-    if not math.isfinite(value):
-        return Score(None, error=f"the reward returned {float(value)}")
+        return unjudged(f"the reward returned {type(value).__name__}, not a number")
+    # So asked, it is also true of NaN, and no float is made of an enormous integer.
+    if not (value <= MAX_VALUE and value >= -MAX_VALUE):  # pyright: ignore[reportOperatorIssue]
+        shown = "an enormous number" if isinstance(value, numbers.Rational) else float(value)
+        return unjudged(f"the reward returned {shown}; expected a finite number of at most {MAX_VALUE:g}")
     if acc is not None and acc not in (0, 1):
-        return Score(None, error=f"the reward returned acc = {acc!r}, which must be 0 or 1")
+        return unjudged(f"the reward returned acc = {acc!r}, which must be 0 or 1")
     return Score(float(value), acc=None if acc is None else bool(acc), extras=extras)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dapo.config import Config
+from dapo.store.evaltable import DifferenceRow, heading, summary, with_interval, with_sign
 from dapo.types import EvalReport, Event, Group, StepReport
 
 WARNINGS = ("exhausted", "unjudged", "stopped")
@@ -87,8 +88,9 @@ class ConsoleReporter(Reporter):
         self.progress.update(self.task, completed=report.step, now="sampling")
 
     def evaluation(self, report: EvalReport) -> None:
-        figures = "  ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
-        self._print(f"[cyan]evaluation[/] of {escape(report.name)} at step {report.step}: {escape(figures)}")
+        self._print(
+            f"[cyan]evaluation[/] of {escape(report.name)} at step {report.step}: {escape(summary(report.metrics))}"
+        )
 
     def event(self, event: Event) -> None:
         style = "yellow" if event.kind in WARNINGS else "dim"
@@ -149,13 +151,20 @@ def _reasons(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(counts.items()))
 
 
-def before_after_table(before: EvalReport, after: EvalReport) -> Table:
-    """Mean score and the five most frequent answers, side by side."""
-    count = len(after.samples)
-    table = Table(title=f"{after.name}: {count} fresh samples before and after")
+def before_after_table(before: EvalReport, after: EvalReport, differences: Sequence[DifferenceRow]) -> Table:
+    """The figures side by side with their paired differences; of a single question also its commonest answers."""
+    problems = {sample.prompt.uid for sample in after.samples}
+    each = len(after.samples) // max(len(problems), 1)
+    table = Table(title=f"{escape(after.name)}: {len(problems)} questions x {each} fresh samples, before and after")
     for column in ("", "before", "after"):
         table.add_column(column)
-    table.add_row("mean reward", *(f"{report.metrics['reward/mean']:.3f}" for report in (before, after)))
+    table.add_column("difference [95 %]")
+    by_figure = {row.figure: row for row in differences}
+    for name in dict.fromkeys(["reward/mean", *by_figure, "response_length/mean"]):
+        cells = (escape(with_interval(report.metrics, name)) for report in (before, after))
+        table.add_row(heading(name), *cells, escape(with_sign(by_figure[name])) if name in by_figure else "")
+    if len(problems) > 1:
+        return table
     answers = [Counter(sample.rollout.text for sample in report.samples).most_common(5) for report in (before, after)]
     for place in range(5):
         cells = [_answer(*common[place]) if place < len(common) else "" for common in answers]

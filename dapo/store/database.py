@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -308,6 +309,11 @@ class RunDatabase:
                     None if stats is None else to_blob(stats.entropy, FLOATS),
                 ),
             )
+
+
+def versions() -> dict[str, str]:
+    """What a run's figures may depend on besides its configuration."""
+    return {name: version(name) for name in ("dapo", "torch", "transformers", "peft")}
 
 
 def _sample_columns(rollout: Rollout, score: Score) -> dict[str, Any]:

@@ -1,31 +1,90 @@
+from collections import Counter
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo.data.stream import PromptStream
+from dapo.data.stream import PromptStream, Shuffled
 from dapo.types import Prompt
 
-PROMPTS = [Prompt(str(i), (), (i,), i) for i in range(7)]
+SIZES = (7, 3, 5)
 
 
-def uids(stream, count):
-    return [prompt.uid for prompt in stream.take(count)]
+def prompts(name, count):
+    return [Prompt(f"{name}{i}", (), (i,), i) for i in range(count)]
 
 
-@given(st.integers(0, 50), st.lists(st.integers(1, 20), max_size=6), st.integers(0, 5))
-def test_the_stream_resumed_at_any_point_continues_exactly_whatever_the_batch_sizes(cursor, sizes, seed):
-    whole = uids(PromptStream(PROMPTS, seed), 200)
-    resumed = PromptStream(PROMPTS, seed, cursor)
+def stream(weights=(1.0,), seed=0, positions=None):
+    decks = [Shuffled(prompts("abc"[i], SIZES[i]), seed, i) for i in range(len(weights))]
+    made = PromptStream(decks, weights)
+    made.positions = list(positions) if positions is not None else made.positions
+    return made
+
+
+def uids(found, count):
+    return [prompt.uid for prompt in found.take(count)]
+
+
+WEIGHTS = st.lists(st.floats(0.1, 10), min_size=1, max_size=3)
+
+
+@given(WEIGHTS, st.integers(0, 60), st.lists(st.integers(0, 20), max_size=6), st.integers(0, 5))
+def test_the_stream_resumed_at_any_point_continues_exactly_whatever_the_batch_sizes(weights, before, sizes, seed):
+    whole = uids(stream(weights, seed), 200)
+    first = stream(weights, seed)
+    first.take(before)
+    resumed = stream(weights, seed, first.positions)
     found = [uid for size in sizes for uid in uids(resumed, size)]
-    assert found == whole[cursor : cursor + sum(sizes)]
-    assert resumed.cursor == cursor + sum(sizes)
+    assert found == whole[before : before + sum(sizes)]
+    assert sum(resumed.positions) == before + sum(sizes)
 
 
 def test_every_epoch_holds_each_prompt_once_in_another_order():
-    stream = PromptStream(PROMPTS, seed=0)
-    epochs = [uids(stream, 7) for _ in range(5)]
-    assert all(sorted(epoch) == sorted(p.uid for p in PROMPTS) for epoch in epochs)
+    found = stream()
+    epochs = [uids(found, 7) for _ in range(5)]
+    assert all(sorted(epoch) == [f"a{i}" for i in range(7)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
 
 
-def test_another_seed_is_another_order():
-    assert uids(PromptStream(PROMPTS, 0), 21) != uids(PromptStream(PROMPTS, 1), 21)
+def test_an_epoch_ends_inside_a_mix_at_the_end_of_its_own_source():
+    drawn = [uid for uid in uids(stream((1.0, 1.0)), 42) if uid.startswith("b")]
+    assert all(sorted(drawn[i : i + 3]) == ["b0", "b1", "b2"] for i in range(0, 21, 3))
+
+
+def test_another_seed_is_another_order_and_so_is_another_place_among_the_sources():
+    assert uids(stream(seed=0), 21) != uids(stream(seed=1), 21)
+    same = prompts("a", 7)
+    mixed = PromptStream([Shuffled(same, 0, 0), Shuffled(same, 0, 1)], (1.0, 1.0))
+    drawn = uids(mixed, 42)
+    assert drawn[::2] != drawn[1::2]
+
+
+@given(WEIGHTS)
+def test_at_every_draw_each_source_is_within_a_draw_or_two_of_its_share(weights):
+    found = stream(weights)
+    for draws in range(1, 150):
+        found.take(1)
+        for drawn, weight in zip(found.positions, weights, strict=True):
+            assert abs(drawn - draws * weight / sum(weights)) < len(weights)
+
+
+def test_the_furthest_behind_is_drawn_and_the_first_of_equals():
+    assert [uid[0] for uid in uids(stream((1.0, 2.0)), 6)] == ["a", "b", "b", "a", "b", "b"]
+    assert Counter(uid[0] for uid in uids(stream((2.0, 1.0, 1.0)), 400)) == {"a": 200, "b": 100, "c": 100}
+
+
+def test_the_digest_is_of_all_questions_in_their_order():
+    one = stream((1.0, 1.0)).digest()
+    assert one == stream((1.0, 3.0), seed=4, positions=[3, 9]).digest()
+    assert one != stream((1.0,)).digest()
+    swapped = PromptStream([Shuffled(prompts("b", 3), 0), Shuffled(prompts("a", 7), 0)], (1.0, 1.0))
+    assert one != swapped.digest()
+
+
+def test_questions_are_all_of_them_in_the_order_of_the_files():
+    assert [p.uid for p in stream((1.0, 1.0)).questions()] == [p.uid for p in prompts("a", 7) + prompts("b", 3)]
+
+
+def test_a_stream_has_a_weight_for_every_source():
+    with pytest.raises(AssertionError):
+        PromptStream([Shuffled(prompts("a", 1), 0)], (1.0, 2.0))

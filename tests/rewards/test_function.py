@@ -1,11 +1,14 @@
+import asyncio
+import functools
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dapo.errors import RewardError
-from dapo.rewards.function import FunctionJudge, load_function, to_score
+from dapo.rewards.function import FunctionJudge, load_function, to_json, to_score
 from dapo.types import Prompt
 from tests import make
 
@@ -13,8 +16,16 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 PROMPT = Prompt("u", ({"role": "user", "content": "?"},), (1,), answer=5, data_source="mine", extra={"level": 3})
 
 
+def judge_all(function, texts, prompt=PROMPT, timeout=10.0):
+    judge = FunctionJudge(function, timeout)
+    scores = judge.submit(prompt, [make.rollout([i, 9], text=text) for i, text in enumerate(texts)]).result(timeout=20)
+    judge.close()
+    return scores
+
+
 def judge(function, text="5"):
-    return FunctionJudge(function)(PROMPT, make.rollout([1], text=text))
+    [score] = judge_all(function, [text])
+    return score
 
 
 def test_a_reward_gets_as_much_of_the_row_as_it_asks_for():
@@ -24,6 +35,11 @@ def test_a_reward_gets_as_much_of_the_row_as_it_asks_for():
     seen = {}
     judge(lambda completion, **row: seen.update(row) or 0.0)
     assert seen == {"answer": 5, "level": 3, "data_source": "mine", "prompt": [{"role": "user", "content": "?"}]}
+
+
+def test_no_column_of_a_row_replaces_what_a_partial_has_bound():
+    assert judge(functools.partial(lambda completion, level, **row: level, level=9)).value == 9
+    assert judge(functools.partial(lambda completion, level: level, level=9)).value == 9
 
 
 def test_a_dict_may_carry_accuracy_and_extras_as_plain_values():
@@ -43,6 +59,10 @@ def test_a_dict_may_carry_accuracy_and_extras_as_plain_values():
         ({"acc": 1}, "without 'score'"),
         ({"score": None}, "NoneType"),
         ({"score": 1.0, "acc": 0.5}, "acc = 0.5, which must be 0 or 1"),
+        (10**400, "an enormous number"),
+        (-1e31, "-1e+31; expected a finite number of at most 1e+30"),
+        ([1.0], "list, not a number"),
+        ({"score": 1.0} | {str(i): i for i in range(100)}, "101 entries, more than 100"),
     ],
 )
 def test_what_is_no_finite_number_could_not_be_judged_and_is_not_zero(outcome, reason):
@@ -58,8 +78,138 @@ def test_an_exception_costs_this_rollout_and_names_itself():
 
 
 def test_numbers_of_every_kind_are_judged():
-    for value in (1, True, 0.5, np.float64(0.25), np.int32(3)):
-        assert to_score(value).value == float(value)
+    for value in (1, True, 0.5, Fraction(1, 4), np.float64(0.25), np.int32(3), np.bool_(True), np.array(2.5), 1e30):
+        score = to_score(value)
+        assert score.value == float(value)
+        assert type(score.value) is float
+
+
+def test_extras_are_small_and_plain_enough_to_be_stored():
+    odd = {"nan": np.nan, "big": 10**5000, "text": "x" * 20_000, "half": "\ud800", 7: None, "flag": True, "n": 2**62}
+    extras = to_score({"score": 1.0, **odd}).extras
+    assert extras.pop("text") == "x" * 10_000 + "…"
+    assert extras == {
+        "nan": "nan", "big": "an integer of 16610 bits", "half": "?", "7": None, "flag": True, "n": 2**62
+    }  # fmt: skip
+
+
+def test_verls_signature_is_called_unchanged():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": float(solution_str == str(ground_truth)), "acc": True, "seen": f"{data_source} {extra_info}"}
+
+    prompt = Prompt("u", PROMPT.messages, (1,), 5, "gsm8k", extra={"extra_info": {"index": 3}, "ability": "MATH"})
+    first, second = judge_all(compute_score, ["5", "6"], prompt)
+    assert (first.value, second.value, first.acc) == (1.0, 0.0, True)
+    assert first.extras == {"seen": "gsm8k {'index': 3}"}
+    assert judge_all(compute_score, ["5"])[0].extras == {"seen": "mine {}"}
+    assert judge(lambda solution_str, **rest: len(rest)).value == 3  # data_source, ground_truth, extra_info
+
+
+def test_trls_signature_gets_a_whole_group_as_lists_of_messages():
+    calls = []
+
+    def reward(prompts, completions, completion_ids, solution, level, trainer_state, **kwargs):
+        calls.append((prompts, completions, completion_ids, solution, level, trainer_state, sorted(kwargs)))
+        return [len(completion[0]["content"]) for completion in completions]
+
+    assert [score.value for score in judge_all(reward, ["a", "bb", ""])] == [1.0, 2.0, 0.0]
+    [(prompts, completions, ids, solution, level, state, rest)] = calls
+    assert prompts == [[{"role": "user", "content": "?"}]] * 3
+    assert completions[1] == [{"role": "assistant", "content": "bb"}]
+    assert (ids, solution, level, state) == ([[0, 9], [1, 9], [2, 9]], [5, 5, 5], [3, 3, 3], None)
+    assert rest == ["answer", "data_source", "ground_truth"]
+
+
+def test_trls_signature_gets_strings_where_the_row_held_text():
+    prompt = Prompt("u", ({"role": "user", "content": "how?"},), (1,), 5, is_text=True)
+
+    def reward_len(completions, **kwargs):
+        return [-abs(3 - len(completion)) for completion in completions]
+
+    assert [score.value for score in judge_all(reward_len, ["a", "bbb"], prompt)] == [-2.0, 0.0]
+    scores = judge_all(lambda prompts, completions: [p == "how?" for p in prompts], ["a", "b"], prompt)
+    assert [score.value for score in scores] == [1.0, 1.0]
+
+
+def test_a_batched_function_may_return_none_arrays_and_nothing_of_another_length():
+    none, number = judge_all(lambda completions: [None, 0.5], "ab")
+    assert (none.value, none.error) == (None, "the reward does not apply here: it returned None")
+    assert number.value == 0.5
+    assert [score.value for score in judge_all(lambda completions: np.array([0.5, 2.0]), "ab")] == [0.5, 2.0]
+    for wrong, reason in (([1.0], "ValueError: the reward returned 1 scores for 2 completions"), (1.0, "TypeError")):
+        assert all(score.error.startswith(reason) for score in judge_all(lambda completions, w=wrong: w, "ab"))
+
+
+def test_an_async_group_is_judged_side_by_side_and_each_has_the_deadline():
+    running, most = 0, 0
+
+    async def reward(completion, answer):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(60 if completion == "late" else 0.1)
+        running -= 1
+        return float(completion == str(answer))
+
+    late, right, wrong = judge_all(reward, ["late", "5", "6"], timeout=0.5)
+    assert (late.error, right.value, wrong.value, most) == ("timed out after 0.5 s", 1.0, 0.0, 3)
+
+    async def batched(completions):
+        await asyncio.sleep(0)
+        return [1.0 for _ in completions]
+
+    assert [score.value for score in judge_all(batched, "abc")] == [1.0] * 3
+    assert judge(functools.partial(batched)).value == 1.0
+
+
+def test_a_timeout_that_an_async_reward_raises_itself_is_its_own():
+    async def reward(completion):
+        raise TimeoutError("the database")
+
+    assert judge(reward).error.startswith("TimeoutError: the database (test_function.py:")
+
+
+def test_an_async_reward_keeps_one_loop_and_closing_leaves_no_promise_open():
+    loops = set()
+
+    async def reward(completion):
+        loops.add(id(asyncio.get_running_loop()))
+        await asyncio.sleep(60 if completion == "late" else 0)
+        return 1.0
+
+    judge = FunctionJudge(reward, timeout=60.0)
+    for _ in range(3):
+        assert judge.submit(PROMPT, [make.rollout([1], text="x")]).result(timeout=10)[0].value == 1.0
+    late = judge.submit(PROMPT, [make.rollout([1], text="late")])
+    judge.close()
+    judge.close()
+    assert len(loops) == 1
+    assert late.result(timeout=10)[0].error == "the judge was closed before it got to this"
+    assert judge.submit(PROMPT, [make.rollout([1])]).result(timeout=1)[0].error.startswith("the judge was closed")
+
+
+def test_a_callable_object_is_a_reward():
+    class Length:
+        async def __call__(self, completion):
+            return len(completion)
+
+    assert judge(Length(), "four").value == 4
+
+
+def test_sys_exit_in_a_reward_costs_the_response_and_ctrl_c_is_not_swallowed():
+    def leave(completion):
+        raise SystemExit(2)
+
+    def interrupt(completion):
+        raise KeyboardInterrupt
+
+    assert judge(leave).error.startswith("SystemExit: 2 (test_function.py:")
+    with pytest.raises(KeyboardInterrupt):
+        judge(interrupt)
+
+
+def test_rows_become_json_with_arrays_as_lists_and_the_rest_as_text():
+    assert to_json({"a": np.arange(2), "b": np.float32(0.5), "c": Path("x")}) == '{"a": [0, 1], "b": 0.5, "c": "x"}'
 
 
 @pytest.mark.parametrize(
@@ -91,7 +241,9 @@ def test_a_reward_file_may_import_its_neighbours_and_define_dataclasses(tmp_path
 
 def test_a_function_of_another_shape_is_refused_before_anything_is_sampled():
     with pytest.raises(RewardError, match=r"takes \(text\); expected reward\(completion, answer"):
-        FunctionJudge(lambda text: 1.0)
+        FunctionJudge(lambda text: 1.0, timeout=1.0)
+    with pytest.raises(RewardError, match="cannot be called as a function"):
+        FunctionJudge(5, timeout=1.0)
 
 
 @pytest.mark.parametrize(

@@ -355,7 +355,9 @@ def test_the_history_of_a_prompt_counts_its_judged_and_its_right_responses(path:
     for step, group in zip((1, 2, 2), groups, strict=True):
         judged = [score for score in group.scores if score.judged]
         correct, mean = sum(score.acc is True for score in judged), np.mean([score.value for score in judged])
-        expected.append((group.prompt.uid, group.serial, step, group.verdict, len(judged), correct, pytest.approx(mean)))
+        expected.append(
+            (group.prompt.uid, group.serial, step, group.verdict, len(judged), correct, pytest.approx(mean))
+        )
     assert rows == expected
     assert rows[0][5] > 0
 

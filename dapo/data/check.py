@@ -1,0 +1,136 @@
+"""A look at a dataset before a run: its rows, repeats, bad rows, lengths, and how many answers a judge can read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dapo.config import Source
+from dapo.data.distinct import Distinct, Repeats, answer_key, counted, question_key
+from dapo.data.encode import encode, progress
+from dapo.data.readers import GYM, read_rows
+from dapo.data.rows import Question, layout_of, read_question
+from dapo.data.wording import Wording
+from dapo.errors import DataError
+
+SHOWN = 10
+_BINS = 12
+_BAR_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    name: str
+    rows: int
+    repeats: Repeats  # of the rows that could be read
+    layouts: dict[str, int]
+    bad_rows: int
+    first_bad: tuple[str, ...]  # one sentence each
+    length_unit: str
+    lengths: tuple[int, ...]  # of the prompts of distinct questions
+    without_answer: int
+    judged: int  # distinct questions whose answer was shown to the judge
+    unreadable: int
+    first_unreadable: tuple[str, ...]
+
+    @property
+    def is_good(self) -> bool:
+        return self.rows > 0 and self.bad_rows == 0
+
+
+def check_dataset(
+    path: str,
+    can_judge: Callable[[Any], bool] | None = None,
+    template: str | None = None,
+    tokenizer: Any = None,
+) -> CheckReport:
+    """Read the whole dataset and go on past bad rows; lengths are in tokens with a tokenizer, else in words."""
+    if path.startswith(GYM):
+        raise DataError(f"{path}: reasoning-gym makes its questions as they are drawn; there is no file to check")
+    source, wording = Source(path=path), Wording.of(template, None)
+    distinct, layouts, rows, bad_rows = Distinct(), Counter(), 0, 0
+    bad: list[str] = []
+    questions: list[Question] = []
+    for where, row in progress(read_rows(source), f"Reading {path}"):
+        rows += 1
+        try:
+            if isinstance(row, DataError):
+                raise row
+            question = read_question(where, row, wording)
+        except DataError as error:
+            bad_rows += 1
+            bad += [str(error)] if len(bad) < SHOWN else []
+            continue
+        layouts[layout_of(row)] += 1
+        if distinct.add(question_key(question.messages), answer_key(question.answer)):
+            questions.append(question)
+    with_answer = [question for question in questions if question.answer is not None]
+    unreadable = [] if can_judge is None else [q for q in with_answer if not can_judge(q.answer)]
+    return CheckReport(
+        name=path,
+        rows=rows,
+        repeats=distinct.repeats(),
+        layouts=dict(layouts),
+        bad_rows=bad_rows,
+        first_bad=tuple(bad),
+        length_unit="words" if tokenizer is None else "tokens",
+        lengths=_lengths(questions, tokenizer),
+        without_answer=len(questions) - len(with_answer),
+        judged=0 if can_judge is None else len(with_answer),
+        unreadable=len(unreadable),
+        first_unreadable=tuple(f"{question.where}: {question.answer!r}" for question in unreadable[:SHOWN]),
+    )
+
+
+def print_report(console: Console, report: CheckReport) -> None:
+    if report.rows == 0:
+        console.print(f"{escape(report.name)}: no rows")
+        return
+    layouts = ", ".join(f"{name} ({rows:,})" for name, rows in report.layouts.items())
+    console.print(f"[bold]{escape(report.name)}[/]: {report.repeats.sentence()}")
+    console.print(f"layout: {layouts or 'none that can be read'}")
+    if report.without_answer:
+        console.print(f"{counted(report.without_answer, 'question')} without an answer")
+    if report.lengths:
+        console.print(_histogram(report.lengths, report.length_unit))
+    if report.judged:
+        share = 1 - report.unreadable / report.judged
+        console.print(
+            f"the judge can read {report.judged - report.unreadable:,} of {report.judged:,} answers ({share:.1%})"
+        )
+        _print_first(console, report.first_unreadable, report.unreadable)
+    if report.bad_rows:
+        console.print(f"[red]{counted(report.bad_rows, 'row')} cannot be used:[/]")
+        _print_first(console, report.first_bad, report.bad_rows)
+
+
+def _print_first(console: Console, sentences: Sequence[str], count: int) -> None:
+    for sentence in sentences:
+        console.print(f"  {escape(sentence)}", soft_wrap=True)
+    if count > len(sentences):
+        console.print(f"  and {count - len(sentences):,} more")
+
+
+def _lengths(questions: Sequence[Question], tokenizer: Any) -> tuple[int, ...]:
+    if tokenizer is not None:
+        return tuple(len(prompt.tokens) for prompt in encode(questions, tokenizer))
+    return tuple(sum(len(message["content"].split()) for message in question.messages) for question in questions)
+
+
+def _histogram(lengths: Sequence[int], unit: str) -> Table:
+    """Bars of equal width in length, up to the longest prompt."""
+    width = max(1, -(-(max(lengths) + 1) // _BINS))
+    bins = Counter(length // width for length in lengths)
+    tallest = max(bins.values())
+    table = Table("", "prompts", "", title=f"prompt length in {unit}, longest {max(lengths):,}", box=None)
+    table.columns[0].justify = table.columns[1].justify = "right"
+    for place in range(max(bins) + 1):
+        bar = "█" * -(-bins[place] * _BAR_WIDTH // tallest)
+        table.add_row(f"{place * width:,}-{(place + 1) * width - 1:,}", f"{bins[place]:,}", bar)
+    return table

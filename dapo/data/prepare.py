@@ -1,0 +1,156 @@
+"""Well-known datasets, fetched once and written as clean parquet: every question once, with its bare gold answer."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dapo.config import Source
+from dapo.data.distinct import Distinct, Repeats, answer_key, question_key
+from dapo.data.encode import progress
+from dapo.data.readers import read_rows
+from dapo.data.rows import Question, read_question
+from dapo.data.wording import Wording
+from dapo.errors import DataError
+
+Gold = Callable[[Question, Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedFile:
+    path: Path
+    repeats: Repeats
+    questions: int  # what was written
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareReport:
+    files: tuple[PreparedFile, ...]
+
+    def sentences(self) -> list[str]:
+        return [f"{file.path}: {file.questions:,} questions ({file.repeats.sentence()})" for file in self.files]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    hub_id: str
+    data_source: str  # for rows that do not say; the names by which reward functions of other systems know them
+    gold: Gold
+    params: Mapping[str, Any] = field(default_factory=dict)
+    has_test: bool = False
+
+
+def prepare(name: str, source: str | None, to: str | Path) -> PrepareReport:
+    """Write NAME.parquet, and NAME-test.parquet where the hub has a test split; `source` is a file of one's own."""
+    known = KNOWN.get(name)
+    if known is None:
+        raise DataError(f"{name}: not a dataset that can be prepared; there are {', '.join(KNOWN)}")
+    if source is not None:
+        jobs = {f"{name}.parquet": Source(path=source)}
+    else:
+        jobs = {f"{name}.parquet": Source(path=known.hub_id, params={**known.params, "split": "train"})}
+        if known.has_test:
+            jobs[f"{name}-test.parquet"] = Source(path=known.hub_id, params={**known.params, "split": "test"})
+    # Everything is read before the first file is written: without a network, or with a bad row, nothing changes.
+    read = {file: _read(job, known) for file, job in jobs.items()}
+    return PrepareReport(
+        tuple(
+            PreparedFile(_write(Path(to) / file, questions), repeats, len(questions))
+            for file, (questions, repeats) in read.items()
+        )
+    )
+
+
+def _read(source: Source, known: _Known) -> tuple[list[Question], Repeats]:
+    distinct = Distinct()
+    questions: list[tuple[bytes, Question]] = []
+    for where, row in progress(read_rows(source), f"Reading {source.path}"):
+        if isinstance(row, DataError):
+            raise row
+        question = read_question(where, row, Wording())
+        gold = known.gold(question, row)
+        key = question_key(question.messages)
+        if distinct.add(key, answer_key(gold)):
+            data_source = question.data_source if row.get("data_source") else known.data_source
+            clean = Question(where, question.messages, gold, data_source, {}, question.is_text)
+            questions.append((key, clean))
+    kept = [question for key, question in questions if not distinct.is_conflict(key)]
+    if not kept:
+        raise DataError(f"{source.path}: no question is left of {distinct.repeats().sentence()}")
+    return kept, distinct.repeats()
+
+
+def _write(path: Path, questions: Sequence[Question]) -> Path:
+    """To a name beside it first, so that a file of this name is always whole."""
+    as_text = all(question.is_text for question in questions)
+    table = pa.table(
+        {
+            "data_source": [question.data_source for question in questions],
+            "prompt": [q.messages[-1]["content"] if as_text else [dict(m) for m in q.messages] for q in questions],
+            "answer": [str(question.answer) for question in questions],
+        }
+    )
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            pq.write_table(table, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _as_it_is(question: Question, row: Mapping[str, Any]) -> Any:
+    if question.answer is None:
+        raise DataError(f"{question.where}: column 'answer' is missing")
+    return question.answer
+
+
+def _after_hashes(question: Question, row: Mapping[str, Any]) -> str:
+    """`... #### 1,234` is 1234; a bare answer stays as it is."""
+    text = str(_as_it_is(question, row))
+    _, hashes, answer = text.rpartition("####")
+    if not hashes and "\n" in text.strip():
+        raise DataError(f"{question.where}: the answer is a text without '####', after which the result should stand")
+    return answer.strip().replace(",", "")
+
+
+def _last_box(question: Question, row: Mapping[str, Any]) -> str:
+    """What stands in the last \\boxed{} of the solution; an `answer` column without a box is the answer itself."""
+    text = str(_as_it_is(question, row))
+    starts = list(re.finditer(r"\\(?:boxed|fbox)\s*", text))
+    if not starts:
+        if row.get("answer") is not None:
+            return text.strip()
+        raise DataError(f"{question.where}: the solution has no \\boxed{{}}, in which the answer should stand")
+    rest = text[starts[-1].end() :]
+    if not rest.startswith("{"):
+        return re.split(r"[\s$.,]", rest, maxsplit=1)[0]  # `\boxed 5` is the one token that follows
+    depth = 0
+    for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return rest[1 : brace.start()].strip()
+    raise DataError(f"{question.where}: the last \\boxed{{ of the solution is never closed")
+
+
+KNOWN = {
+    "dapo-math-17k": _Known("BytedTsinghua-SIA/DAPO-Math-17k", "math_dapo", _as_it_is),
+    "aime-2024": _Known("BytedTsinghua-SIA/AIME-2024", "aime_2024", _as_it_is),
+    "gsm8k": _Known("openai/gsm8k", "openai/gsm8k", _after_hashes, {"name": "main"}, has_test=True),
+    "math": _Known(
+        "DigitalLearningGmbH/MATH-lighteval", "DigitalLearningGmbH/MATH-lighteval", _last_box, has_test=True
+    ),
+}

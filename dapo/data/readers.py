@@ -1,0 +1,161 @@
+"""Where rows come from: JSONL and parquet files, globs and hub datasets; every row with the place it stands at."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dapo.config import Source
+from dapo.errors import DataError
+
+GYM = "gym:"
+
+# A row that cannot be read is handed on as its error, so that a check can go on past it.
+RawRow = tuple[str, Mapping[str, Any] | DataError]
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_PARAMS = ("name", "split", "revision")
+_BATCH_ROWS = 1024
+
+
+def read_rows(source: Source) -> Iterator[RawRow]:
+    """The rows of a dataset in their order, at most `size` of them."""
+    files = _files(source.path)
+    if files is None:
+        rows = _read_hub(source)
+    elif source.params:
+        raise DataError(f"{source.path}: a file takes no params, found {', '.join(map(repr, source.params))}")
+    else:
+        rows = (row for file in files for row in _read_file(file))
+    return islice(rows, source.size)
+
+
+def one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _files(path: str) -> list[Path] | None:
+    """The files that a path or glob names; None for what can only be a dataset on the hub."""
+    expanded = Path(path).expanduser()
+    if expanded.is_dir():
+        raise DataError(f"{path}: is a folder; name its files, for example {path.rstrip('/')}/*.parquet")
+    if expanded.exists():
+        return [expanded]
+    if any(character in path for character in "*?["):
+        found = sorted(Path(name) for name in glob.glob(str(expanded), recursive=True) if not Path(name).is_dir())
+        if not found:
+            raise DataError(f"{path}: no file matches; relative paths start at the working directory")
+        return found
+    if _is_hub_id(path):
+        return None
+    raise DataError(f"{path}: cannot be read (no such file); relative paths start at the working directory")
+
+
+def _is_hub_id(path: str) -> bool:
+    return (
+        _HUB_ID.fullmatch(path) is not None
+        and not path.startswith((".", "~"))
+        and Path(path).suffix.lower() not in (*_READERS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
+    )
+
+
+def _read_file(path: Path) -> Iterator[RawRow]:
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"{path}: is no dataset that can be read; expected a name that ends in {', '.join(_READERS)}")
+    try:
+        yield from reader(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or one_line(error)})") from None
+
+
+def _read_jsonl(path: Path) -> Iterator[RawRow]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield where, _json_object(line, where)
+
+
+def _json_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
+    try:
+        row = json.loads(line.decode("utf-8").rstrip())
+    except UnicodeDecodeError as error:
+        return DataError(f"{where}: not UTF-8 text (byte {error.start + 1} of the line)")
+    except json.JSONDecodeError as error:
+        return DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); expected one object per line")
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits; too many brackets
+        return DataError(f"{where}: not JSON that can be read ({one_line(error)})")
+    if not isinstance(row, dict):
+        return DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
+    return row
+
+
+def _read_parquet(path: Path) -> Iterator[RawRow]:
+    try:
+        # The file is mapped, not read: memory holds one batch, whatever the size of the file.
+        with pq.ParquetFile(path, memory_map=True) as file:
+            yield from _arrow_rows(str(path), file.iter_batches(batch_size=_BATCH_ROWS))
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: not a parquet file that can be read ({one_line(error)})") from None
+
+
+def _arrow_rows(name: str, batches: Iterable[pa.RecordBatch | pa.Table]) -> Iterator[RawRow]:
+    first = 1
+    for batch in batches:
+        try:
+            rows = batch.to_pylist()
+        except (pa.ArrowException, ValueError, OverflowError) as error:  # a date or time that Python has no value for
+            last = first + batch.num_rows - 1
+            raise DataError(
+                f"{name}, rows {first} to {last}: hold a value that cannot be read ({one_line(error)})"
+            ) from None
+        for number, row in enumerate(rows, start=first):
+            yield f"{name}, row {number}", row
+        first += batch.num_rows
+
+
+def _read_hub(source: Source) -> Iterator[RawRow]:
+    for key in source.params:
+        if key not in _HUB_PARAMS:
+            raise DataError(f"{source.path}: unknown params key '{key}'; a hub dataset takes {', '.join(_HUB_PARAMS)}")
+    split = source.params.get("split", "train")
+    name = f"{source.path} ({', '.join(str(part) for part in (source.params.get('name'), split) if part)})"
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"{source.path}: there is no such file here, and a dataset on the hub needs the package `datasets`: "
+            "pip install 'dapo[hub]'"
+        ) from None
+    try:
+        table = datasets.load_dataset(
+            source.path, source.params.get("name"), split=split, revision=source.params.get("revision")
+        )
+    except Exception as error:  # the hub's libraries raise errors of many kinds, from missing names to lost connections
+        raise DataError(f"{name}: {_hub_fault(datasets, error)}") from None
+    # As arrow tables, because plain iteration would decode images and audio.
+    yield from _arrow_rows(name, table.with_format("arrow").iter(_BATCH_ROWS))
+
+
+def _hub_fault(datasets: Any, error: Exception) -> str:
+    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+        return "there is no such file here, and no such dataset on the hub that this account may read"
+    if isinstance(error, ConnectionError):
+        return f"there is no such file here, and the hub cannot be reached ({one_line(error)})"
+    return f"the hub dataset cannot be loaded ({type(error).__name__}: {one_line(error)})"
+
+
+_READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}

@@ -1,0 +1,93 @@
+"""Judges answers to reasoning-gym questions with the task's own scorer, on the item made again from its seed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from dapo.config import Extraction
+from dapo.errors import RewardError
+from dapo.rewards.extract import extract as find_answer
+
+# What a scorer raises over answers that are merely wrong: they count as wrong. Everything else that a scorer raises is
+# a reason why the answer could not be judged. Found by scoring junk with every task.
+RAISES_OVER_JUNK: dict[str, tuple[type[Exception], ...]] = {
+    "boxnet": (TypeError, AttributeError, KeyError, ValueError),  # JSON that is not the mapping it expects
+    "calendar_arithmetic": (OverflowError,),  # a number with hundreds of digits
+    "game_of_life": (KeyError,),  # a mapping in place of a list
+    "prime_factorization": (ValueError,),  # anything but factors
+    "time_intervals": (OverflowError,),
+}
+
+# What a scorer takes for right although it never is: no distance to `nan` is greater than another.
+NEVER_RIGHT = {"complex_arithmetic": re.compile("nan", re.IGNORECASE)}
+
+
+def gym_reward(
+    completion: str,
+    answer: str | None,
+    *,
+    gym: Mapping[str, Any],
+    threshold: float = 1.0,
+    extract: Sequence[Extraction] | None = None,
+) -> dict[str, Any]:
+    """The task's score for the answer in the response; the answer is right from `threshold` on.
+
+    The answer is looked for before it is scored, because most tasks give `The answer is 5` only part of the score.
+    """
+    found = find_answer(completion, extract or _policies(answer))
+    score = 0.0 if found is None else _score(found, gym)
+    return {"score": score, "acc": score >= threshold, "extracted": found}
+
+
+def _policies(answer: str | None) -> tuple[Extraction, ...]:
+    if answer is not None and "\n" in answer.strip():
+        return ("tag", "boxed", "whole")  # a grid does not fit on an answer line
+    return ("answer_line", "tag", "boxed", "last_number" if _is_number(answer) else "whole")
+
+
+def _is_number(answer: str | None) -> bool:
+    try:
+        float(answer or "")
+    except ValueError:
+        return False
+    return True
+
+
+def _score(found: str, gym: Mapping[str, Any]) -> float:
+    task = gym["task"]
+    dataset, entry = _item(task, json.dumps(gym["params"], sort_keys=True), gym["seed"], gym["index"])
+    check = hashlib.blake2b(entry["question"].encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    if check != gym["check"]:
+        raise RewardError(
+            f"gym:{task}: item {gym['index']} of seed {gym['seed']} is another question here than the one that was "
+            "asked; is it the same version of reasoning-gym?"
+        )
+    if task in NEVER_RIGHT and NEVER_RIGHT[task].search(found):
+        return 0.0
+    try:
+        # A copy, because some scorers play the answer out on the item itself.
+        return float(dataset.score_answer(found, copy.deepcopy(entry)))
+    except RAISES_OVER_JUNK.get(task, ()):
+        return 0.0
+
+
+@lru_cache(maxsize=256)
+def _item(task: str, params: str, seed: int, index: int) -> tuple[Any, dict[str, Any]]:
+    """All responses to a question are judged on one item, which can take a third of a second to make."""
+    dataset = _dataset(task, params, seed)
+    return dataset, dataset[index]
+
+
+@lru_cache(maxsize=8)
+def _dataset(task: str, params: str, seed: int) -> Any:
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise RewardError(f"gym:{task}: needs the package reasoning-gym: pip install 'dapo[gym]'") from None
+    return reasoning_gym.create_dataset(task, seed=seed, **json.loads(params))

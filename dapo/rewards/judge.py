@@ -1,0 +1,164 @@
+"""From `reward.use` to a judge: which kind each name means, where it runs, and how several become one score."""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
+from urllib.parse import urlsplit
+
+from dapo.config import RewardConfig
+from dapo.errors import RewardError
+from dapo.rewards.endpoint import EndpointJudge
+from dapo.rewards.function import DOES_NOT_APPLY, FunctionJudge, RewardFunction, to_score, unjudged
+from dapo.rewards.pool import WorkerPool
+from dapo.rewards.protocol import Judge
+from dapo.rewards.reward_model import RewardModelJudge
+from dapo.rewards.rules import RULES
+from dapo.types import Prompt, Rollout, Score
+
+AUTO = "auto"
+KINDS = f"{AUTO}, {', '.join(RULES)}, path/to/file.py:function, model:PATH or http://..."
+
+
+def build_judge(options: RewardConfig, function: RewardFunction | None = None) -> Judge:
+    """A function given as an object comes first and runs in this process; all else is named by `reward.use`."""
+    if function is not None:
+        return FunctionJudge(function, options.timeout)
+    specs = [options.use] if isinstance(options.use, str) else [*options.use]
+    for spec in specs:
+        _check(spec)
+    local = [spec for spec in specs if not _is_url(spec) and not spec.startswith("model:")]
+    with ExitStack() as opened:  # should a later one fail, those before it are closed
+        pool = WorkerPool(["math" if spec == AUTO else spec for spec in local], options) if local else None
+        if pool is not None:
+            opened.callback(pool.close)
+        judges: list[Judge] = []
+        for spec in specs:
+            judges.append(_open(spec, options, pool))
+            opened.callback(judges[-1].close)
+        opened.pop_all()
+    if isinstance(options.use, str):
+        return judges[0]
+    names = short_names(specs)
+    return WeightedSum([_Term(n, w, j) for n, w, j in zip(names, options.use.values(), judges, strict=True)])
+
+
+def _open(spec: str, options: RewardConfig, pool: WorkerPool | None) -> Judge:
+    if _is_url(spec):
+        return EndpointJudge(spec, options.timeout)
+    if spec.startswith("model:"):
+        return RewardModelJudge(spec.removeprefix("model:"), options.model)
+    assert pool is not None
+    return PooledJudge(pool, spec)
+
+
+def _is_url(spec: str) -> bool:
+    return spec.startswith(("http://", "https://"))
+
+
+def _check(spec: str) -> None:
+    """Refuse at once what is of no kind; whether a file or model is any good shows when it is opened."""
+    kind, colon, rest = spec.partition(":")
+    if kind == "python" and colon:
+        raise RewardError(
+            f"reward.use is '{spec}': the reward of this run was a Python function; pass it to Trainer again, or name "
+            "it as path/to/file.py:function"
+        )
+    if spec == AUTO or spec in RULES or ".py" in spec or (_is_url(spec) and urlsplit(spec).hostname):
+        return
+    if kind == "model" and rest:
+        return
+    close = difflib.get_close_matches(spec, [AUTO, *RULES], n=1)
+    suggestion = f"; did you mean '{close[0]}'?" if close else ";"
+    raise RewardError(f"reward.use is '{spec}', which is no judge{suggestion} expected {KINDS}")
+
+
+def short_names(specs: Sequence[str]) -> list[str]:
+    """What the terms of a sum are called in the records: short where that tells them apart, else in full."""
+    names = [_short(spec) for spec in specs]
+    count = Counter(names)
+    return [name if count[name] == 1 else spec for name, spec in zip(names, specs, strict=True)]
+
+
+def _short(spec: str) -> str:
+    if _is_url(spec):
+        return urlsplit(spec).hostname or spec
+    if spec.startswith("model:"):
+        return PurePath(spec.removeprefix("model:")).name
+    return spec.rpartition(":")[2]
+
+
+class PooledJudge:
+    """One reward that a pool's workers know. `auto`: reasoning-gym's own scorer for its questions, else math."""
+
+    def __init__(self, pool: WorkerPool, spec: str) -> None:
+        self.pool = pool
+        self.spec = spec
+
+    def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
+        by_itself = "gym" if prompt.data_source.startswith("gym:") else "math"
+        return self.pool.submit(by_itself if self.spec == AUTO else self.spec, prompt, rollouts)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    name: str
+    weight: float
+    judge: Judge
+
+
+class WeightedSum:
+    """Several judges side by side. A response that one of them cannot judge is not judged."""
+
+    def __init__(self, terms: Sequence[_Term]) -> None:
+        self.terms = terms
+
+    def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
+        total: Future[list[Score]] = Future()
+        total.set_running_or_notify_cancel()
+        lock = threading.Lock()
+        missing = len(self.terms)
+        parts = [term.judge.submit(prompt, rollouts) for term in self.terms]
+
+        def one_is_done(_: Future[list[Score]]) -> None:
+            nonlocal missing
+            with lock:
+                missing -= 1
+                is_last = missing == 0
+            if is_last:
+                columns = [part.result() for part in parts]
+                total.set_result([self._add(scores) for scores in zip(*columns, strict=True)])
+
+        for part in parts:
+            part.add_done_callback(one_is_done)
+        return total
+
+    def _add(self, scores: Sequence[Score]) -> Score:
+        value, acc, extras = 0.0, None, {}
+        own: dict[str, Any] = {}
+        for term, score in zip(self.terms, scores, strict=True):
+            if score.error == DOES_NOT_APPLY:
+                continue
+            if score.value is None:
+                return unjudged(f"{term.name}: {score.error}")
+            value += term.weight * score.value
+            own[f"score/{term.name}"] = score.value
+            acc = score.acc if acc is None else acc
+            extras = {**score.extras, **{k: v for k, v in extras.items() if v is not None}}  # the first to know a thing
+        if not own:
+            return unjudged(DOES_NOT_APPLY)
+        return replace(to_score({"score": value, "acc": acc}), extras={**extras, **own})
+
+    def close(self) -> None:
+        for term in self.terms:
+            term.judge.close()

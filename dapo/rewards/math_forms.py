@@ -1,0 +1,198 @@
+"""Reads an answer, as people and models write it, into a number, an expression, or a group of these.
+
+Everything that can be decided by looking (lists, sets, tuples, intervals, matrices, names, units, percent signs) is
+decided here, so that a computer algebra system only ever sees single expressions: what it makes of `34 35` is 69.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dapo.rewards.math_numbers import Number, read_number, read_number_words, split_tail
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """Something that has to be computed with, or plain words."""
+
+    text: str
+    mark: str = ""
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Several answers in brackets: "(" ")" tuple or open interval, "[" ")" ..., "{" "}" set, "" "" a bare list,
+    "∪" "" a union, "&" "\\\\" a matrix, whose items are rows."""
+
+    opening: str
+    closing: str
+    items: tuple[Form, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """`x = 34`, `f(2) = 17 \\cdot 2 = 34`, or a relation between expressions."""
+
+    sides: tuple[str, ...]
+    signs: tuple[str, ...]  # one fewer than sides
+    value: Form  # of the last side
+
+
+Form = Number | Expression | Group | Equation
+
+
+def read(text: str) -> Form:
+    """The structure of an answer that has been cleaned."""
+    if text.startswith("⟦") and _is_enclosed(text):
+        text = text[1:-1].strip()
+    return (
+        read_number(text)
+        or read_list(text)
+        or _read_relation(text)
+        or _read_union(text)
+        or read_number_words(text)
+        or _read_single(text)
+    )
+
+
+_OPENING, _CLOSING = "([{⦃⟦", ")]}⦄⟧"
+
+
+def split(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
+    """Cut at the separators that stand in no bracket and in no environment; brackets need not match, as in [0,1)."""
+    parts, found, depth, start = [], [], 0, 0
+    cuts = {match.start(): match for match in separator.finditer(text)}
+    if not cuts:
+        return [text], []
+    for i, character in enumerate(text):
+        if depth == 0 and i in cuts:
+            parts.append(text[start:i].strip())
+            found.append(cuts[i].group().strip())
+            start = cuts[i].end()
+        if character in _OPENING or text.startswith("\\begin", i):
+            depth += 1
+        elif character in _CLOSING or text.startswith("\\end", i):
+            depth -= 1
+    return [*parts, text[start:].strip()], found
+
+
+_COMMAS = re.compile(
+    r"(?:[,;]\s?)?(?:⟦\s?[,;]?\s?(?:and|or|und|oder)\s?⟧|(?<![a-zA-Z⟦])(?:and|or)(?![a-zA-Z⟧]))|[,;]|或|和"
+)
+
+
+def read_list(text: str) -> Form | None:
+    parts, _ = split(text, _COMMAS)
+    parts = [part for part in parts if part]
+    if len(parts) > 1:
+        return Group("", "", _members(parts))
+    if text.count("±") == 1:
+        return Group("", "", (read(text.replace("±", "+")), read(text.replace("±", "-"))))
+    return None
+
+
+def _members(parts: list[str]) -> tuple[Form, ...]:
+    """Of a list; `±1, 3` has three."""
+    found: list[Form] = []
+    for part in parts:
+        form = read(part)
+        found += form.items if isinstance(form, Group) and form.opening == "" else [form]
+    return tuple(found)
+
+
+_SIGNS = re.compile(r"[<>≤≥≠=≈]")
+_NAME = re.compile(r"(?!\\infty|\\pi)(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\{?\w+\}?)?'?(?:\([a-zA-Z]\))?$")
+_IN = re.compile(r"^(?:[a-zA-Z]|\\[a-zA-Z]+)(?:\([a-zA-Z]\))?\s?(?:∈|⟦\s?in\s?⟧)\s?")
+_TURNED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
+_INFINITE = Expression("\\infty"), Expression("-\\infty")
+
+
+def _read_relation(text: str) -> Form | None:
+    sides, signs = split(text, _SIGNS)
+    if signs and signs[0] == "≈" and not sides[0]:  # "≈ 8.24"
+        return read(sides[1]) if len(sides) == 2 else None
+    if not signs or not all(sides):
+        return None
+    if set(signs) == {"≈"}:  # the exact side is what is claimed, unless it is only a name
+        return read(sides[0] if not is_name(sides[0]) else sides[1])
+    if set(signs) <= {"=", "≈"}:
+        exact = len(sides) - 1 if "≈" not in signs else signs.index("≈")
+        return Equation(tuple(sides[: exact + 1]), tuple(signs[:exact]), read(sides[exact]))
+    return _read_interval(sides, signs) or Equation(tuple(sides), tuple(signs), read(sides[-1]))
+
+
+def is_name(text: str) -> bool:
+    return bool(_NAME.match(text))
+
+
+def is_label(text: str) -> bool:
+    """What a value may be called: x, f(x), AB, the area."""
+    return is_name(text) or bool(re.fullmatch(r"[a-zA-Z⟦⟧ ]+", text))
+
+
+def _read_interval(sides: list[str], signs: list[str]) -> Form | None:
+    """`0 ≤ x < 1` is [0,1), `x > 2` is (2,∞), `x ≠ 5` is everything around 5."""
+    if len(sides) == 2 and is_name(sides[1]) and not is_name(sides[0]) and signs[0] in _TURNED:
+        sides, signs = sides[::-1], [_TURNED[signs[0]]]
+    if len(sides) == 2 and is_name(sides[0]) and not is_name(sides[1]):
+        bound, (high, low) = read(sides[1]), _INFINITE
+        if signs[0] == "≠":
+            return Group("∪", "", (Group("(", ")", (low, bound)), Group("(", ")", (bound, high))))
+        if signs[0] in "<≤":
+            return Group("(", ")" if signs[0] == "<" else "]", (low, bound))
+        return Group("(" if signs[0] == ">" else "[", ")", (bound, high))
+    if len(sides) == 3 and is_name(sides[1]):
+        if set(signs) <= {">", "≥"}:
+            sides, signs = sides[::-1], [_TURNED[sign] for sign in signs[::-1]]
+        if set(signs) <= {"<", "≤"}:
+            brackets = ("(" if signs[0] == "<" else "["), (")" if signs[1] == "<" else "]")
+            return Group(*brackets, (read(sides[0]), read(sides[2])))
+    return None
+
+
+def _read_union(text: str) -> Form | None:
+    text = _IN.sub("", text)
+    parts, _ = split(text, re.compile("∪"))
+    if len(parts) == 1:
+        return _read_bracket(text)
+    return Group("∪", "", tuple(read(part) for part in parts))
+
+
+def _read_bracket(text: str) -> Form | None:
+    matrix = re.fullmatch(r"\\begin\s?\{([pb]?)matrix\}(.*)\\end\s?\{\1matrix\}", text, re.DOTALL)
+    if matrix:
+        rows = [row for row in matrix[2].split("\\\\") if row.strip()]
+        return Group("&", "\\\\", tuple(Group("&", "", tuple(read(c.strip()) for c in row.split("&"))) for row in rows))
+    if len(text) < 2 or text[0] not in "([{⦃" or text[-1] not in ")]}⦄" or not _is_enclosed(text):
+        return None
+    opening, closing = text[0].replace("⦃", "{"), text[-1].replace("⦄", "}")
+    parts, _ = split(text[1:-1].strip(), re.compile("[,;]"))
+    if len(parts) == 1:  # (34), [34] and {34} are 34
+        return read(parts[0]) if parts[0] else None
+    return Group(opening, closing, tuple(read(part) for part in parts) if opening != "{" else _members(parts))
+
+
+def depth(text: str) -> int:
+    """How deep the brackets are nested."""
+    now = deepest = 0
+    for character in text:
+        now += (character in _OPENING) - (character in _CLOSING)
+        deepest = max(deepest, now)
+    return deepest
+
+
+def _is_enclosed(text: str) -> bool:
+    """Whether the bracket that opens the text is the one that closes it."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character in _OPENING) - (character in _CLOSING)
+        if depth == 0:
+            return i == len(text) - 1
+    return False
+
+
+def _read_single(text: str) -> Expression:
+    core, mark, unit = split_tail(text)
+    return Expression(core.replace("⟦", " ").replace("⟧", " ").strip(), mark, unit)

@@ -1,0 +1,160 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dapo.config import Config
+from dapo.data.dataset import load_eval_sets, load_train_stream
+from dapo.errors import ConfigError, DataError
+from tests.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def config(train, *, evaluate=None, seed=0, **data):
+    data = {"train": train, "max_prompt_length": 200} | data
+    return Config.parse({"model": {"path": "m"}, "run": {"seed": seed}, "data": data, "eval": {"data": evaluate}})
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def questions(*texts, answer="1"):
+    return [{"prompt": text, "answer": answer} for text in texts]
+
+
+def texts(prompts):
+    return [prompt.messages[-1]["content"] for prompt in prompts]
+
+
+def test_text_and_messages_become_the_same_tokens_and_the_same_identity(tmp_path):
+    text = {"prompt": "two?", "answer": 2, "level": 3}
+    chat = {"prompt": [{"role": "user", "content": "two?"}], "answer": 2, "data_source": "mine"}
+    (first,) = load_train_stream(config(write(tmp_path / "a.jsonl", [text])), TOKENIZER).questions()
+    (second,) = load_train_stream(config(write(tmp_path / "b.jsonl", [chat])), TOKENIZER).questions()
+    assert TOKENIZER.decode(first.tokens) == "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"
+    assert (first.uid, first.tokens, first.messages) == (second.uid, second.tokens, second.messages)
+    assert (first.is_text, second.is_text) == (True, False)
+    assert (first.extra, first.data_source, second.data_source) == ({"level": 3}, "default", "mine")
+
+
+def test_a_batch_of_prompts_is_tokenised_as_each_would_be_alone(tmp_path):
+    rows = questions(*("x" * (i % 90) + str(i) for i in range(1100)))
+    found = load_train_stream(config(write(tmp_path / "d.jsonl", rows)), TOKENIZER).questions()
+    assert texts(found) == [row["prompt"] for row in rows]
+    for prompt in found[::97]:
+        alone = TOKENIZER.apply_chat_template(list(prompt.messages), add_generation_prompt=True, return_dict=True)
+        assert list(prompt.tokens) == alone["input_ids"]
+
+
+def test_a_model_without_chat_template_gets_the_plain_text(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    path = write(tmp_path / "d.jsonl", questions("hello"))
+    (prompt,) = load_train_stream(config(path, system_prompt="be brief"), tokenizer).questions()
+    assert tokenizer.decode(prompt.tokens) == "be brief\n\nhello"
+
+
+def test_template_and_system_prompt_reach_the_prompt(tmp_path):
+    path = write(tmp_path / "d.jsonl", questions("hello"))
+    options = {"prompt_template": "<{question}>", "system_prompt": "be brief"}
+    (prompt,) = load_train_stream(config(path, **options), TOKENIZER).questions()
+    assert [message["content"] for message in prompt.messages] == ["be brief", "<hello>"]
+    with pytest.raises(ConfigError, match=r"data\.prompt_template is 'dappo'"):
+        load_train_stream(config(path, prompt_template="dappo"), TOKENIZER)
+
+
+def test_a_row_that_the_chat_template_refuses_is_named(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].content == 'bad' %}{{ raise_exception('no\n bad') }}{% endif %}x"
+    path = write(tmp_path / "d.jsonl", questions("good", "fine", "bad"))
+    with pytest.raises(DataError, match=r"line 3: the model's chat template or tokenizer refuses .*\(no bad\)"):
+        load_train_stream(config(path), tokenizer)
+
+
+def test_repeats_conflicts_and_overlong_prompts_are_left_out_and_counted(tmp_path):
+    rows = [
+        *questions("a", "b ", "long " * 50, " b", "a"),
+        *questions("c", answer="1"),
+        *questions("c", answer=" 2"),
+        {"prompt": "d"},
+    ]
+    stream = load_train_stream(config(write(tmp_path / "d.jsonl", rows)), TOKENIZER)
+    assert texts(stream.questions()) == ["a", "b ", "d"]
+    assert stream.notes == (
+        f"{tmp_path}/d.jsonl: 8 rows, 5 distinct, 2 duplicates left out, 1 question with conflicting answers left out "
+        "(2 rows), 1 prompt over 200 tokens left out, 1 without an answer",
+    )
+
+
+def test_a_prompt_that_is_too_long_can_stop_the_run(tmp_path):
+    path = write(tmp_path / "d.jsonl", questions("a", "x" * 300))
+    with pytest.raises(
+        DataError, match=r"line 2: the prompt has 3\d\d tokens, more than data\.max_prompt_length = 200"
+    ):
+        load_train_stream(config(path, overlong_prompts="raise"), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([], r"d\.jsonl: no rows; expected one question with its answer per row"),
+        (questions("x" * 300), r"d\.jsonl: 1 row, 1 distinct, 1 prompt over 200 tokens left out; no question is left"),
+        (questions("a") + questions("a", answer="2"), r"1 question with conflicting .*\(2 rows\); no question is left"),
+        ([{"answer": 1}], r"d\.jsonl, line 1: column 'prompt' is missing"),
+    ],
+)
+def test_a_dataset_without_a_usable_question_says_why(tmp_path, rows, sentence):
+    with pytest.raises(DataError, match=sentence):
+        load_train_stream(config(write(tmp_path / "d.jsonl", rows)), TOKENIZER)
+
+
+def test_a_bad_line_stops_the_load_with_its_sentence(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"prompt": "x", "answer": 1}\noops')
+    with pytest.raises(DataError, match=r"d\.jsonl, line 2: not valid JSON"):
+        load_train_stream(config(str(tmp_path / "d.jsonl")), TOKENIZER)
+
+
+def test_sources_are_mixed_by_weight_and_share_one_memory_of_questions(tmp_path):
+    first = write(tmp_path / "a.jsonl", questions("a1", "a2", "both", "quarrel"))
+    pq.write_table(
+        pa.Table.from_pylist(questions("b1", "both") + questions("quarrel", answer="2")), tmp_path / "b.parquet"
+    )
+    stream = load_train_stream(config([first, {"path": str(tmp_path / "b.parquet"), "weight": 3.0}]), TOKENIZER)
+    assert texts(stream.questions()) == ["a1", "a2", "both", "b1"]
+    drawn = texts(stream.take(400))
+    assert drawn.count("b1") == 300 == stream.positions[1]
+    assert "1 duplicate left out, 1 question with conflicting answers left out (1 row)" in stream.notes[1]
+
+
+def test_questions_held_out_for_evaluation_are_never_drawn(tmp_path):
+    path = write(tmp_path / "d.jsonl", questions("a", "b", "c", "d"))
+    held = write(tmp_path / "e.jsonl", questions(" b\n", "c", "other", answer="9"))
+    settings = config(path, evaluate=held, prompt_template="Q: {question}")
+    sets = load_eval_sets(settings, TOKENIZER)
+    assert {name: texts(prompts) for name, prompts in sets.items()} == {"e": ["Q:  b\n", "Q: c", "Q: other"]}
+    stream = load_train_stream(settings, TOKENIZER, sets["e"])
+    assert set(texts(stream.take(40))) == {"Q: a", "Q: d"}
+    assert stream.notes == (f"{path}: 4 rows, 4 distinct, 2 questions held out for evaluation left out",)
+
+
+def test_evaluation_sets_keep_their_names_and_order_and_tell_what_they_left_out(tmp_path):
+    one = write(tmp_path / "one.jsonl", questions("a", "b", "a"))
+    two = write(tmp_path / "two.jsonl", questions("b", "c"))
+    notes = []
+    sets = load_eval_sets(config(one, evaluate={"x": [one, two], "y": two}), TOKENIZER, notes)
+    assert {name: texts(prompts) for name, prompts in sets.items()} == {"x": ["a", "b", "c"], "y": ["b", "c"]}
+    assert notes[0] == f"evaluation set x: {one}: 3 rows, 2 distinct, 1 duplicate left out"
+    assert len(notes) == 3
+    assert load_eval_sets(config(one), TOKENIZER) == {}
+
+
+def test_size_is_the_first_rows_and_another_dataset_is_another_digest(tmp_path):
+    path = write(tmp_path / "d.jsonl", questions("a", "b", "c"))
+    whole, part = (load_train_stream(config({"path": path, **size}), TOKENIZER) for size in ({}, {"size": 2}))
+    assert texts(part.questions()) == ["a", "b"]
+    assert whole.digest() != part.digest()
+    assert whole.digest() == load_train_stream(config(path, seed=5), TOKENIZER).digest()

@@ -1,0 +1,151 @@
+import json
+import re
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dapo.config import Source
+from dapo.data.readers import read_rows
+from dapo.errors import DataError
+
+
+def rows(path, **options):
+    return list(read_rows(Source(path=str(path), **options)))
+
+
+def test_a_jsonl_row_comes_with_its_line(tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n\n{"a": "\xc3\xa9\xe2\x80\xa8"}\r\n')
+    assert rows(tmp_path / "d.jsonl") == [
+        (f"{tmp_path}/d.jsonl, line 1", {"a": 1}),
+        (f"{tmp_path}/d.jsonl, line 3", {"a": "é\u2028"}),
+    ]
+
+
+def test_parquet_rows_are_numbered_across_batches_and_keep_their_nesting(tmp_path):
+    table = pa.table({"n": list(range(3000)), "deep": [{"x": [i, None]} for i in range(3000)]})
+    pq.write_table(table, tmp_path / "d.parquet", row_group_size=700)
+    found = rows(tmp_path / "d.parquet")
+    assert [where for where, _ in found] == [f"{tmp_path}/d.parquet, row {i}" for i in range(1, 3001)]
+    assert [row for _, row in found] == [{"n": i, "deep": {"x": [i, None]}} for i in range(3000)]
+
+
+def test_a_glob_reads_its_files_in_the_order_of_their_names_and_size_counts_rows(tmp_path):
+    for name in ("b.jsonl", "a.json"):
+        (tmp_path / name).write_text(f'{{"file": "{name}", "row": 1}}\n{{"file": "{name}", "row": 2}}\n')
+    pq.write_table(pa.table({"file": ["c"], "row": [1]}), tmp_path / "c.parquet")
+    assert [row["file"] for _, row in rows(tmp_path / "*")] == ["a.json", "a.json", "b.jsonl", "b.jsonl", "c"]
+    assert [row["row"] for _, row in rows(tmp_path / "*", size=3)] == [1, 2, 1]
+
+
+def test_a_file_whose_name_has_glob_characters_is_that_file(tmp_path):
+    (tmp_path / "d[1].jsonl").write_text('{"a": 1}')
+    assert [row for _, row in rows(tmp_path / "d[1].jsonl")] == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (b'{"a": 1', r"line 2: not valid JSON \(.* at column 8\); expected one object per line"),
+        (b"[1, 2]", r"line 2: expected a JSON object, found list"),
+        (b'{"a": "\xff"}', r"line 2: not UTF-8 text \(byte 8 of the line\)"),
+        (b'{"a": ' + b"9" * 5000 + b"}", r"line 2: not JSON that can be read"),
+        (b"[" * 100_000, r"line 2: not JSON that can be read"),
+    ],
+)
+def test_a_bad_line_is_handed_on_as_its_sentence_and_reading_goes_on(tmp_path, line, sentence):
+    (tmp_path / "d.jsonl").write_bytes(b'{"a": 0}\n' + line + b'\n{"a": 2}\n')
+    (_, first), (_, error), (_, last) = rows(tmp_path / "d.jsonl")
+    assert (first, last) == ({"a": 0}, {"a": 2})
+    assert isinstance(error, DataError)
+    assert re.search(sentence, str(error)) and "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("gone.jsonl", r"gone\.jsonl: cannot be read \(no such file\); relative paths start at the working directory"),
+        ("gone-*.jsonl", r"gone-\*\.jsonl: no file matches; relative paths"),
+        ("folder", r"folder: is a folder; name its files, for example .*folder/\*\.parquet"),
+        ("d.csv", r"d\.csv: is no dataset that can be read; expected a name that ends in \.jsonl, \.json, \.parquet"),
+        ("text.parquet", r"text\.parquet: not a parquet file that can be read \(.*"),
+        ("cut.parquet", r"cut\.parquet: not a parquet file that can be read \(.*"),
+        ("empty.parquet", r"empty\.parquet: not a parquet file that can be read \(.*"),
+    ],
+)
+def test_a_file_that_cannot_be_read_gets_one_sentence(tmp_path, name, sentence):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "d.csv").write_text("a,b")
+    (tmp_path / "text.parquet").write_text("not at all parquet, but long enough to be one")
+    (tmp_path / "empty.parquet").touch()
+    pq.write_table(pa.table({"a": list(range(100))}), tmp_path / "whole.parquet")
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "whole.parquet").read_bytes()[:-20])
+    with pytest.raises(DataError, match=sentence) as caught:
+        rows(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_relative_name_with_a_data_suffix_is_never_looked_for_on_the_hub():
+    for path in ("data/train.jsonl", "data/train.csv", "./data", "a/b/c", "train"):
+        with pytest.raises(DataError, match="no such file"):
+            rows(path)
+
+
+def test_a_file_takes_no_params(tmp_path):
+    (tmp_path / "d.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"d\.jsonl: a file takes no params, found 'split'"):
+        rows(tmp_path / "d.jsonl", params={"split": "train"})
+
+
+def test_a_value_that_python_cannot_hold_is_refused_with_its_rows(tmp_path):
+    table = pa.table({"t": pa.array([0, 2**62], pa.timestamp("ms"))})
+    pq.write_table(table, tmp_path / "d.parquet")
+    with pytest.raises(DataError, match=r"d\.parquet, rows 1 to 2: hold a value that cannot be read"):
+        rows(tmp_path / "d.parquet")
+
+
+def test_a_hub_dataset_is_read_with_its_name_split_and_revision(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return datasets.Dataset.from_list([{"question": "1+1", "answer": "2"}, {"question": "2+2", "answer": "4"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = rows("openai/gsm8k", params={"name": "main", "revision": "abc"}, size=1)
+    assert found == [("openai/gsm8k (main, train), row 1", {"question": "1+1", "answer": "2"})]
+    assert asked == [(("openai/gsm8k", "main"), {"split": "train", "revision": "abc"})]
+    with pytest.raises(DataError, match="openai/gsm8k: unknown params key 'subset'; a hub dataset takes name, split"):
+        rows("openai/gsm8k", params={"subset": "main"})
+
+
+def test_every_way_in_which_the_hub_fails_is_one_sentence(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def failing(error):
+        def load_dataset(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+    failing(ConnectionError("Couldn't reach 'a/b' on the Hub\nand more"))
+    with pytest.raises(DataError, match=r"a/b \(train\): there is no such file here, and the hub cannot be reached"):
+        rows("a/b")
+    failing(datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist"))
+    with pytest.raises(DataError, match="there is no such file here, and no such dataset on the hub"):
+        rows("a/b")
+    failing(ValueError("Unknown split \"x\".\nShould be one of ['train']."))
+    with pytest.raises(DataError, match=r"a/b \(x\): the hub dataset cannot be loaded \(ValueError: Unknown split"):
+        rows("a/b", params={"split": "x"})
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"a/b: .*needs the package `datasets`: pip install 'dapo\[hub\]'"):
+        rows("a/b")
+
+
+def test_jsonl_is_read_line_by_line(tmp_path):
+    # A bad line far down does not keep the first rows from being read.
+    (tmp_path / "d.jsonl").write_text("\n".join([json.dumps({"i": i}) for i in range(5)] + ["oops"]))
+    reader = read_rows(Source(path=str(tmp_path / "d.jsonl")))
+    assert next(reader)[1] == {"i": 0}

@@ -1,0 +1,67 @@
+"""A run directory with checkpoints as a trainer leaves it, for tests of what comes after training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo.config import Config
+from dapo.model.loading import load_model
+from dapo.model.lora import add_adapters
+from dapo.policy import checkpoint
+from dapo.policy.checkpoint import TrainerState
+from dapo.policy.policy import Policy
+from dapo.store.database import RunDatabase
+from tests.tiny import save_tiny
+
+IDS = torch.tensor([[1, 40, 50, 60, 70, 80]])
+
+
+class SavedRun:
+    """A run directory as a trainer leaves it, without the training: weights move by themselves."""
+
+    def __init__(self, folder: Path, rank: int = 0, targets: Any = "all-linear", **sections: dict[str, Any]) -> None:
+        save_tiny(folder / "model")
+        lora = {"rank": rank, "target_modules": targets}
+        values: dict[str, dict[str, Any]] = {
+            "run": {"dir": str(folder), "name": "run", "steps": 9, "store_tokens": "none"},
+            "model": {"path": str(folder / "model"), "device": "cpu", "lora": lora},
+            "data": {"train": "questions.jsonl"},
+            **sections,
+        }
+        self.config = Config.parse(values)
+        self.path = self.config.run_dir
+        self.folder = self.path / "checkpoints"
+        loaded = load_model(self.config.model)
+        self.tokenizer = loaded.tokenizer
+        torch.manual_seed(1)
+        model = add_adapters(loaded.model, self.config.model.lora) if rank else loaded.model
+        self.policy = Policy(model, self.config)
+        self.path.mkdir()
+        (self.path / "config.yaml").write_text(self.config.to_yaml())
+        RunDatabase.create(self.path / "run.db", self.config.to_yaml(), {"torch": torch.__version__}).close()
+
+    @torch.no_grad()
+    def move(self) -> None:
+        for parameter in self.policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+    def save(self, step: int, best: int | None = None) -> None:
+        state = TrainerState(
+            step=step, version=step, positions=[0], data_digest="", next_serial=0, recent=[], empty_in_a_row=0,
+            non_finite_in_a_row=0, considered=0, ledger={}, carried=[],
+        )  # fmt: skip
+        checkpoint.save(self.folder, state, self.policy, self.tokenizer, best)
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*"))
+
+    def logits(self) -> torch.Tensor:
+        """Of the model as it is in memory, adapters on, through transformers' own attention."""
+        self.policy.causal_lm.set_attn_implementation("eager")
+        with torch.no_grad():
+            return self.policy.model(IDS).logits
