@@ -32,6 +32,7 @@ OPTIONAL = {
     "ray": "trains on a cluster",
     "math-verify": "judges mathematical answers",
     "reasoning-gym": "generates tasks",
+    "datasets": "reads datasets from the hub",
 }
 GIB = 1 << 30
 # Training SmolLM2-135M in float32: weights, gradients and two moments are 2.2 GB, and a step works in about as much.

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config import Config
+from dapo.data.readers import GYM, find_files
+from dapo.errors import DataError
 
 _GIB = 2**30
 
 
 def plan_text(config: Config) -> str:
-    return "\n".join([*_token_lines(config), *_memory_lines(config)])
+    return "\n".join([*_token_lines(config), *_memory_lines(config), *_missing_lines(config)])
 
 
 def _token_lines(config: Config) -> list[str]:
@@ -59,6 +61,24 @@ def _memory_lines(config: Config) -> list[str]:
         f"  memory    about {total:.1f} GiB and the activations of a micro-batch: {listed} "
         f"({parameters / 1e6:.0f}M parameters)"
     ]
+
+
+def _missing_lines(config: Config) -> list[str]:
+    """Files that are named and are not there: a run would stop over them."""
+    sources = [*config.data.train, *(source for members in (config.eval.data or {}).values() for source in members)]
+    missing = []
+    for source in sources:
+        try:
+            if not source.path.startswith(GYM):
+                find_files(source.path)
+        except DataError as error:
+            missing.append(str(error))
+    judges = [config.reward.use] if isinstance(config.reward.use, str) else [*config.reward.use]
+    for judge in judges:
+        file = judge.rpartition(":")[0]
+        if file.endswith(".py") and not Path(file).is_file():
+            missing.append(f"reward.use: there is no file {file}; relative paths start at the working directory")
+    return [f"  missing   {sentence}" for sentence in dict.fromkeys(missing)]
 
 
 def _is_float32(config: Config) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from dapo.config import Config
+from dapo.store.database import RunDatabase
 from tests import runs
 
 ROOT = Path(__file__).parent.parent
@@ -36,8 +37,8 @@ def test_training_prints_each_step_and_a_before_and_after_table(finished):
     lines = done.stdout.splitlines()
     assert any(line.split()[:1] == ["1"] and "4 kept" in line for line in lines)
     assert any(line.split()[:1] == ["2"] and "4 kept" in line for line in lines)
-    assert "48 fresh samples before and after" in done.stdout
-    assert "mean reward" in done.stdout
+    assert "6 questions x 8 fresh samples, before and after" in done.stdout
+    assert all(figure in done.stdout for figure in ("reward", "avg@8", "points ["))
     assert "2 steps," in done.stdout
 
 
@@ -100,7 +101,12 @@ def test_dry_run_prints_the_resolved_configuration_and_the_plan_and_writes_nothi
         (["data.trian_batch_size=3"], "unknown key 'data.trian_batch_size'; did you mean 'data.train_batch_size'?"),
         (["data.train_batch_size=many"], "'data.train_batch_size' is 'many'"),
         (["data.train=gone.jsonl"], "gone.jsonl: cannot be read"),
-        (["data.max_prompt_length=5"], "more than data.max_prompt_length = 5"),
+        (["data.max_prompt_length=5"], "6 prompts over 5 tokens left out; no question is left"),
+        (["data.max_prompt_length=5", "data.overlong_prompts=raise"], "more than data.max_prompt_length = 5"),
+        (["data.train=gym:gdc"], "no such task in reasoning-gym; did you mean 'gcd'?"),
+        (["data.prompt_template=daop"], "expected text that holds {question}, or the name of a template"),
+        (["reward.use=maths"], "which is no judge; did you mean 'math'?"),
+        (["eval.best_metric=data/avg@3"], "eval.best_metric needs an evaluation"),
         (["reward.length_shaping=buffer", "reward.overlong_buffer.len=8"], "reward.overlong_buffer.len is 8"),
         (["reward.use=gone.py:reward"], "there is no file gone.py"),
         (["model.path=./no/such/model"], "./no/such/model"),
@@ -131,3 +137,50 @@ def test_an_empty_dataset_and_a_run_without_database(tmp_path):
     assert (done.returncode, "no rows" in done.stderr) == (2, True)
     done = dapo("metrics", tmp_path / "nowhere")
     assert (done.returncode, "there is no run database here" in done.stderr) == (2, True)
+
+
+def test_a_run_and_its_base_model_are_evaluated_side_by_side_and_every_sample_is_kept(finished, tmp_path):
+    folder, _ = finished
+    run, base = folder / "runs" / "recipe", folder / "model"
+    options = ["--data", folder / "data.jsonl", "--k", "4", "--out", tmp_path / "eval", "--json", tmp_path / "all.json"]
+    done = dapo("eval", base, run, f"{run}@2", *options, "eval.temperature=0.7")
+    assert done.returncode == 0, done.stderr
+    assert "data: 6 problems x 4 samples" in done.stdout
+    assert "difference to model" in done.stdout
+    models = json.loads((tmp_path / "all.json").read_text())["sets"]["data"]["models"]
+    assert [model["model"] for model in models] == ["model", "recipe@2", "recipe@2-2"]
+    assert models[1]["metrics"] == models[2]["metrics"]  # the same weights, questions and random numbers
+    with RunDatabase.open_readonly(tmp_path / "eval" / "recipe@2" / "run.db") as database:
+        (recorded,) = database.evals()
+    assert recorded["metrics"]["avg@4"] == models[1]["metrics"]["avg@4"]
+    assert "evaluation of data at step 2: avg@4" in dapo("metrics", tmp_path / "eval" / "recipe@2").stdout
+
+
+def test_data_check_counts_repeats_and_bad_rows_and_exits_with_1(tmp_path):
+    rows = [{"question": "2+2?", "answer": "4"}, {"question": "2+2?", "answer": "4"}, {"question": "3?"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    done = dapo("data", "check", path)
+    assert done.returncode == 1
+    assert "rows.jsonl, line 3: column 'answer' is missing" in " ".join(done.stdout.split())
+    path.write_text("\n".join(map(json.dumps, rows[:2])))
+    done = dapo("data", "check", path, "--reward", "integer")
+    assert (done.returncode, "the judge can read 1 of 1 answers" in done.stdout) == (0, True)
+    done = dapo("data", "check", path, "--reward", "maths")
+    assert (done.returncode, "did you mean 'math'?" in done.stderr) == (2, True)
+
+
+def test_data_prepare_writes_what_the_recipe_names(tmp_path):
+    rows = [{"question": "How many?", "answer": "Six and six.\n#### 12"}] * 2
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = dapo("data", "prepare", "gsm8k", "--from", tmp_path / "mine.jsonl", "--to", tmp_path / "data")
+    assert (done.returncode, "1 questions (2 rows" in done.stdout) == (0, True), done.stdout
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: {{path: m}}\ndata: {{train: {tmp_path}/data/gsm8k.parquet}}")
+    assert "missing" not in dapo("train", recipe, "--dry-run").stdout
+    (tmp_path / "data" / "gsm8k.parquet").unlink()
+    assert "`dapo data prepare gsm8k` writes it" in dapo("train", recipe, "--dry-run").stdout
+
+
+def test_the_version_is_printed():
+    assert dapo("--version").stdout == "dapo 0.1.0\n"

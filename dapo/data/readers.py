@@ -18,6 +18,7 @@ from dapo.config import Source
 from dapo.errors import DataError
 
 GYM = "gym:"
+PREPARED = ("dapo-math-17k", "aime-2024", "gsm8k", "math")  # what `dapo data prepare` knows
 
 # A row that cannot be read is handed on as its error, so that a check can go on past it.
 RawRow = tuple[str, Mapping[str, Any] | DataError]
@@ -29,7 +30,7 @@ _BATCH_ROWS = 1024
 
 def read_rows(source: Source) -> Iterator[RawRow]:
     """The rows of a dataset in their order, at most `size` of them."""
-    files = _files(source.path)
+    files = find_files(source.path)
     if files is None:
         rows = _read_hub(source)
     elif source.params:
@@ -44,7 +45,7 @@ def one_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _files(path: str) -> list[Path] | None:
+def find_files(path: str) -> list[Path] | None:
     """The files that a path or glob names; None for what can only be a dataset on the hub."""
     expanded = Path(path).expanduser()
     if expanded.is_dir():
@@ -58,7 +59,11 @@ def _files(path: str) -> list[Path] | None:
         return found
     if _is_hub_id(path):
         return None
-    raise DataError(f"{path}: cannot be read (no such file); relative paths start at the working directory")
+    stem = expanded.stem.removesuffix("-test")
+    remedy = (
+        f"`dapo data prepare {stem}` writes it" if stem in PREPARED else "relative paths start at the working directory"
+    )
+    raise DataError(f"{path}: cannot be read (no such file); {remedy}")
 
 
 def _is_hub_id(path: str) -> bool:

@@ -31,8 +31,10 @@ def test_a_longer_response_never_gains(length):
 
 @pytest.mark.parametrize(
     ("length", "is_cut_off", "share"),
-    [(1, False, 0), (150, False, 0), (160, False, 0.1), (175, False, 0.25), (200, False, 0.5), (900, False, 0.5)]
-    + [(100, True, 0.2), (175, True, 0.45), (900, True, 0.7)],
+    [
+        *((1, False, 0), (150, False, 0), (160, False, 0.1), (175, False, 0.25), (200, False, 0.5), (900, False, 0.5)),
+        *((100, True, 0.2), (175, True, 0.45), (900, True, 0.7)),
+    ],
 )
 @pytest.mark.parametrize("reward", [1.0, -1.0, 0.25, 0.0])
 def test_past_the_target_length_a_share_of_the_reward_is_lost_always_downwards(reward, length, is_cut_off, share):

@@ -6,7 +6,8 @@ import pytest
 
 from dapo.config import Config
 from dapo.data.dataset import load_train_stream
-from dapo.data.prepare import prepare
+from dapo.data.prepare import KNOWN, prepare
+from dapo.data.readers import PREPARED, find_files
 from dapo.errors import DataError
 from tests.tiny import tiny_tokenizer
 
@@ -161,3 +162,11 @@ def test_an_unknown_name_lists_those_there_are(tmp_path):
         DataError, match="gsm9k: not a dataset that can be prepared; there are dapo-math-17k, aime-2024"
     ):
         prepare("gsm9k", None, tmp_path)
+
+
+def test_a_missing_file_that_prepare_would_write_is_answered_with_the_command():
+    assert set(KNOWN) == set(PREPARED)
+    with pytest.raises(DataError, match="no such file.*`dapo data prepare gsm8k` writes it"):
+        find_files("data/gsm8k-test.parquet")
+    with pytest.raises(DataError, match="relative paths start at the working directory"):
+        find_files("data/gsm9k.parquet")

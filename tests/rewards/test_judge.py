@@ -8,7 +8,9 @@ from threading import Thread
 
 import pytest
 
-from dapo.config import RewardConfig
+from dapo.config import RewardConfig, Source
+from dapo.data.gym import Gym
+from dapo.data.wording import Wording
 from dapo.errors import RewardError
 from dapo.rewards.judge import build_judge, short_names
 from dapo.types import Prompt
@@ -117,12 +119,16 @@ def test_an_async_response_that_is_late_dies_or_blocks_the_loop_costs_itself(pat
 
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs reasoning-gym")
 def test_auto_judges_gym_questions_by_their_own_scorer_and_others_by_math():
-    gym = Prompt("g", PROMPT.messages, (1,), answer="5", extra={"gym": {"task": "no_such_task"}})
-    rollout = [make.rollout([1], text="Answer: 5")]
+    item = Gym(Source(path="gym:gcd"), (0,)).question(0, Wording())
+    # The scorer makes the item again and goes by its answer; what the prompt says, math goes by.
+    gym = Prompt("g", item.messages, (1,), answer="5", data_source=item.data_source, extra=item.extra)
+    assert item.answer != "5"
+    texts = [f"Answer: {item.answer}", "Answer: 5"]
     with closing(build_judge(options("auto"))) as judge:
-        by_gym, by_math = judge.submit(gym, rollout), judge.submit(PROMPT, rollout)
-        assert by_math.result(timeout=60)[0].acc is True
-        assert by_gym.result(timeout=60)[0].error.startswith("KeyError")
+        rollouts = [make.rollout([1], text=text, index=i) for i, text in enumerate(texts)]
+        by_gym, by_math = judge.submit(gym, rollouts), judge.submit(PROMPT, rollouts)
+        assert [score.acc for score in by_gym.result(timeout=60)] == [True, False]
+        assert [score.acc for score in by_math.result(timeout=60)] == [False, True]
 
 
 def test_a_weighted_sum_adds_up_and_keeps_every_term(path):
