@@ -3,8 +3,8 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-# Before torch is imported: its threads otherwise spin for milliseconds whenever they wait, and with anything else running
-# on the same cores (the processes that judge, a second run, a browser) the whole program becomes ten times slower.
+# Before torch is imported: its threads otherwise spin for milliseconds whenever they wait, and with anything else on the
+# same cores (the processes that judge, a second run, a browser) the whole program becomes ten times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 from dapo.config import Config

@@ -253,7 +253,8 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
         "reward.length_shaping=buffer", "reward.overlong_buffer.len=2", "data.gen_batch_size=3", "eval.k=2",
         "algorithm.filter_groups.max_num_gen_batches=1",  # 3 of 4 groups at most: the rounds are used up
     ]  # fmt: skip
-    config = Config.load(runs.recipe(tmp_path, reward=SELDOM_EQUAL), [*everything, f"eval.data={tmp_path}/data.jsonl"])
+    (tmp_path / "other.jsonl").write_text('{"prompt": "another question", "answer": 1}', encoding="utf-8")
+    config = Config.load(runs.recipe(tmp_path, reward=SELDOM_EQUAL), [*everything, f"eval.data={tmp_path}/other.jsonl"])
     reads: set[tuple[type, str]] = set()
 
     def reading(self: Section, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo import Config, Trainer
 from dapo.algorithm.filtering import GroupRules, form_group
-from dapo.errors import CheckpointError, TrainingStopped
+from dapo.errors import CheckpointError, ConfigError, RewardError, TrainingStopped
 from dapo.policy import checkpoint
 from dapo.store.database import RunDatabase
 from dapo.types import CARRIED
@@ -146,10 +147,11 @@ def test_ctrl_c_finishes_the_step_saves_and_exits_130(tmp_path):
         "def reward(completion, answer, **row):",
         "import os, signal\ncalls = 0\n"
         "def reward(completion, answer, **row):\n    global calls\n    calls += 1\n"
-        "    if calls == 30:\n        os.kill(os.getpid(), signal.SIGINT)",
+        "    if calls == 30:\n        os.kill(os.getppid(), signal.SIGINT)",
     )
     recipe = runs.recipe(tmp_path, reward=interrupting)
     command = [sys.executable, "-m", "dapo", "train", str(recipe), "run.name=stopped", "run.save_every=0"]
+    command.append("reward.workers=1")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
@@ -310,7 +312,7 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
     with pytest.raises(CheckpointError, match="holds a run already; go on with --resume"):
         Trainer(config)
     other = runs.load(tmp_path, "run.steps=2", "run.seed=1")
-    with pytest.raises(CheckpointError, match=r"holds another run: its run.seed is 0, here it is 1"):
+    with pytest.raises(CheckpointError, match=r"holds another run: its run.seed is 5, here it is 1"):
         Trainer(other, resume=True)
 
 
@@ -319,7 +321,7 @@ def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
     config = runs.load(tmp_path, "run.steps=2")
     with (tmp_path / "data.jsonl").open("a") as file:
         file.write('\n{"prompt": "one more", "answer": 1}')
-    with pytest.raises(CheckpointError, match=r"data\.jsonl: is not what .* was trained on so far"):
+    with pytest.raises(CheckpointError, match=r"the questions are not those that .* was trained on so far"):
         Trainer(config, resume=True)
 
 
@@ -403,3 +405,67 @@ def test_nothing_depends_on_the_clock_or_on_hash_randomisation(tmp_path):
         )
         assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "runs" / "one", tmp_path / "runs" / "two", step=3)
+
+
+def sets(folder: Path) -> dict[str, str]:
+    """Two sets to evaluate on; the second holds two of the training questions."""
+    rows = {"easy": ["other", "another"], "hard": ["question x", "question xx", "yet another"]}
+    for name, prompts in rows.items():
+        lines = [json.dumps({"prompt": prompt, "answer": i}) for i, prompt in enumerate(prompts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return {name: str(folder / f"{name}.jsonl") for name in rows}
+
+
+def test_every_set_is_evaluated_and_its_questions_are_never_trained_on(tmp_path):
+    config = runs.load(tmp_path, "run.steps=3", eval={"k": 2, "every": 2, "data": sets(tmp_path)})
+    result = train(config)
+    assert [report.name for report in result.before] == [report.name for report in result.after] == ["easy", "hard"]
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        done = [(row["step"], row["name"]) for row in database.evals()]
+        asked = {group["messages"][0]["content"] for group in database.groups()}
+        notes = [event["message"] for event in database.events() if event["kind"] == "data"]
+    assert done == [(step, name) for step in (0, 2, 3) for name in ("easy", "hard")]
+    assert asked == {f"question {'x' * i}" for i in (0, 3, 4, 5)}
+    assert any("2 questions held out for evaluation left out" in note for note in notes)
+
+
+def test_the_best_checkpoint_by_the_named_figure_is_kept_beside_the_newest_two(tmp_path):
+    options = {"k": 4, "every": 1, "data": sets(tmp_path), "best_metric": "hard/reward/mean"}
+    config = runs.load(tmp_path, "run.steps=7", "run.save_every=1", "optim.lr=1e-2", eval=options)
+    train(config)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        figures = {e["step"]: e["metrics"]["reward/mean"] for e in database.evals() if e["name"] == "hard"}
+    best = max((value, -step) for step, value in figures.items() if step > 0)
+    kept = {int(path.name.removeprefix("step_")) for path in (config.run_dir / "checkpoints").glob("step_*")}
+    assert kept == {-best[1], 6, 7}
+    assert -best[1] < 6, "this test needs a best step that would otherwise be gone"
+    marked = checkpoint.best(config.run_dir / "checkpoints")
+    assert (marked.step, marked.value) == (-best[1], best[0])
+
+
+def test_a_figure_that_is_not_there_stops_the_run_before_its_first_step_with_those_that_are(tmp_path):
+    config = runs.load(tmp_path, eval={"k": 2, "data": sets(tmp_path), "best_metric": "hard/avg@3"})
+    with pytest.raises(ConfigError, match=r"there is no 'hard/avg@3'; there are: .*hard/avg@2"):
+        train(config)
+
+
+def test_with_the_ledger_a_resumed_run_draws_the_same_prompts(tmp_path):
+    ledger = {"ledger": {"enable": True, "explore": 0.3}}
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=8", algorithm=ledger)
+    train(whole)
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=4", algorithm=ledger))
+    parts = runs.load(tmp_path, "run.name=parts", "run.steps=8", algorithm=ledger)
+    train(parts, resume=True)
+    assert_same_run(whole.run_dir, parts.run_dir, 8)
+    assert sum(step["groups/skipped"] for step in runs.figures(whole.run_dir)[4:]) > 0
+
+
+def test_a_reward_given_as_an_object_is_named_in_the_configuration_and_cannot_be_taken_for_the_recipe_s(tmp_path):
+    def by_length(completion):
+        return len(completion) % 3
+
+    config = runs.load(tmp_path, "run.steps=1")
+    Trainer(config, by_length).run()
+    assert Config.load(config.run_dir / "config.yaml").reward.use == "python:by_length"
+    with pytest.raises(RewardError, match="was a Python function; pass it to Trainer again"):
+        Trainer(Config.load(config.run_dir / "config.yaml", ["run.steps=2"]), resume=True)

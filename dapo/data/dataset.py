@@ -100,7 +100,8 @@ class _Loader:
             story.append(f"{unanswered:,} without an answer")
         self.notes.append(", ".join(story))
         if not kept:
-            raise DataError(f"{', '.join(story)}; no question is left")
+            remedy = "; without eval.data the training questions are evaluated" if agreed and not questions else ""
+            raise DataError(f"{', '.join(story)}; no question is left{remedy}")
         return kept
 
     def endless(self, index: int, source: Source) -> GymDeck:

@@ -166,7 +166,7 @@ def test_an_unknown_name_lists_those_there_are(tmp_path):
 
 def test_a_missing_file_that_prepare_would_write_is_answered_with_the_command():
     assert set(KNOWN) == set(PREPARED)
-    with pytest.raises(DataError, match="no such file.*`dapo data prepare gsm8k` writes it"):
+    with pytest.raises(DataError, match=r"no such file.*`dapo data prepare gsm8k` writes it"):
         find_files("data/gsm8k-test.parquet")
     with pytest.raises(DataError, match="relative paths start at the working directory"):
         find_files("data/gsm9k.parquet")

@@ -56,38 +56,64 @@ class ResponseCache:
         self.storage = self.storage.new_empty(shape)
 
 
-class DecodeAttention:
-    """One new token per active response: it sees the shared prompt and the response's own earlier tokens."""
+class PromptStack:
+    """Several prompts side by side, per layer keys and values [prompts, Hkv, longest, D]: one product serves them all."""
 
-    def __init__(
-        self,
-        cache: ResponseCache,
-        lengths_B: Tensor,
-        families: Sequence[tuple[SharedPrompt, Tensor]],
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, prompts: Sequence[SharedPrompt], dtype: torch.dtype) -> None:
+        self.prompts = tuple(prompts)
+        self.span = max(prompt.length for prompt in prompts)
+        layers = range(len(prompts[0].keys))
+        self.keys = [self._stacked([prompt.keys[layer] for prompt in prompts], dtype) for layer in layers]
+        self.values = [self._stacked([prompt.values[layer] for prompt in prompts], dtype) for layer in layers]
+
+    def _stacked(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        if len(parts) == 1:
+            return parts[0][None].to(dtype)
+        kv_heads, _, head_dim = parts[0].shape
+        stack = torch.zeros(len(parts), kv_heads, self.span, head_dim, dtype=dtype, device=parts[0].device)
+        for place, part in enumerate(parts):
+            stack[place, :, : part.shape[1]] = part
+        return stack
+
+
+class DecodeAttention:
+    """One new token per active response: it sees the shared prompt and the response's own earlier tokens.
+
+    The responses to a prompt are the rows of one product with its keys. Prompts with fewer responses than the most have
+    empty rows, so that all prompts are one batched product, whatever their number.
+    """
+
+    def __init__(self, cache: ResponseCache, stack: PromptStack, lengths_B: Tensor, prompts: Sequence[int]) -> None:
+        """`prompts`: for each response the place of its prompt in the stack."""
         device = lengths_B.device
         _, _, _, kv_heads, capacity, _ = cache.storage.shape
         self.storage = cache.storage
-        self.batch = len(lengths_B)
+        self.stack = stack
+        self.batch = len(prompts)
         self.span = int(lengths_B.max()) + 1
-        self.prompt_span = max(prompt.length for prompt, _ in families)
-        # Each prompt with the rows that continue it; a slice where those are all rows spares gathering them.
-        self.families = [(p, slice(None) if len(rows) == self.batch else rows) for p, rows in families]
+        members = [0] * len(stack.prompts)
+        rows = []
+        for prompt in prompts:
+            rows.append(members[prompt])
+            members[prompt] += 1
+        self.rows = max(members)  # per prompt
+        # Where each response stands among prompts * rows; None where that is its own place anyway.
+        places = [prompt * self.rows + row for prompt, row in zip(prompts, rows, strict=True)]
+        self.rows_B = None if len(members) == 1 else torch.tensor(places, device=device)
         heads = torch.arange(self.batch * kv_heads, device=device)
         # Where the new token's keys go in one layer's storage seen as [slots * Hkv * capacity, D].
         self.places = heads * capacity + lengths_B.repeat_interleave(kv_heads)
-        # Scores and sums in float32 at least, as the training kernels have them.
-        self.bias = self._bias(lengths_B, families, torch.promote_types(dtype, torch.float32))
+        prompt_lengths = [stack.prompts[prompt].length for prompt in prompts]
+        self.bias = self._bias(lengths_B, torch.tensor(prompt_lengths, device=device))
 
-    def _bias(self, lengths_B: Tensor, families: Sequence[tuple[SharedPrompt, Tensor]], dtype: torch.dtype) -> Tensor:
+    def _bias(self, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
         """[B, 1, 1, prompt span + own span]: -inf beyond the prompt's end, and beyond the row's own tokens."""
-        bias = torch.zeros(self.batch, 1, 1, self.prompt_span + self.span, dtype=dtype, device=lengths_B.device)
-        unseen = torch.arange(self.span, device=lengths_B.device)[None, :] > lengths_B[:, None]
-        bias[:, 0, 0, self.prompt_span :].masked_fill_(unseen, float("-inf"))
-        for prompt, rows in families:
-            bias[rows, :, :, prompt.length : self.prompt_span] = float("-inf")
-        return bias
+        device = lengths_B.device
+        beyond = torch.arange(self.stack.span, device=device)[None, :] >= prompt_lengths_B[:, None]
+        unseen = torch.arange(self.span, device=device)[None, :] > lengths_B[:, None]
+        hidden = torch.cat([beyond, unseen], dim=1)[:, None, None]
+        dtype = self.stack.keys[0].dtype
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         keys, values = self.storage[:, layer]
@@ -95,30 +121,30 @@ class DecodeAttention:
         for cached, new in ((keys, key), (values, value)):
             cached.view(-1, head_dim).index_copy_(0, self.places, new[0].transpose(0, 1).reshape(-1, head_dim))
         groups = query.shape[1] // kv_heads
-        narrow, wide = query.dtype, self.bias.dtype
+        narrow, wide, span = query.dtype, self.bias.dtype, self.stack.span
         query = (query[0].transpose(0, 1).to(wide) * scale).reshape(self.batch, kv_heads, groups, head_dim)
         own_keys = keys[: self.batch, :, : self.span].to(wide)
         own_values = values[: self.batch, :, : self.span].to(wide)
 
-        scores = query.new_empty(self.batch, kv_heads, groups, self.prompt_span + self.span)
-        scores[..., self.prompt_span :] = query @ own_keys.transpose(2, 3)
-        for prompt, rows in self.families:
-            shared = _rows_to_heads(query[rows]) @ prompt.keys[layer].to(wide).transpose(1, 2)
-            scores[rows, :, :, : prompt.length] = _heads_to_rows(shared, groups)
-            scores[rows, :, :, prompt.length : self.prompt_span] = 0  # masked by the bias, but NaN + -inf is NaN
+        scores = query.new_empty(self.batch, kv_heads, groups, span + self.span)
+        scores[..., span:] = query @ own_keys.transpose(2, 3)
+        shared = self._by_prompt(query) @ self.stack.keys[layer].transpose(2, 3)
+        scores[..., :span] = self._by_response(shared, groups)
         weights = scores.add_(self.bias).softmax(-1)
 
-        output = weights[..., self.prompt_span :] @ own_values
-        for prompt, rows in self.families:
-            shared = _rows_to_heads(weights[rows, :, :, : prompt.length]) @ prompt.values[layer].to(wide)
-            output[rows] += _heads_to_rows(shared, groups)
+        output = weights[..., span:] @ own_values
+        shared = self._by_prompt(weights[..., :span]) @ self.stack.values[layer]
+        output += self._by_response(shared, groups)
         return output.view(1, self.batch, kv_heads * groups, head_dim).to(narrow)
 
+    def _by_prompt(self, values: Tensor) -> Tensor:
+        """[B, Hkv, G, X] -> [prompts, Hkv, rows * G, X]"""
+        if self.rows_B is not None:
+            padded = values.new_zeros(len(self.stack.prompts) * self.rows, *values.shape[1:])
+            values = padded.index_copy_(0, self.rows_B, values)
+        return values.unflatten(0, (-1, self.rows)).transpose(1, 2).flatten(2, 3)
 
-def _rows_to_heads(values: Tensor) -> Tensor:
-    """[B, Hkv, G, X] -> [Hkv, B * G, X]: all rows of one prompt in one product per key head."""
-    return values.transpose(0, 1).flatten(1, 2)
-
-
-def _heads_to_rows(values: Tensor, groups: int) -> Tensor:
-    return values.unflatten(1, (-1, groups)).transpose(0, 1)
+    def _by_response(self, values: Tensor, groups: int) -> Tensor:
+        """[prompts, Hkv, rows * G, X] -> [B, Hkv, G, X]"""
+        values = values.unflatten(2, (self.rows, groups)).transpose(1, 2).flatten(0, 1)
+        return values if self.rows_B is None else values[self.rows_B]

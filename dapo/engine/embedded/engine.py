@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dapo.engine.embedded.cache import DecodeAttention, ResponseCache, SharedPrompt
+from dapo.engine.embedded.cache import DecodeAttention, PromptStack, ResponseCache, SharedPrompt
 from dapo.engine.embedded.sampler import draw, row_key, uniforms
 from dapo.model.attention import Family, PackedAttention
 from dapo.model.forward import head_weight, hidden_states, key_heads, query_groups, wide_product
@@ -48,6 +48,7 @@ class EmbeddedEngine:
         self.waiting: deque[_Sequence] = deque()
         self.active: list[_Sequence] = []
         self.prompts: dict[tuple[int, ...], SharedPrompt] = {}
+        self.stacked: PromptStack | None = None
         config = causal_lm.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         weight = head_weight(causal_lm)
@@ -71,7 +72,7 @@ class EmbeddedEngine:
             finished += self._decode() if self.active else []
             finished += self._admit()
         if not self.active and not self.waiting:
-            self.cache.release()
+            self._release()
         return finished
 
     def cancel(self, serials: Iterable[int]) -> int:
@@ -90,7 +91,11 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         self.cancel({seq.request.serial for seq in [*self.active, *self.waiting]})
+        self._release()
+
+    def _release(self) -> None:
         self.cache.release()
+        self.stacked = None
 
     def _admit(self) -> list[Rollout]:
         """Fill the free slots; the first token of each newcomer follows from its prompt's last hidden state."""
@@ -134,17 +139,24 @@ class EmbeddedEngine:
     def _decode(self) -> list[Rollout]:
         lengths = [len(seq.tokens) - 1 for seq in self.active]  # the newest token is not in the cache yet
         self.cache.reserve(len(self.active), max(lengths) + 1)
-        rows: dict[SharedPrompt, list[int]] = {}
-        for i, seq in enumerate(self.active):
-            rows.setdefault(seq.prompt, []).append(i)
-        families = [(prompt, torch.tensor(members, device=self.device)) for prompt, members in rows.items()]
+        stack = self._stack()
+        places = {prompt: place for place, prompt in enumerate(stack.prompts)}
         lengths_B = torch.tensor(lengths, device=self.device)
         tokens_B = torch.tensor([seq.tokens[-1] for seq in self.active], device=self.device)
         positions_B = lengths_B + torch.tensor([seq.prompt.length for seq in self.active], device=self.device)
-        plan = DecodeAttention(self.cache, lengths_B, families, self.dtype)
+        plan = DecodeAttention(self.cache, stack, lengths_B, [places[seq.prompt] for seq in self.active])
         hidden = hidden_states(self.model, tokens_B, positions_B, plan)
         self._draw(self.active, wide_product(hidden, head_weight(self.model).t()))
         return self._collect()
+
+    def _stack(self) -> PromptStack:
+        """The prompts of the active responses; made anew only when one is missing, or most are no longer needed."""
+        needed = dict.fromkeys(seq.prompt for seq in self.active)
+        there = self.stacked.prompts if self.stacked is not None else ()
+        if self.stacked is None or not needed.keys() <= set(there) or 2 * len(needed) <= len(there):
+            # Scores and sums in float32 at least, as the training kernels have them.
+            self.stacked = PromptStack([*needed], torch.promote_types(self.dtype, torch.float32))
+        return self.stacked
 
     def _draw(self, sequences: list[_Sequence], logits_BV: Tensor) -> None:
         keys_B = torch.tensor([seq.key for seq in sequences], device=self.device)
