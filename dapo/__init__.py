@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-# Before torch is imported: its threads otherwise spin for milliseconds whenever they wait, and with anything else on the
+# Before torch is imported: its threads otherwise spin for milliseconds when they wait, and with anything else on the
 # same cores (the processes that judge, a second run, a browser) the whole program becomes ten times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dapo.trainer import RunResult, Trainer
 
 __all__ = ["Config", "RunResult", "Trainer"]
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

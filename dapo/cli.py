@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dapo import __version__
 from dapo.config import Config
 from dapo.errors import ConfigError, DapoError
 
@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"dapo {version('dapo')}")
+        typer.echo(f"dapo {__version__}")
         raise typer.Exit
 
 

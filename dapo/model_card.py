@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dapo import __version__
 from dapo.config import Config, Source
 from dapo.policy import checkpoint
 from dapo.store.database import RunDatabase
@@ -130,7 +130,7 @@ def _curves(steps: Sequence[Mapping[str, float]]) -> str:
 def _versions(meta: Mapping[str, str]) -> str:
     known = {key: value for key, value in meta.items() if key not in ("config", "created")}
     told = ", ".join(f"{key} {value}" for key, value in sorted(known.items()))
-    return f"Trained with {told}, started {meta['created']}; exported by dapo {version('dapo')}.\n"
+    return f"Trained with {told}, started {meta['created']}; exported by dapo {__version__}.\n"
 
 
 def _fenced(text: str) -> str:

@@ -124,7 +124,7 @@ class DynamicSampler:
         self.carried: list[Group] = []
         self.next_serial = 0
         self.recent: deque[bool] = deque(maxlen=4 * config.gen_batch_size)
-        self.rules = _rules(config)
+        self.rules = group_rules(config)
         self.params = SamplingParams(config.rollout.temperature, max_tokens=config.data.max_response_length)
 
     def fill(self, number: int, version: int) -> Sampled:
@@ -296,7 +296,7 @@ class DynamicSampler:
         )
 
 
-def _rules(config: Config) -> GroupRules:
+def group_rules(config: Config) -> GroupRules:
     reward = config.reward
     return GroupRules(
         max_response_length=config.data.max_response_length,

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dapo.config import Config, Section, leaves, options_markdown
+from dapo.config import Config, RewardConfig, Section, leaves, options_markdown
 from dapo.errors import ConfigError
 from dapo.plan import plan_text
+from dapo.rewards.rules import RULES, make_rule
+from dapo.sampling import group_rules
 from tests import runs
 
 ROOT = Path(__file__).parent.parent
@@ -265,9 +267,18 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
     trainer = Trainer(config)
     trainer.run()
     trainer.close()
+    # What the worker processes read, where nobody watches, and what the other kinds of judges and shaping do.
+    options = RewardConfig(regex="(.)", length_shaping="target", target_length=3)
+    for rule in RULES:
+        make_rule(rule, options)
+    group_rules(config.model_copy(update={"reward": options}))
     unread = {name for name, _ in leaves() if _owner(name) not in reads}
-    # The two that exist to be refused, and the one that the database takes from the resolved YAML.
-    assert unread == {"rollout.top_p", "rollout.top_k", "run.store_tokens"}
+    # The two that exist to be refused, the one that the database takes from the resolved YAML, the worker's own limit,
+    # and those of reward models; the last three have their tests in tests/rewards.
+    assert unread == {
+        "rollout.top_p", "rollout.top_k", "run.store_tokens",
+        "reward.memory_gb", "reward.model.device", "reward.model.batch_size",
+    }  # fmt: skip
 
 
 SELDOM_EQUAL = "def reward(completion, answer):\n    return sum(map(ord, completion)) / 1000"

@@ -431,7 +431,7 @@ def test_every_set_is_evaluated_and_its_questions_are_never_trained_on(tmp_path)
 
 def test_the_best_checkpoint_by_the_named_figure_is_kept_beside_the_newest_two(tmp_path):
     options = {"k": 4, "every": 1, "data": sets(tmp_path), "best_metric": "hard/reward/mean"}
-    config = runs.load(tmp_path, "run.steps=7", "run.save_every=1", "optim.lr=1e-2", eval=options)
+    config = runs.load(tmp_path, "run.steps=7", "run.save_every=1", "optim.lr=1e-9", eval=options)
     train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         figures = {e["step"]: e["metrics"]["reward/mean"] for e in database.evals() if e["name"] == "hard"}

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 import yaml
 
+from dapo import __version__
 from dapo.errors import CheckpointError
 from dapo.store.connection import check, connected, explained, is_blank
 from dapo.store.encoding import FLOATS, TOKENS, from_blob, to_blob, to_json, to_text
@@ -313,7 +314,7 @@ class RunDatabase:
 
 def versions() -> dict[str, str]:
     """What a run's figures may depend on besides its configuration."""
-    return {name: version(name) for name in ("dapo", "torch", "transformers", "peft")}
+    return {"dapo": __version__, **{name: version(name) for name in ("torch", "transformers", "peft")}}
 
 
 def _sample_columns(rollout: Rollout, score: Score) -> dict[str, Any]:

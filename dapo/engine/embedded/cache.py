@@ -57,7 +57,7 @@ class ResponseCache:
 
 
 class PromptStack:
-    """Several prompts side by side, per layer keys and values [prompts, Hkv, longest, D]: one product serves them all."""
+    """Several prompts side by side, per layer keys and values [prompts, Hkv, longest, D]: one product serves all."""
 
     def __init__(self, prompts: Sequence[SharedPrompt], dtype: torch.dtype) -> None:
         self.prompts = tuple(prompts)
