@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import reduce
 from pathlib import Path
@@ -251,12 +252,15 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
     from dapo.trainer import Trainer
 
     everything = [
-        "run.steps=1", "model.lora.rank=2", "algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1",
+        "run.steps=2", "model.lora.rank=2", "algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1",
         "reward.length_shaping=buffer", "reward.overlong_buffer.len=2", "data.gen_batch_size=3", "eval.k=2",
         "algorithm.filter_groups.max_num_gen_batches=1",  # 3 of 4 groups at most: the rounds are used up
     ]  # fmt: skip
+    recipe = runs.recipe(tmp_path, reward=SELDOM_EQUAL)
+    with (tmp_path / "data.jsonl").open("a", encoding="utf-8") as file:
+        file.write("\n" + json.dumps({"prompt": "too long " * 100, "answer": 1}))
     (tmp_path / "other.jsonl").write_text('{"prompt": "another question", "answer": 1}', encoding="utf-8")
-    config = Config.load(runs.recipe(tmp_path, reward=SELDOM_EQUAL), [*everything, f"eval.data={tmp_path}/other.jsonl"])
+    config = Config.load(recipe, [*everything, f"eval.data={tmp_path}/other.jsonl"])
     reads: set[tuple[type, str]] = set()
 
     def reading(self: Section, name: str) -> Any:

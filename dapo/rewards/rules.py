@@ -36,8 +36,9 @@ def make_rule(name: str, options: RewardConfig) -> Rule:
     if name == "gym":
         from dapo.rewards.gym import gym_reward  # reasoning-gym is an optional dependency
 
+        threshold, own = options.threshold, options.extract
         return lambda completion, answer, *, gym, **row: gym_reward(
-            completion, answer, gym=gym, threshold=options.threshold, extract=options.extract
+            completion, answer, gym=gym, threshold=threshold, extract=own
         )
     judge, policies = _BY_EXTRACTION[name]
     policies = options.extract or policies
