@@ -118,7 +118,10 @@ def _evaluate(subject: Subject, console: Console) -> list[Result]:
         loaded = load_model(config.model)
         loaded.model.requires_grad_(False)
         check_model(loaded.model, config.data.max_prompt_length + config.data.max_response_length)
-        sets = load_eval_sets(config, loaded.tokenizer)
+        notes: list[str] = []
+        sets = load_eval_sets(config, loaded.tokenizer, notes)
+        for note in notes:
+            console.print(note, style="dim", markup=False, highlight=False)
         engine = EmbeddedEngine(
             loaded.model, loaded.tokenizer, loaded.stop_ids, config.run.seed, config.rollout.max_concurrent
         )
