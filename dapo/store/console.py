@@ -155,7 +155,8 @@ def before_after_table(before: EvalReport, after: EvalReport, differences: Seque
     """The figures side by side with their paired differences; of a single question also its commonest answers."""
     problems = {sample.prompt.uid for sample in after.samples}
     each = len(after.samples) // max(len(problems), 1)
-    table = Table(title=f"{escape(after.name)}: {len(problems)} questions x {each} fresh samples, before and after")
+    asked = "1 question" if len(problems) == 1 else f"{len(problems)} questions"
+    table = Table(title=f"{escape(after.name)}: {asked} x {each} fresh samples, before and after")
     for column in ("", "before", "after"):
         table.add_column(column)
     table.add_column("difference [95 %]")
