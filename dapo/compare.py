@@ -80,6 +80,9 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         console.print(models_table(f"{name}: {problems} problems x {k} samples", rows, console.width))
         if len(results) > 1:
             console.print(differences_table(results[0].subject.label, comparison.differences[name]))
+    first = next(iter(comparison.results.values()))[0].subject.config
+    told = f"judged by {first.reward.use}, at most {first.data.max_response_length:,} tokens a response"
+    console.print(told, markup=False, highlight=False)
     for note in comparison.notes:
         console.print(f"note: {note}", style="yellow", markup=False, highlight=False)
     console.print(f"every sample is in {comparison.folder}", markup=False, highlight=False)
@@ -106,7 +109,13 @@ def comparison_json(comparison: Comparison) -> str:
         ]
         sets[name] = {"models": models, "differences": differences}
     first = next(iter(comparison.results.values()))[0].subject.config
-    asked = {**first.eval.model_dump(mode="json", exclude={"every", "best_metric"}), "seed": first.run.seed}
+    asked = {
+        **first.eval.model_dump(mode="json", exclude={"every", "best_metric"}),
+        "reward": first.reward.use,
+        "prompt_template": first.data.prompt_template,
+        "max_response_length": first.data.max_response_length,
+        "seed": first.run.seed,
+    }
     document = {"eval": asked, "folder": str(comparison.folder), "notes": comparison.notes, "sets": sets}
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dapo.config import Config, leaves
+from dapo.config import Config, Source, leaves
 from dapo.data.dataset import load_eval_sets, load_train_stream
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import CheckpointError, ConfigError, TrainingStopped
@@ -361,10 +361,16 @@ def _changes(old: Config, new: Config, path: Path) -> list[str]:
             continue
         if key in FIXED_KEYS:
             raise CheckpointError(
-                f"{path}: holds another run: its {key} is {was!r}, here it is {now!r}; use another run.name"
+                f"{path}: holds another run: its {key} is {_shown(was)}, here it is {_shown(now)}; use another run.name"
             )
-        changes.append(f"{key} {was!r} -> {now!r}")
+        changes.append(f"{key} {_shown(was)} -> {_shown(now)}")
     return changes
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], Source):
+        return ", ".join(source.path for source in value)
+    return repr(value)
 
 
 def _metrics(sampled: Sampled, update: UpdateResult, *, train: float, total: float) -> dict[str, float]:

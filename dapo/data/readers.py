@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import glob
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -145,6 +146,7 @@ def _read_hub(source: Source) -> Iterator[RawRow]:
             f"{source.path}: there is no such file here, and a dataset on the hub needs the package `datasets`: "
             "pip install 'dapo[hub]'"
         ) from None
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what comes of them is told below
     try:
         table = datasets.load_dataset(
             source.path, source.params.get("name"), split=split, revision=source.params.get("revision")

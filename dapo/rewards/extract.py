@@ -25,6 +25,7 @@ _BEFORE_LABEL = re.compile(
     r"(?:(?:the|my|final|correct|最终)[ ]?){0,3}$",
     re.IGNORECASE,
 )
+_HOPE = " I hope it is correct."  # what a widely used prompt has models say after their answer
 _LABEL_CONTEXT = 40  # characters before a label that can matter
 _LINES_TO_SKIP = 3  # an answer on its own line may come after a blank line and an opening $$ or \[
 _OPENERS = re.compile(r"(?:[\s*_`]|\$\$|\\\[|\$(?=\s*$))*")
@@ -42,6 +43,7 @@ def _answer_line(text: str) -> str | None:
         for _ in range(1 + _LINES_TO_SKIP):
             end = text.find("\n", start)
             line = text[start : len(text) if end < 0 else end]
+            line = line.removesuffix(_HOPE)
             rest = line[_match_end(_OPENERS, line) :].rstrip(_CLOSERS)
             if rest.strip("\"'.”"):
                 return _boxed(rest) or _without_half_delimiters(rest)

@@ -219,6 +219,8 @@ def explain(error: BaseException) -> str:
     """The exception, and the file and line that raised it."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     place = f"{Path(frame.f_code.co_filename).name}:{line}"
+    if isinstance(error, MemoryError):
+        return f"MemoryError: more than reward.memory_gb allows ({place})"
     try:
         message = str(error)
     except Exception:  # an exception of the user's own whose text cannot be made is still one to report

@@ -50,9 +50,10 @@ def read_gold(answer: Any) -> str:
     """The gold answer in one spelling; what no response could ever match is refused."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"the gold answer is {answer!r}; math expects a number or a text")
-    gold = _gold_spelling(str(answer))
-    if not gold or len(str(answer)) > MAX_LENGTH:
-        raise ValueError(f"the gold answer is {str(answer)[:80]!r}; math expects 1 to {MAX_LENGTH} characters")
+    text = str(answer).rpartition("####")[2]  # GSM8K's rows hold the whole solution, and the answer after this mark
+    gold = _gold_spelling(text)
+    if not gold or len(text) > MAX_LENGTH:
+        raise ValueError(f"the gold answer is {text[:80]!r}; math expects 1 to {MAX_LENGTH} characters")
     return gold
 
 

@@ -37,9 +37,15 @@ def make_rule(name: str, options: RewardConfig) -> Rule:
         from dapo.rewards.gym import gym_reward  # reasoning-gym is an optional dependency
 
         threshold, own = options.threshold, options.extract
-        return lambda completion, answer, *, gym, **row: gym_reward(
-            completion, answer, gym=gym, threshold=threshold, extract=own
-        )
+
+        def by_gym(completion: str, answer: Any, gym: Any = None, **row: Any) -> dict[str, Any]:
+            if not isinstance(gym, dict):
+                raise ValueError(
+                    "the question is none of reasoning-gym's; with reward.use: auto `math` judges the others"
+                )
+            return gym_reward(completion, answer, gym=gym, threshold=threshold, extract=own)
+
+        return by_gym
     judge, policies = _BY_EXTRACTION[name]
     policies = options.extract or policies
     # The row's other columns are dropped here, so that none of them can pass for an option.
@@ -145,7 +151,7 @@ def _text_gold(answer: Any) -> str:
 
 def _integer_gold(answer: Any) -> int:
     whole = isinstance(answer, float) and math.isfinite(answer) and answer.is_integer()
-    text = str(int(answer)) if whole else str(answer)
+    text = str(int(answer)) if whole else str(answer).rpartition("####")[2]  # GSM8K's rows hold the whole solution
     value = None if isinstance(answer, bool) else _integer(text)
     if value is None:
         raise ValueError(f"the gold answer is {answer!r}; integer expects a whole number")

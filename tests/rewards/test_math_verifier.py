@@ -494,3 +494,9 @@ def test_numbers_are_judged_without_algebra_and_nothing_needs_torch():
         "assert 'sympy' in sys.modules and 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_what_a_widely_used_prompt_has_models_say_after_their_answer_does_not_count():
+    response = "Final Answer: The final answer is $34$. I hope it is correct."
+    assert math_reward(response, "34")["acc"] is True
+    assert math_reward(response, "35")["acc"] is False

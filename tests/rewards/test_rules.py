@@ -173,3 +173,16 @@ def test_the_rules_import_neither_torch_nor_anything_heavy():
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_gsm8k_s_own_rows_are_read_after_their_mark():
+    gold = "Ann has 3 + 2 = <<3+2=5>>5 apples.\n#### 5"
+    for name in ("math", "integer"):
+        rule = make_rule(name, RewardConfig())
+        assert [rule(completion=f"Answer: {n}", answer=gold)["acc"] for n in (5, 3)] == [True, False]
+
+
+def test_a_question_that_is_none_of_reasoning_gym_s_is_refused_with_the_remedy():
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ValueError, match="none of reasoning-gym's; with reward.use: auto"):
+        make_rule("gym", RewardConfig())(completion="5", answer="5")
