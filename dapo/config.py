@@ -322,6 +322,12 @@ class Config(Section):
             )
         if self.eval.best_metric is not None and self.eval.k == 0:
             raise ValueError("eval.best_metric needs an evaluation: set eval.k to the number of samples per question")
+        best, sets = self.eval.best_metric, self.eval.data
+        if best is not None and sets is not None and not any(best.startswith(f"{name}/") for name in sets):
+            raise ValueError(
+                f"eval.best_metric is '{best}', but must start with the name of a set and a slash; the sets are "
+                f"{', '.join(sets)}"
+            )
         if self.reward.use == {}:
             raise ValueError("reward.use is an empty mapping; name at least one judge")
         if self.rollout.top_p != 1 or self.rollout.top_k != 0:

@@ -180,6 +180,11 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
         ([*BUFFER, "reward.overlong_buffer.len=8"], "reward.overlong_buffer.len is 8, but must lie between 1 and"),
         (["reward.length_shaping=target"], "reward.target_length is 0, but must lie between 1 and"),
         (["reward.use={}"], "reward.use is an empty mapping"),
+        (["eval.best_metric=a/avg@2"], "eval.best_metric needs an evaluation"),
+        (
+            ["eval={k: 2, data: {a: x, b: y}, best_metric: c/avg@2}"],
+            "eval.best_metric is 'c/avg@2', but must start with",
+        ),
         (["rollout.top_p=0.9"], "rollout.top_p and rollout.top_k must be 1 and 0 in training"),
         (["rollout.top_k=5"], "rollout.top_p and rollout.top_k must be 1 and 0 in training"),
         (["data.train_batch_size=4", "optim.ppo_mini_batch_size=5"], "ppo_mini_batch_size is 5 prompts, more than"),

@@ -184,5 +184,5 @@ def test_gsm8k_s_own_rows_are_read_after_their_mark():
 
 def test_a_question_that_is_none_of_reasoning_gym_s_is_refused_with_the_remedy():
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(ValueError, match="none of reasoning-gym's; with reward.use: auto"):
+    with pytest.raises(ValueError, match=r"none of reasoning-gym's; with reward\.use: auto"):
         make_rule("gym", RewardConfig())(completion="5", answer="5")
