@@ -27,6 +27,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gym]' \
+		|| echo "reasoning-gym was not installed (it needs a C compiler): gym tasks and their tests are left out"
 	touch $@
 
 clean:

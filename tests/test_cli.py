@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,11 @@ def test_dry_run_prints_the_resolved_configuration_and_the_plan_and_writes_nothi
         (["data.train=gone.jsonl"], "gone.jsonl: cannot be read"),
         (["data.max_prompt_length=5"], "6 prompts over 5 tokens left out; no question is left"),
         (["data.max_prompt_length=5", "data.overlong_prompts=raise"], "more than data.max_prompt_length = 5"),
-        (["data.train=gym:gdc"], "no such task in reasoning-gym; did you mean 'gcd'?"),
+        pytest.param(
+            ["data.train=gym:gdc"],
+            "no such task in reasoning-gym; did you mean 'gcd'?",
+            marks=pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs reasoning-gym"),
+        ),
         (["data.prompt_template=daop"], "expected text that holds {question}, or the name of a template"),
         (["reward.use=maths"], "which is no judge; did you mean 'math'?"),
         (["eval.best_metric=data/avg@3"], "eval.best_metric needs an evaluation"),
