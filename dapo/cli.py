@@ -1,4 +1,4 @@
-"""The command line: dapo train | eval | data | metrics | export | doctor."""
+"""The command line: dapo train | eval | data | metrics | profile | export | doctor."""
 
 from __future__ import annotations
 
@@ -124,6 +124,25 @@ def evaluate(
     print_comparison(console, found)
     if as_json is not None:
         as_json.write_text(comparison_json(found), encoding="utf-8")
+
+
+@app.command()
+def profile(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file, for example recipes/guess_five.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example optim.lr=1e-5.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to watch, after two to warm up.")] = 1,
+    out: Annotated[Path, typer.Option("--out", help="The folder that the Chrome traces go to.")] = Path("profile"),
+) -> None:
+    """Train a few steps in a throw-away directory, and show which kernels their time goes to."""
+    config = Config.load(recipe, overrides or ())
+    console = Console()
+    with console.status("training and watching"):
+        from dapo.profile import print_phase
+        from dapo.profile import profile as profile_steps
+
+        phases = profile_steps(config, out, steps)
+    for phase in phases:
+        print_phase(console, phase)
 
 
 @app.command()

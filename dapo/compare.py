@@ -132,7 +132,13 @@ def _evaluate(subject: Subject, console: Console) -> list[Result]:
         for note in notes:
             console.print(note, style="dim", markup=False, highlight=False)
         engine = EmbeddedEngine(
-            loaded.model, loaded.tokenizer, loaded.stop_ids, config.run.seed, config.rollout.max_concurrent
+            loaded.model,
+            loaded.tokenizer,
+            loaded.stop_ids,
+            config.run.seed,
+            config.rollout.max_concurrent,
+            max_length=config.data.max_prompt_length + config.data.max_response_length,
+            kv_memory_fraction=config.rollout.kv_memory_fraction,
         )
         params = SamplingParams(options.temperature, options.top_p, options.top_k, config.data.max_response_length)
         with closing(engine), closing(_database(config)) as database:

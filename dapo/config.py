@@ -96,7 +96,22 @@ class RolloutConfig(Section):
     )
     top_p: float = Field(default=1.0, description="Must be 1 in training: truncation would bias the importance ratio.")
     top_k: int = Field(default=0, description="Must be 0 (off) in training, for the same reason.")
-    max_concurrent: int = Field(default=64, ge=1, description="Responses decoded side by side.")
+    max_concurrent: int = Field(
+        default=0,
+        ge=0,
+        description="Responses decoded side by side; 0: 64 on a CPU, on a GPU a whole round of them, at most 1024.",
+    )
+    kv_memory_fraction: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="Most of a GPU's free memory that the key/value cache may take; the update needs the rest.",
+    )
+    mode: Literal["strict", "inflight"] = Field(
+        default="strict",
+        description="When weights change: strict: between rounds; inflight: as soon as a batch is full, and what is "
+        "unfinished goes on with the new ones, at most algorithm.max_staleness times.",
+    )
 
 
 class OverlongBufferConfig(Section):
@@ -220,7 +235,15 @@ class OptimConfig(Section):
     ppo_mini_batch_size: int = Field(default=0, ge=0, description="Prompts per optimiser step; 0: the whole batch.")
     ppo_epochs: int = Field(default=1, ge=1, description="Passes over the batch.")
     max_tokens_per_micro_batch: int = Field(
-        default=4096, ge=1, description="Tokens computed at once; changes memory and speed, never the gradient."
+        default=0,
+        ge=0,
+        description="Tokens computed at once; changes memory and speed, never the gradient. 0: as many as fit on a GPU "
+        "(4096 on a CPU).",
+    )
+    recompute_activations: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Keep few activations and compute them again in the backward pass (GPU only); auto: where too few "
+        "tokens would fit otherwise.",
     )
 
 
@@ -293,6 +316,11 @@ class Config(Section):
         return self.data.gen_batch_size or self.data.train_batch_size
 
     @property
+    def concurrent(self) -> int:
+        """Responses to decode side by side on a GPU: a whole round where that is not too many."""
+        return self.rollout.max_concurrent or min(1024, self.gen_batch_size * self.rollout.n)
+
+    @property
     def mini_batch_size(self) -> int:
         return self.optim.ppo_mini_batch_size or self.data.train_batch_size
 
@@ -334,6 +362,11 @@ class Config(Section):
             raise ValueError(
                 "rollout.top_p and rollout.top_k must be 1 and 0 in training, because truncated sampling biases the "
                 "importance ratio; set eval.top_p or eval.top_k instead"
+            )
+        if self.rollout.mode == "inflight" and self.algorithm.max_staleness == 0:
+            raise ValueError(
+                "rollout.mode inflight needs an algorithm.max_staleness of at least 1, because every update makes what "
+                "is under way one version older"
             )
         if self.optim.ppo_mini_batch_size > self.data.train_batch_size:
             raise ValueError(

@@ -32,7 +32,9 @@ class Sampled:
 
     batch: tuple[Group, ...]
     groups: tuple[Group, ...]  # all of them with their final verdict for this step, the batch included
-    first_serial: int  # groups from here on were generated in this step, those before were carried in
+    fresh: frozenset[int]  # serials of those that were generated in this step; the others were carried in
+    version: int  # of the weights that the batch will train
+    in_flight: int  # groups that are being sampled or judged still
     tokens: Mapping[str, int]
     rounds: int
     skipped: int  # prompts that the ledger passed over
@@ -43,7 +45,7 @@ class Sampled:
 
     def metrics(self) -> dict[str, float]:
         """Scores, rewards and lengths are those of everything generated in this step, kept or not."""
-        fresh = [group for group in self.groups if group.serial >= self.first_serial]
+        fresh = [group for group in self.groups if group.serial in self.fresh]
         verdicts = Counter(group.verdict for group in self.groups)
         dropped = {v: n for v, n in verdicts.items() if v not in (KEPT, PADDED, CARRIED, STALE)}
         metrics: dict[str, float] = {
@@ -56,10 +58,25 @@ class Sampled:
             "groups/generated": len(fresh),
             "groups/rounds": self.rounds,
             "groups/skipped": self.skipped,
+            "groups/in_flight": self.in_flight,
+            **_staleness_metrics(self.batch, self.version),
         }
         if fresh:
             metrics |= _rollout_metrics(fresh)
         return {name: float(value) for name, value in metrics.items()}
+
+
+def _staleness_metrics(batch: Sequence[Group], version: int) -> dict[str, float]:
+    """How many versions behind the tokens are that will be trained on."""
+    ages = [
+        version - rollout.versions
+        for group in batch
+        for rollout, trains in zip(group.rollouts, group.trains, strict=True)
+        if trains
+    ]
+    if not ages:
+        return {}
+    return {"staleness/mean": np.concatenate(ages).mean(), "staleness/max": max(age.max() for age in ages)}
 
 
 def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -82,7 +99,17 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
+class Pending:
+    """A group that is being sampled or judged."""
+
+    prompt: Prompt
+    version: int  # of the weights when it was submitted: none of its tokens can be older
+    rollouts: list[Rollout] = field(default_factory=list)
+    promise: Future[list[Score]] | None = None  # of the judge, once all rollouts are there
+
+
+@dataclass(slots=True, eq=False)
+class Step:
     """What is known while one step's batch is being filled."""
 
     version: int
@@ -91,7 +118,9 @@ class _Step:
     carried_in: int
     kept: list[Group] = field(default_factory=list)
     dropped: list[Group] = field(default_factory=list)
+    fresh: set[int] = field(default_factory=set)
     generated: int = 0
+    submitted: int = 0
     rounds: int = 0
     skipped: int = 0
     reward_seconds: float = 0.0
@@ -101,7 +130,10 @@ class _Step:
 
 
 class DynamicSampler:
-    """Drives engine and judge. Its state between steps: stream, ledger, carried groups, counters, recent keep rate."""
+    """Drives engine and judge. Its state between steps: stream, ledger, carried groups, counters, recent keep rate.
+
+    Rounds are finished before anything is decided. `dapo.inflight` decides under way, over the same parts.
+    """
 
     def __init__(
         self,
@@ -122,6 +154,7 @@ class DynamicSampler:
         self.on_progress = on_progress
         self.ledger = Ledger(config.algorithm.ledger.explore, config.run.seed)
         self.carried: list[Group] = []
+        self.pending: dict[int, Pending] = {}  # in submission order
         self.next_serial = 0
         self.recent: deque[bool] = deque(maxlen=4 * config.gen_batch_size)
         self.rules = group_rules(config)
@@ -130,68 +163,99 @@ class DynamicSampler:
     def fill(self, number: int, version: int) -> Sampled:
         """Sample until `train_batch_size` groups are kept, or the rounds are used up."""
         start = time.perf_counter()
-        step = _Step(version, number, self.next_serial, carried_in=sum(group.tokens for group in self.carried))
+        step = Step(version, number, self.next_serial, carried_in=sum(group.tokens for group in self.carried))
         self._take_over(step)
-        target, limit = self.config.data.train_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches
-        while len(step.kept) < target and (limit <= 0 or step.rounds < limit):
-            self._round(step, self._round_size(target - len(step.kept)))
+        self._gather(step)
+        target = self.config.data.train_batch_size
         batch, surplus = step.kept[:target], step.kept[target:]
         if len(batch) < target:
             batch, surplus = self._exhausted(step, batch)
         self._put_aside(step, surplus, updates=bool(batch))
         return self._harvest(step, self._with_reference(batch), time.perf_counter() - start)
 
-    def _take_over(self, step: _Step) -> None:
+    def submit(self, prompts: Mapping[int, Prompt], version: int) -> None:
+        """Have these groups sampled, by serial: new ones, or those that were under way when a checkpoint was made."""
+        n = self.config.rollout.n
+        self.engine.submit([Request(serial, prompt.tokens, n, self.params) for serial, prompt in prompts.items()])
+        self.pending |= {serial: Pending(prompt, version) for serial, prompt in prompts.items()}
+
+    def drain(self) -> None:
+        """Let the engine finish all that it has, so that it is free for another use. What comes of it is not lost."""
+        while self._unfinished():
+            self._poll()
+
+    def _take_over(self, step: Step) -> None:
         """Groups carried from earlier steps come first, unless the policy has moved on too far."""
         for group in self.carried:
-            if step.version - group.weight_version > self.config.algorithm.max_staleness:
+            oldest = min(rollout.weight_version for rollout in group.rollouts)
+            if step.version - oldest > self.config.algorithm.max_staleness:
                 step.dropped.append(group.with_verdict(STALE))
             else:
                 step.kept.append(group.with_verdict(KEPT))
         self.carried = []
 
+    def _gather(self, step: Step) -> None:
+        target, limit = self.config.data.train_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches
+        while len(step.kept) < target and (limit <= 0 or step.rounds < limit):
+            self._round(step, self._round_size(target - len(step.kept)))
+
     def _round_size(self, missing: int) -> int:
         if self.config.algorithm.max_staleness == 0 or not self.recent:
             return self.config.gen_batch_size
-        keep_rate = (sum(self.recent) + 1) / (len(self.recent) + 1)
-        return min(self.config.gen_batch_size, math.ceil(missing / keep_rate))
+        return min(self.config.gen_batch_size, math.ceil(missing / self._keep_rate()))
 
-    def _round(self, step: _Step, size: int) -> None:
+    def _keep_rate(self) -> float:
+        return (sum(self.recent) + 1) / (len(self.recent) + 1)
+
+    def _round(self, step: Step, size: int) -> None:
         """Submit `size` prompts, have each group judged while others are sampled, decide when all are there."""
         step.rounds += 1
-        prompts = dict(enumerate(self._draw(step, size), start=self.next_serial))
+        self._submit_more(step, size)
+        self.drain()
+        self._settle(step)
+
+    def _submit_more(self, step: Step, size: int) -> None:
+        self.submit(dict(enumerate(self._draw(step, size), start=self.next_serial)), step.version)
         self.next_serial += size
-        n = self.config.rollout.n
-        self.engine.submit([Request(serial, prompt.tokens, n, self.params) for serial, prompt in prompts.items()])
-        finished: dict[int, list[Rollout]] = {serial: [] for serial in prompts}
-        promised: dict[int, Future[list[Score]]] = {}
-        while len(promised) < size:
-            rollouts = self.engine.poll()
-            assert rollouts, "the engine has nothing left, but rollouts are missing"
-            for rollout in rollouts:
-                members = finished[rollout.serial]
-                members.append(rollout)
-                if len(members) == n:
-                    members.sort(key=lambda member: member.index)
-                    promised[rollout.serial] = self.judge.submit(prompts[rollout.serial], members)
-            self.on_progress(sum(map(len, finished.values())), size * n)
+        step.submitted += size
+
+    def _unfinished(self) -> list[Pending]:
+        return [group for group in self.pending.values() if group.promise is None]
+
+    def _poll(self) -> None:
+        """Take what the engine has finished, and have the groups judged that are whole."""
+        rollouts, n = self.engine.poll(), self.config.rollout.n
+        assert rollouts, "the engine has nothing left, but rollouts are missing"
+        for rollout in rollouts:
+            group = self.pending[rollout.serial]
+            group.rollouts.append(rollout)
+            if len(group.rollouts) == n:
+                group.rollouts.sort(key=lambda member: member.index)
+                group.promise = self.judge.submit(group.prompt, group.rollouts)
+        self.on_progress(sum(len(group.rollouts) for group in self.pending.values()), len(self.pending) * n)
+
+    def _settle(self, step: Step) -> None:
+        """Decide the groups that are whole, in submission order, waiting for their rewards where need be."""
+        promised = [(serial, group, group.promise) for serial, group in self.pending.items() if group.promise]
         waiting = time.perf_counter()
-        scores = {serial: promise.result() for serial, promise in promised.items()}
+        scores = [promise.result() for _, _, promise in promised]
         step.reward_seconds += time.perf_counter() - waiting
         # A KL term in the reward needs the reference before the verdict; one in the loss only for the batch.
         rules = self.rules
         drafts = [
-            form_group(serial, prompt, finished[serial], scores[serial], replace(rules, kl_reward_coef=0.0))
-            for serial, prompt in prompts.items()
+            form_group(serial, group.prompt, group.rollouts, judged, replace(rules, kl_reward_coef=0.0))
+            for (serial, group, _), judged in zip(promised, scores, strict=True)
         ]
         if rules.kl_reward_coef > 0:
             drafts = [
                 form_group(g.serial, g.prompt, g.rollouts, g.scores, rules, g.ref_logprobs)
                 for g in self._with_reference(drafts)
             ]
+        for serial, _, _ in promised:
+            del self.pending[serial]
         self._decide(step, drafts)
 
-    def _draw(self, step: _Step, count: int) -> list[Prompt]:
+    def _draw(self, step: Step, count: int) -> list[Prompt]:
         """The next prompts of the stream, less those that the ledger passes over."""
         if not self.config.algorithm.ledger.enable:
             return self.stream.take(count)
@@ -212,11 +276,10 @@ class DynamicSampler:
         found = dict(zip((group.serial for group in without), self.reference(without), strict=True))
         return [replace(g, ref_logprobs=found[g.serial]) if g.serial in found else g for g in groups]
 
-    def _decide(self, step: _Step, groups: list[Group]) -> None:
-        if self._judged_nothing(groups):
-            reason = next(score.error for group in groups for score in group.scores)
-            raise RewardError(f"the reward judged none of the first {len(groups)} groups; the first reason: {reason}")
+    def _decide(self, step: Step, groups: list[Group]) -> None:
+        self._check_that_something_is_judged(step, groups)
         for group in groups:
+            step.fresh.add(group.serial)
             step.generated += group.tokens
             (step.kept if group.kept else step.dropped).append(group)
             self.recent.append(group.kept)
@@ -224,11 +287,16 @@ class DynamicSampler:
             self.on_group(group)
             step.unjudged.update(score.error for score in group.scores if score.error is not None)
 
-    def _judged_nothing(self, groups: list[Group]) -> bool:
-        is_first_round = self.next_serial == len(groups)
-        return is_first_round and not any(score.judged for group in groups for score in group.scores)
+    def _check_that_something_is_judged(self, step: Step, groups: list[Group]) -> None:
+        """A reward that fails for all of the run's first `gen_batch_size` groups will not work for the others."""
+        seen = [*step.kept, *step.dropped, *groups]
+        if step.first_serial > 0 or len(seen) < self.config.gen_batch_size:
+            return
+        if not any(score.judged for group in seen for score in group.scores):
+            reason = seen[0].scores[0].error
+            raise RewardError(f"the reward judged none of the first {len(seen)} groups; the first reason: {reason}")
 
-    def _exhausted(self, step: _Step, kept: list[Group]) -> tuple[list[Group], list[Group]]:
+    def _exhausted(self, step: Step, kept: list[Group]) -> tuple[list[Group], list[Group]]:
         """The rounds are used up: what to train on, and what to set aside."""
         rule = self.config.algorithm.filter_groups
         target = self.config.data.train_batch_size
@@ -248,7 +316,7 @@ class DynamicSampler:
         step.events.append(Event("exhausted", f"{story}; trained on {len(kept)}", step.number))
         return kept, []
 
-    def _pad(self, step: _Step, kept: list[Group], minimum: int) -> list[Group]:
+    def _pad(self, step: Step, kept: list[Group], minimum: int) -> list[Group]:
         """Fill up with dropped groups that could be judged, in submission order."""
         fit = [g for g in step.dropped if g.verdict not in (UNJUDGED, STALE) and g.trains.any()]
         padding = fit[: minimum - len(kept)]
@@ -256,14 +324,14 @@ class DynamicSampler:
         step.dropped = [group for group in step.dropped if group.serial not in serials]
         return [*kept, *(group.with_verdict(PADDED) for group in padding)]
 
-    def _put_aside(self, step: _Step, surplus: list[Group], *, updates: bool) -> None:
+    def _put_aside(self, step: Step, surplus: list[Group], *, updates: bool) -> None:
         """Carry surplus groups over. With no staleness allowed they are dropped, unless no update makes them stale."""
         if self.config.algorithm.max_staleness == 0 and updates:
             step.dropped += [group.with_verdict(SURPLUS) for group in surplus]
         else:
             self.carried = [group.with_verdict(CARRIED) for group in surplus]
 
-    def _harvest(self, step: _Step, batch: list[Group], seconds: float) -> Sampled:
+    def _harvest(self, step: Step, batch: list[Group], seconds: float) -> Sampled:
         trained = sum(group.trained_tokens for group in batch)
         tokens = {
             "tokens/carried_in": step.carried_in,
@@ -285,7 +353,9 @@ class DynamicSampler:
         return Sampled(
             batch=tuple(batch),
             groups=tuple(sorted([*batch, *step.dropped, *self.carried], key=lambda group: group.serial)),
-            first_serial=step.first_serial,
+            fresh=frozenset(step.fresh),
+            version=step.version,
+            in_flight=len(self.pending),
             tokens=tokens,
             rounds=step.rounds,
             skipped=step.skipped,

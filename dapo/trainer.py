@@ -22,6 +22,7 @@ from dapo.data.dataset import load_eval_sets, load_train_stream
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import CheckpointError, ConfigError, TrainingStopped
 from dapo.evaluate import evaluate
+from dapo.inflight import InflightSampler
 from dapo.model.forward import check_model
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.model.lora import add_adapters, causal_lm
@@ -116,7 +117,7 @@ class Trainer:
                 self.before = self.latest = self._evaluate()
                 self._best_figure()  # a figure that is not there should be known before hours are spent
             while self.step < self.config.run.steps and self.signal is None:
-                self._train_step()
+                self.train_step()
                 is_finished = self.step >= self.config.run.steps
                 if is_finished or self._is_due(self.config.eval.every):
                     self.latest = self._evaluate()
@@ -134,7 +135,7 @@ class Trainer:
         self.database.close()
         self.lock.close()
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
         """Prompt -> Rollout -> Score -> Group -> Batch -> loss -> step -> report."""
         start = time.perf_counter()
         step = self.step + 1
@@ -150,7 +151,9 @@ class Trainer:
         end = time.perf_counter()
         self.seconds += end - start
         metrics = _metrics(sampled, update, train=end - updating, total=end - start)
-        report = StepReport(step, metrics, sampled.groups, update.token_stats, sampled.events)
+        metrics |= self.engine.figures() | self.policy.efficiency(sampled.batch, update, end - updating)
+        notes = tuple(Event("memory", note, step) for note in update.notes)
+        report = StepReport(step, metrics, sampled.groups, update.token_stats, (*sampled.events, *notes))
         self.database.record_step(report)
         self.step = step
         self.reporter.step(report)
@@ -169,6 +172,8 @@ class Trainer:
         options = self.config.eval
         params = SamplingParams(options.temperature, options.top_p, options.top_k, self.config.data.max_response_length)
         reports = []
+        if self.eval_sets:
+            self.sampler.drain()  # the engine draws with one kind of parameters at a time
         for name, prompts in self.eval_sets.items():
             report = evaluate(
                 self.engine, self.judge, prompts, options.k, params, self.step, name,
@@ -212,6 +217,7 @@ class Trainer:
             considered=self.sampler.ledger.considered,
             ledger=self.sampler.ledger.state(),
             carried=self.sampler.carried,
+            pending={serial: group.prompt for serial, group in self.sampler.pending.items()},
         )
         folder, best = self.run_dir / "checkpoints", self.best
         checkpoint.save(folder, state, self.policy, self.tokenizer, best.step if best else None)
@@ -277,10 +283,19 @@ class Trainer:
         self.tokenizer = loaded.tokenizer
         check_model(causal_lm(model), config.data.max_prompt_length + config.data.max_response_length)
         self.policy = Policy(model, config, reference)
+        self.stop_ids = loaded.stop_ids
         self.engine = EmbeddedEngine(
-            causal_lm(model), loaded.tokenizer, loaded.stop_ids, config.run.seed, config.rollout.max_concurrent
+            causal_lm(model),
+            loaded.tokenizer,
+            loaded.stop_ids,
+            config.run.seed,
+            config.concurrent if loaded.model.device.type == "cuda" else config.rollout.max_concurrent,
+            max_length=config.data.max_prompt_length + config.data.max_response_length,
+            kv_memory_fraction=config.rollout.kv_memory_fraction,
+            reserved=self.policy.optimiser.bytes_to_come,
         )
-        self.sampler = DynamicSampler(
+        build_sampler = InflightSampler if config.rollout.mode == "inflight" else DynamicSampler
+        self.sampler = build_sampler(
             config,
             self.engine,
             self.judge,
@@ -318,6 +333,7 @@ class Trainer:
         self.sampler.recent.extend(state.recent)
         self.sampler.carried = list(state.carried)
         self.engine.sync_weights(self.version)
+        self.sampler.submit(state.pending, self.version)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -382,5 +398,8 @@ def _metrics(sampled: Sampled, update: UpdateResult, *, train: float, total: flo
         "timing_s/step": total,
         "throughput/generated_tokens_per_s": sampled.tokens["tokens/generated"] / max(sampled.generate_seconds, 1e-9),
         "throughput/trained_tokens_per_s": sampled.tokens["tokens/trained"] / max(train, 1e-9),
+        "time_share/generate": sampled.generate_seconds / max(total, 1e-9),
+        "time_share/reward": sampled.reward_seconds / max(total, 1e-9),
+        "time_share/train": train / max(total, 1e-9),
     }
     return metrics

@@ -60,11 +60,17 @@ class Rollout:
     tokens: np.ndarray  # int32 [L], the stop token included
     logprobs: np.ndarray  # float32 [L], of the sampler, at the sampling temperature
     finish_reason: FinishReason
-    weight_version: int
+    weight_version: int  # of the weights that drew the first token
     text: str
+    switches: tuple[int, ...] = ()  # tokens there were each time the weights went on by one version under way
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def versions(self) -> np.ndarray:
+        """int32 [L]: the version of the weights that drew each token."""
+        return self.weight_version + np.searchsorted(self.switches, np.arange(len(self)), side="right").astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

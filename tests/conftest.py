@@ -1,9 +1,15 @@
 """Shared by all tests."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
+
+# Without a GPU Triton's kernels run in its interpreter, which must be known before Triton is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Times never gate the suite, and every run sees the same examples.
 settings.register_profile("dapo", deadline=None, derandomize=True)

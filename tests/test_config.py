@@ -30,6 +30,7 @@ OPTIONS = [
     "data.train", "data.train_batch_size", "data.gen_batch_size", "data.max_prompt_length", "data.max_response_length",
     "data.overlong_prompts", "data.prompt_template", "data.system_prompt",
     "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_concurrent",
+    "rollout.mode",
     "reward.use", "reward.extract", "reward.regex", "reward.threshold", "reward.workers", "reward.timeout",
     "reward.memory_gb", "reward.model.device", "reward.model.batch_size", "reward.length_shaping",
     "reward.target_length", "reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor",
@@ -186,6 +187,10 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
             "eval.best_metric is 'c/avg@2', but must start with",
         ),
         (["rollout.top_p=0.9"], "rollout.top_p and rollout.top_k must be 1 and 0 in training"),
+        (
+            ["rollout.mode=inflight", "algorithm.max_staleness=0"],
+            "rollout.mode inflight needs an algorithm.max_staleness of at least 1",
+        ),
         (["rollout.top_k=5"], "rollout.top_p and rollout.top_k must be 1 and 0 in training"),
         (["data.train_batch_size=4", "optim.ppo_mini_batch_size=5"], "ppo_mini_batch_size is 5 prompts, more than"),
         (["optim.betas=[0.9, 1.0]"], "optim.betas must both lie in [0, 1), found [0.9, 1.0]"),

@@ -72,6 +72,23 @@ def test_the_batch_is_filled_in_submission_order_and_surplus_is_carried_with_its
     assert [group.weight_version for group in second.batch] == [0, 0, 1, 1]
 
 
+def test_the_flow_of_rounds_is_the_one_that_earlier_runs_were_recorded_with():
+    sampler = sampler_for(mixed_when(lambda serial: serial % 3 > 0), "data.gen_batch_size=7")
+    sizes: list[int] = []
+    submit = sampler.engine.submit
+    sampler.engine.submit = lambda requests: (sizes.append(len(requests)), submit(requests))[1]
+    flow = []
+    for step in range(1, 6):
+        sampled = sampler.fill(step, version=step - 1)
+        sampler.engine.sync_weights(step)
+        flow.append((serials(sampled.batch), serials(sampler.carried)))
+    assert flow == [
+        ([1, 2, 4, 5], []), ([7, 8, 10, 11], [13]), ([13, 14, 16, 17], []), ([19, 20, 22, 23], [25]),
+        ([25, 26, 28, 29], []),
+    ]  # fmt: skip
+    assert sizes == [7, 7, 5, 7, 5]
+
+
 def test_groups_finish_out_of_order_but_are_kept_in_order():
     order = []
     judge = mixed_when(lambda serial: True)

@@ -237,6 +237,23 @@ def test_every_step_s_tokens_add_up_in_the_database(tmp_path):
         assert step["tokens/generated"] == sum(lengths[serial] for serial in generated)
 
 
+def test_staleness_is_that_of_the_tokens_trained_on(tmp_path):
+    config = runs.load(tmp_path)
+    train(config)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        for step in runs.figures(config.run_dir):
+            trained = [
+                (step["step"] - 1 - rollout["weight_version"], rollout["length"])  # every step made an update
+                for group in database.groups(verdict="kept")
+                for rollout in database.rollouts(group["serial"])
+                if group["decided_step"] == step["step"] and rollout["trains"]
+            ]
+            mean = sum(age * length for age, length in trained) / sum(length for _, length in trained)
+            assert step["staleness/mean"] == pytest.approx(mean)
+            assert step["staleness/max"] == max(age for age, _ in trained)
+            assert (mean > 0) == (step["tokens/carried_in"] > step["tokens/stale"])
+
+
 def test_a_python_function_is_a_reward_and_the_policy_learns_from_it(tmp_path):
     config = runs.load(
         tmp_path, "run.steps=25", "optim.lr=3e-3", "eval.k=32", "optim.warmup_steps=0", "run.save_every=0"
@@ -384,6 +401,7 @@ def test_the_published_algorithm_when_everything_of_ours_is_off(tmp_path):
     for step in runs.figures(config.run_dir):
         assert step["groups/generated"] % 6 == 0
         assert step["tokens/carried_in"] == step["tokens/carried_out"] == 0
+        assert step["staleness/mean"] == step["staleness/max"] == step["groups/in_flight"] == 0
 
 
 def test_evaluation_draws_fresh_numbers_each_time_and_truncates_as_told(tmp_path):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from dapo.errors import ModelError
 
@@ -25,8 +25,25 @@ ATTENTION_NAME = "dapo"
 TREE_TOKENS = 512
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotary:
+    """How queries and keys are prepared: head norms where the model has them, then rotation by the position's angles.
+
+    `table` is float32 [positions, D]: cosines in the first half of the columns, sines in the second; None: no rotation.
+    """
+
+    table: Tensor | None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    eps: float = 0.0
+
+
 class AttentionPlan(Protocol):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    applies_rotary: bool  # whether `attend` wants queries and keys as projected, with the rotary to apply
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotary: Rotary | None = None
+    ) -> Tensor:
         """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
         ...
 
@@ -53,8 +70,8 @@ def _attention(
     return plan.attend(module.layer_idx, query, key, value, scale), None
 
 
+# No mask function is registered with it: transformers then makes no mask, and does not look at the positions for one.
 AttentionInterface.register(ATTENTION_NAME, _attention)
-AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +110,8 @@ class _Bucket:
 class PackedAttention:
     """Causal attention over packed families: the prompt is there once, and every response sees it."""
 
+    applies_rotary = False
+
     def __init__(
         self,
         families: Sequence[Family],
@@ -125,7 +144,9 @@ class PackedAttention:
             offset += bucket.queries.numel()
         return inverse.to(device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotary: Rotary | None = None
+    ) -> Tensor:
         if self.captured is not None:
             self.captured.append((key[0].detach(), value[0].detach()))
         total, head_dim, kv_heads = query.shape[2], query.shape[3], key.shape[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,11 @@ from torch import Tensor
 
 from dapo.errors import ModelError
 from dapo.model.attention import ATTENTION_NAME, AttentionPlan, Family, PackedAttention
+from dapo.model.products import wide_product
+from dapo.model.trunk import trunk_of
+from dapo.model.varlen import VarlenAttention
+
+CHECKED_TOKENS = 16
 
 
 def query_groups(causal_lm: Any) -> int:
@@ -22,18 +27,24 @@ def key_heads(config: Any) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-def hidden_states(causal_lm: Any, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+def hidden_states(
+    causal_lm: Any, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, *, recompute: bool = False
+) -> Tensor:
     """The last layer's hidden states [T, d] of packed tokens."""
-    trunk = causal_lm.base_model
-    out = trunk(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
-    return out.last_hidden_state[0]
+    return trunk_of(causal_lm).hidden(tokens_T, positions_T, plan, recompute=recompute)
 
 
-def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of bf16 matrices in float32: logits rounded to bf16 are off by a tenth, far more than the weights are."""
-    if a.dtype != torch.bfloat16:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+def packed_plan(causal_lm: Any, families: Sequence[Family], positions_T: Tensor) -> AttentionPlan:
+    """Attention over packed families: by the flash kernels where they run, else by products with masks."""
+    if positions_T.is_cuda and causal_lm.dtype == torch.bfloat16:
+        return VarlenAttention(families, positions_T.device)
+    return PackedAttention(families, positions_T, query_groups(causal_lm), causal_lm.dtype)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free on a GPU, or held by torch without being in use."""
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
 
 
 def head_weight(causal_lm: Any) -> Tensor:
@@ -64,20 +75,24 @@ def check_model(causal_lm: Any, max_length: int) -> None:
         raise ModelError(
             f"{name} does not run through transformers' attention interface as needed ({error})"
         ) from error
-    tolerance = 0.1 if head_weight(causal_lm).dtype == torch.bfloat16 else 1e-3
-    if not torch.allclose(found, expected, atol=tolerance * float(expected.abs().max()), rtol=0):
-        raise ModelError(f"{name} computes its logits in a way the embedded engine does not reproduce")
+    # In bf16 single positions can be far off either way, where activations are huge; a wrong formula shows in most.
+    error_T = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    is_narrow = head_weight(causal_lm).dtype == torch.bfloat16
+    if not (error_T.median() < 0.1 if is_narrow else error_T.max() < 1e-3):
+        raise ModelError(
+            f"{name} computes its logits in a way that the embedded engine does not reproduce; use the vLLM engine"
+        )
 
 
 @torch.no_grad()
 def _logits_both_ways(causal_lm: Any) -> tuple[Tensor, Tensor]:
     """Of a few tokens: by our attention plan and the bare head, and by the model's own forward."""
     weight = head_weight(causal_lm)
-    tokens_T = torch.arange(1, 9, device=weight.device) % len(weight)
-    positions_T = torch.arange(8, device=weight.device)
+    tokens_T = torch.linspace(0.1 * len(weight), 0.9 * len(weight), CHECKED_TOKENS, device=weight.device).long()
+    positions_T = torch.arange(CHECKED_TOKENS, device=weight.device)
     with _stock_attention(causal_lm):
         expected = causal_lm(input_ids=tokens_T[None], use_cache=False).logits[0].float()
-    plan = PackedAttention([Family((0, 8))], positions_T, query_groups(causal_lm), weight.dtype)
+    plan = packed_plan(causal_lm, [Family((0, CHECKED_TOKENS))], positions_T)
     hidden = hidden_states(causal_lm, tokens_T, positions_T, plan)
     return wide_product(hidden, weight.t()).float(), expected
 

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ class TrainerState:
     considered: int  # prompts that the ledger was asked about
     ledger: Mapping[str, Sequence[int]]
     carried: list[Group]
+    pending: Mapping[int, Prompt] = field(default_factory=dict)  # by serial: under way, to be submitted again
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,10 @@ def save(folder: Path, state: TrainerState, policy: Policy, tokenizer: Any, best
         if isinstance(policy.model, PeftModel):
             save_file(adapter_state(policy.model), draft / ADAPTERS)
         files = {str(path.relative_to(draft)): _digest(path) for path in sorted(draft.rglob("*")) if path.is_file()}
-        own = {field.name: getattr(state, field.name) for field in fields(state) if field.name != "carried"}
-        document = {"format": FORMAT, "files": files, **own, "carried": [_to_json(group) for group in state.carried]}
+        own = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("carried", "pending")}
+        carried = [_to_json(group) for group in state.carried]
+        pending = [{"serial": serial, "prompt": asdict(prompt)} for serial, prompt in state.pending.items()]
+        document = {"format": FORMAT, "files": files, **own, "carried": carried, "pending": pending}
         (draft / _STATE).write_text(json.dumps(document), encoding="utf-8")
     # Until a new one is marked, the checkpoint marked best stays: the process may end before it comes to that.
     marked = _marked(folder)
@@ -151,7 +154,9 @@ def read_state(checkpoint: Path) -> TrainerState:
             if _digest(checkpoint / name) != digest:
                 raise CheckpointError(_damaged(checkpoint, f"{name} is not what was written"))
         carried = [_from_json(group) for group in document.pop("carried")]
-        return TrainerState(**document, carried=carried)
+        # Checkpoints from before there was an in-flight mode lack it.
+        pending = {item["serial"]: _prompt(item["prompt"]) for item in document.pop("pending", ())}
+        return TrainerState(**document, carried=carried, pending=pending)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -226,17 +231,21 @@ def _to_json(group: Group) -> dict[str, Any]:
     }
 
 
+def _prompt(data: Mapping[str, Any]) -> Prompt:
+    return Prompt(**{**data, "messages": tuple(data["messages"]), "tokens": tuple(data["tokens"])})
+
+
+def _rollout(data: Mapping[str, Any]) -> Rollout:
+    arrays = {"tokens": np.array(data["tokens"], np.int32), "logprobs": np.array(data["logprobs"], np.float32)}
+    return Rollout(**{**data, **arrays, "switches": tuple(data.get("switches", ()))})
+
+
 def _from_json(data: Mapping[str, Any]) -> Group:
-    prompt = data["prompt"]
-    rollouts = [
-        Rollout(**{**r, "tokens": np.array(r["tokens"], np.int32), "logprobs": np.array(r["logprobs"], np.float32)})
-        for r in data["rollouts"]
-    ]
     reference = data["ref_logprobs"]
     return Group(
         serial=data["serial"],
-        prompt=Prompt(**{**prompt, "messages": tuple(prompt["messages"]), "tokens": tuple(prompt["tokens"])}),
-        rollouts=tuple(rollouts),
+        prompt=_prompt(data["prompt"]),
+        rollouts=tuple(map(_rollout, data["rollouts"])),
         scores=tuple(Score(**score) for score in data["scores"]),
         rewards=np.array(data["rewards"], np.float64),
         advantages=np.array(data["advantages"], np.float64),

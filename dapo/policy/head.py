@@ -6,15 +6,17 @@ are: forward and backward of the head happen in one pass, and the logits are com
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dapo.model.forward import wide_product
+from dapo.model.products import add_weight_grad, wide_product
+from dapo.policy.kernels import logits_gradient, logprobs_and_entropy
 
 CHUNK_TOKENS = 256
+_GPU_CHUNK_BYTES = 1 << 31  # of float32 logits: a GPU is kept busy by larger chunks
 
 # (log-probabilities of a chunk, the chunk's slice of the batch) -> (weighted loss, to be summed; figures per token)
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
@@ -36,27 +38,20 @@ def fused_head_loss(
     grad_hidden_R = torch.empty_like(hidden_R)
     parts: list[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] = []
     hidden_R = hidden_R.detach()
-    for start in range(0, len(hidden_R), CHUNK_TOKENS):
-        chunk = slice(start, start + CHUNK_TOKENS)
-        hidden, targets = hidden_R[chunk], targets_R[chunk, None]
+    for chunk in _chunks(hidden_R, weight):
+        hidden, targets = hidden_R[chunk], targets_R[chunk]
         with torch.no_grad():
-            logits, normaliser, logprobs = _chunk_logprobs(hidden, weight, targets, temperature)
-            # From here on the memory of the logits becomes that of the probabilities, then of their gradient.
-            logits.sub_(normaliser)
-            probabilities = logits.exp()
-            entropy = -(probabilities * logits).sum(-1)
-            del logits
-        logprobs.requires_grad_()
+            distribution = _Distribution(wide_product(hidden, weight.t()), targets, temperature)
+        logprobs = distribution.logprobs.requires_grad_()
         with torch.enable_grad():
             total, metrics = loss(logprobs, chunk)
             (grad_logprobs,) = torch.autograd.grad(total, logprobs)
         with torch.no_grad():
-            grad = grad_logprobs[:, None] / temperature
-            grad_logits = probabilities.mul_(-grad).scatter_add_(1, targets, grad).to(weight.dtype)
+            grad_logits = distribution.gradient(grad_logprobs, weight.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden_R[chunk])
             if weight_grad is not None:
-                _accumulate(weight_grad, grad_logits, hidden)
-        parts.append((total.detach(), logprobs.detach(), entropy, metrics))
+                add_weight_grad(weight_grad, grad_logits, hidden)
+        parts.append((total.detach(), logprobs.detach(), distribution.entropy, metrics))
     return HeadResult(
         loss=torch.stack([part[0] for part in parts]).sum(),
         logprobs_R=torch.cat([part[1] for part in parts]),
@@ -69,25 +64,41 @@ def fused_head_loss(
 @torch.no_grad()
 def chunked_logprobs(hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
     parts = []
-    for start in range(0, len(hidden_R), CHUNK_TOKENS):
-        chunk = slice(start, start + CHUNK_TOKENS)
-        parts.append(_chunk_logprobs(hidden_R[chunk], weight, targets_R[chunk, None], temperature)[2])
+    for chunk in _chunks(hidden_R, weight):
+        logits = wide_product(hidden_R[chunk], weight.t())
+        parts.append(_Distribution(logits, targets_R[chunk], temperature).logprobs)
     return torch.cat(parts)
 
 
-def _chunk_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    logits = wide_product(hidden, weight.t())
-    if temperature != 1:
-        logits.div_(temperature)
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    return logits, normaliser, (logits.gather(1, targets) - normaliser)[:, 0]
+def _chunks(hidden_R: Tensor, weight: Tensor) -> Iterator[slice]:
+    size = max(CHUNK_TOKENS, _GPU_CHUNK_BYTES // (4 * len(weight))) if hidden_R.is_cuda else CHUNK_TOKENS
+    for start in range(0, len(hidden_R), size):
+        yield slice(start, start + size)
 
 
-def _accumulate(weight_grad: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """Over chunks and micro-batches in the precision of `weight_grad`: bf16 sums would lose the small terms."""
-    if weight_grad.dtype == hidden.dtype:
-        weight_grad.addmm_(grad_logits.t(), hidden)
-    else:
-        weight_grad.add_(wide_product(grad_logits.t(), hidden))
+class _Distribution:
+    """What the model says of a chunk's next tokens. It takes over the memory of the logits."""
+
+    def __init__(self, logits: Tensor, targets: Tensor, temperature: float) -> None:
+        self.targets, self.temperature = targets, temperature
+        if logits.is_cuda:
+            self.logits = logits
+            self.logprobs, self.entropy, self.normaliser = logprobs_and_entropy(logits, targets, temperature)
+            return
+        if temperature != 1:
+            logits.div_(temperature)
+        normaliser = logits.logsumexp(-1, keepdim=True)
+        self.logprobs = (logits.gather(1, targets[:, None]) - normaliser)[:, 0]
+        logits.sub_(normaliser)
+        self.probabilities = logits.exp()
+        self.entropy = -(self.probabilities * logits).sum(-1)
+
+    def gradient(self, grad_logprobs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of the logits. Can be asked for once."""
+        if grad_logprobs.is_cuda:
+            out = torch.empty(self.logits.shape, dtype=dtype, device=self.logits.device)
+            logits_gradient(self.logits, self.normaliser, self.targets, grad_logprobs, self.temperature, out)
+            del self.logits
+            return out
+        grad = grad_logprobs[:, None] / self.temperature
+        return self.probabilities.mul_(-grad).scatter_add_(1, self.targets[:, None], grad).to(dtype)

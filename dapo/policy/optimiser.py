@@ -10,16 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from dapo.config import OptimConfig
+from dapo.model.trunk import Weight
 
 
 class Optimiser:
     """At a learning rate of 1e-6 a bf16 weight rounds its update to nothing, so bf16 weights have fp32 masters.
 
-    Their gradients are summed in fp32 too: as soon as autograd has one, it moves over to the master.
+    Their gradients are summed in fp32 too: as soon as autograd has one, it moves over to the master. Those of `joined`
+    weights never see autograd: whoever computes them adds to the sums that `open_grads` lays out.
     """
 
-    def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], config: OptimConfig) -> None:
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        config: OptimConfig,
+        joined: Sequence[Weight] = (),
+    ) -> None:
         self.config = config
+        self.joined = joined
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.masters = [p if p.dtype != torch.bfloat16 else p.detach().float().clone() for p in self.parameters]
@@ -46,6 +54,14 @@ class Optimiser:
             master.grad = torch.zeros_like(master)
         return None if master is None else master.grad
 
+    def open_grads(self) -> None:
+        """Zeros for the joined weights' gradients, of which the masters' are views."""
+        for weight in self.joined:
+            weight.grad = torch.zeros_like(weight.value, dtype=self._master_of[weight.parts[0]].dtype)
+            parts = weight.grad.split([len(parameter) for parameter in weight.parts])
+            for parameter, part in zip(weight.parts, parts, strict=True):
+                self._master_of[parameter].grad = part
+
     def _move_grad(self, parameter: Tensor) -> None:
         total = self.grad_of(parameter)
         assert total is not None and parameter.grad is not None
@@ -53,8 +69,8 @@ class Optimiser:
         parameter.grad = None
 
     def zero_grad(self) -> None:
-        for master in self.masters:
-            master.grad = None
+        for holder in (*self.masters, *self.joined):
+            holder.grad = None
 
     def step(self, trainer_step: int) -> float:
         """One update; returns the gradient norm before clipping. A norm that is not finite changes nothing."""
@@ -67,11 +83,16 @@ class Optimiser:
         for group in self.adam.param_groups:
             group["lr"] = self.learning_rate(trainer_step)
         self.adam.step()
-        with torch.no_grad():
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                if master is not parameter:
-                    parameter.copy_(master)
+        narrow = [(p.data, master) for p, master in zip(self.parameters, self.masters, strict=True) if master is not p]
+        if narrow:
+            torch._foreach_copy_([p for p, _ in narrow], [m for _, m in narrow])  # pyright: ignore[reportPrivateImportUsage]
         return norm
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Gradients of an update, and the moments before the first one."""
+        trained = sum(master.numel() * master.element_size() for master in self.masters)
+        return trained if self.adam.state else 3 * trained
 
     def state_dict(self) -> dict[str, Tensor]:
         """Flat and named, so that safetensors can hold it."""

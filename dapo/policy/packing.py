@@ -82,7 +82,7 @@ def micro_batches(
             group=group,
             index=int(i),
             weight=token_weight(mode, len(group.rollouts[i]), total_tokens, len(pairs)),
-            is_current=group.weight_version == version,
+            is_current=all(r.weight_version == version and not r.switches for r in group.rollouts),
         )
         for group, i in pairs
     ]

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,18 @@ from torch import Tensor
 
 from dapo.algorithm.loss import LossConfig, policy_loss
 from dapo.config import Config
-from dapo.model.attention import PackedAttention
-from dapo.model.forward import head_weight, hidden_states, query_groups
+from dapo.model.forward import head_weight, hidden_states, packed_plan
 from dapo.model.lora import causal_lm, reference_mode
+from dapo.model.meter import peak_flops, training_flops
+from dapo.model.trunk import trunk_of
+from dapo.policy.budget import Budget
 from dapo.policy.head import HeadResult, chunked_logprobs, fused_head_loss
 from dapo.policy.optimiser import Optimiser
 from dapo.policy.packing import Batch, micro_batches, mini_batches, reference_batches
 from dapo.types import Group, Rollout, TokenStats
 
 MAX_NON_FINITE_STEPS = 3
+REFERENCE_TOKENS = 4096  # computed at once where no gradient is needed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +35,7 @@ class UpdateResult:
     metrics: dict[str, float]
     token_stats: dict[tuple[int, int], TokenStats]
     stop: str | None = None  # why the run cannot go on, if it cannot
+    notes: tuple[str, ...] = ()  # what a person should know of it
 
 
 @dataclass(slots=True)
@@ -46,6 +51,8 @@ class _Tally:
     gap_tokens: int = 0
     skipped: int = 0
     stop: str | None = None
+    computed: int = 0  # tokens through the trunk
+    notes: list[str] = field(default_factory=list)
     token_stats: dict[tuple[int, int], TokenStats] = field(default_factory=dict)
 
 
@@ -60,7 +67,8 @@ class Policy:
         self.share_prompts = share_prompts
         self.weight = head_weight(self.causal_lm)
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.optimiser = Optimiser(trainable, config.optim)
+        self.trunk = trunk_of(self.causal_lm)
+        self.optimiser = Optimiser(trainable, config.optim, self.trunk.weights)
         self.non_finite_in_a_row = 0
         algorithm = config.algorithm
         self.loss_config = LossConfig(
@@ -69,6 +77,11 @@ class Policy:
             clip_c=algorithm.clip_ratio_c,
             kl_coef=algorithm.kl_loss_coef,
         )
+
+    @cached_property
+    def budget(self) -> Budget:
+        """Made when the first update sees how much memory is free."""
+        return Budget.of(self.causal_lm, self.trunk, self.config.optim, self.optimiser.bytes_to_come)
 
     def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
         """All mini-batches and epochs over one batch of groups that `version` of the weights is about to learn from."""
@@ -83,17 +96,16 @@ class Policy:
             self._update_once(part, step, version, tally, is_first=index == 0, record=epoch == 0)
             if tally.stop:
                 break
-        return UpdateResult(self._metrics(tally, step), tally.token_stats, tally.stop)
+        return UpdateResult(self._metrics(tally, step), tally.token_stats, tally.stop, tuple(tally.notes))
 
     def _update_once(
         self, groups: list[Group], step: int, version: int, tally: _Tally, *, is_first: bool, record: bool
     ) -> None:
         """One optimiser step over a mini-batch, micro-batch by micro-batch."""
-        self.optimiser.zero_grad()
-        loss = 0.0
-        for batch in self._micro_batches(groups, version):
-            result = self._backward(batch)
-            loss += float(result.loss)
+        results = self._gradients(groups, version, tally)
+        # Only here does the host look at what was computed: micro-batches follow each other without waiting for it.
+        loss = sum(float(result.loss) for _, result in results)
+        for batch, result in results:
             _count(batch, result, tally, is_first=is_first, record=record)
         if is_first and self._gap_is_too_wide(tally):
             self.optimiser.zero_grad()
@@ -107,11 +119,29 @@ class Policy:
         tally.losses.append(loss)
         tally.norms.append(norm)
 
+    def _gradients(self, groups: list[Group], version: int, tally: _Tally) -> list[tuple[Batch, HeadResult]]:
+        """Of a whole mini-batch. What does not fit into memory is cut into halves once; the gradient is the same."""
+        for attempt in range(2):
+            self.optimiser.zero_grad()
+            self.optimiser.open_grads()
+            try:
+                return [(batch, self._backward(batch)) for batch in self._micro_batches(groups, version)]
+            except torch.cuda.OutOfMemoryError:
+                if attempt == 1:
+                    raise
+            tally.notes.append(
+                f"an update ran out of memory with {self.budget.max_tokens} tokens at once; "
+                f"from now on {self.budget.max_tokens // 2}"
+            )
+            self.budget = self.budget.halved()
+            torch.cuda.empty_cache()
+        raise AssertionError("the second attempt returns or raises")
+
     def _micro_batches(self, groups: list[Group], version: int) -> list[Batch]:
         return micro_batches(
             groups,
             self.config.algorithm.loss_agg_mode,
-            self.config.optim.max_tokens_per_micro_batch,
+            self.budget.max_tokens,
             version,
             self.weight,
             share_prompts=self.share_prompts,
@@ -131,23 +161,24 @@ class Policy:
             )
             return (loss * batch.weights_R[chunk]).sum(), metrics
 
-        hidden_R = self._trunk(self.causal_lm, batch).index_select(0, batch.predictors_R)
+        hidden_R = self._hidden(self.causal_lm, batch)
         temperature, weight_grad = self.config.rollout.temperature, self.optimiser.grad_of(self.weight)
         result = fused_head_loss(hidden_R, self.weight, batch.targets_R, temperature, chunk_loss, weight_grad)
         hidden_R.backward(result.grad_hidden_R)
         return result
 
-    def _trunk(self, model: Any, batch: Batch) -> Tensor:
-        plan = PackedAttention(batch.families, batch.positions_T, query_groups(model), self.weight.dtype)
-        return hidden_states(model, batch.tokens_T, batch.positions_T, plan)
+    def _hidden(self, model: Any, batch: Batch) -> Tensor:
+        plan = packed_plan(model, batch.families, batch.positions_T)
+        hidden_T = hidden_states(model, batch.tokens_T, batch.positions_T, plan, recompute=self.budget.recompute)
+        return hidden_T.index_select(0, batch.predictors_R)
 
     @torch.no_grad()
     def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
         """Per group the reference's log-probabilities of every rollout's tokens."""
         found: dict[tuple[int, int], np.ndarray] = {}
         with self._reference_model() as model:
-            for batch in reference_batches(groups, self.config.optim.max_tokens_per_micro_batch, self.weight):
-                hidden_R = self._trunk(model, batch).index_select(0, batch.predictors_R)
+            for batch in reference_batches(groups, REFERENCE_TOKENS, self.weight):
+                hidden_R = self._hidden(model, batch)
                 temperature = self.config.rollout.temperature
                 logprobs_R = chunked_logprobs(hidden_R, head_weight(model), batch.targets_R, temperature)
                 for rollout, values in _split(batch.rollouts, logprobs_R):
@@ -158,6 +189,23 @@ class Policy:
     def _reference_model(self) -> Iterator[Any]:
         with nullcontext() if self.reference is not None else reference_mode(self.model):
             yield self.reference if self.reference is not None else self.causal_lm
+
+    def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:
+        """The share of the GPU's peak rate that the update's operations took; empty where the peak is not known."""
+        if not self.weight.is_cuda or not batch:
+            return {}
+        peak = peak_flops(torch.cuda.get_device_name(self.weight.device), self.weight.dtype)
+        if peak is None:
+            return {}
+        trained = [(g, r) for g in batch for r, trains in zip(g.rollouts, g.trains, strict=True) if trains]
+        epochs = self.config.optim.ppo_epochs
+        flops = training_flops(
+            self.causal_lm.config.get_text_config(),
+            int(update.metrics["tokens/computed"]),
+            [len(group.prompt.tokens) + len(rollout) - 1 for group, rollout in trained] * epochs,
+            head_tokens=epochs * sum(len(rollout) for _, rollout in trained),
+        )
+        return {"throughput/mfu": flops / max(seconds, 1e-9) / peak}
 
     def _gap_is_too_wide(self, tally: _Tally) -> bool:
         limit = self.config.algorithm.max_logprob_gap
@@ -188,6 +236,7 @@ class Policy:
             "lr": self.optimiser.learning_rate(step),
             "updates": float(len(tally.norms)),
             "updates/non_finite": float(tally.skipped),
+            "tokens/computed": float(tally.computed),
         }
         if tally.gap_tokens:
             metrics["logprob_gap/mean"] = tally.gap_sum / tally.gap_tokens
@@ -197,6 +246,7 @@ class Policy:
 
 def _count(batch: Batch, result: HeadResult, tally: _Tally, *, is_first: bool, record: bool) -> None:
     tally.tokens += len(batch.targets_R)
+    tally.computed += len(batch.tokens_T)
     tally.sums["entropy"] += float(result.entropy_R.sum())
     for name, values in result.metrics.items():
         tally.sums[name] += float(values.sum())

@@ -199,6 +199,7 @@ class RunDatabase:
                 **row,
                 "acc": None if row["acc"] is None else bool(row["acc"]),
                 "trains": bool(row["trains"]),
+                "switches": json.loads(row["switches"]),
                 "extras": json.loads(row["extras"]),
                 "tokens": from_blob(row["tokens"], TOKENS),
                 **{name: from_blob(row[name], FLOATS) for name in ("sampler_logprobs", "policy_logprobs", "entropy")},
@@ -286,6 +287,7 @@ class RunDatabase:
                     "reward": float(reward),
                     "advantage": float(advantage),
                     "trains": int(trains),
+                    "switches": to_json(rollout.switches),
                     **_sample_columns(rollout, score),
                 },
             )

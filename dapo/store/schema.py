@@ -1,7 +1,7 @@
 """The tables of run.db, which docs/run-database.md explains. A change here raises the version."""
 
 APPLICATION_ID = 0x6461706F  # "dapo"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 # Kept to what SQLite 3.26 understands: that is what Python still links on some clusters.
 SCHEMA = """
@@ -43,6 +43,7 @@ CREATE TABLE rollouts (
     reward REAL,
     advantage REAL,
     trains INTEGER NOT NULL,
+    switches TEXT NOT NULL,
     error TEXT,
     extracted TEXT,
     extras TEXT NOT NULL,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -224,6 +226,18 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run_before_any_upda
 
 def test_groups_of_an_older_version_do_not_count_in_the_gap():
     metrics = Policy(for_dapo(tiny_llama()), config()).update(random_groups(8, 3, 4), step=1, version=5).metrics
+    assert "logprob_gap/mean" not in metrics
+
+
+@pytest.mark.parametrize("changes", [{"weight_version": 4}, {"weight_version": 4, "switches": (1,)}])
+def test_groups_with_a_single_older_token_do_not_count_in_the_gap(changes):
+    """The first responses are of the current weights: one must look at all of them."""
+    current = [
+        replace(g, rollouts=tuple(replace(r, weight_version=5) for r in g.rollouts)) for g in random_groups(8, 3, 4)
+    ]
+    assert "logprob_gap/mean" in Policy(for_dapo(tiny_llama()), config()).update(current, step=1, version=5).metrics
+    older = [replace(g, rollouts=(*g.rollouts[:-1], replace(g.rollouts[-1], **changes))) for g in current]
+    metrics = Policy(for_dapo(tiny_llama()), config()).update(older, step=1, version=5).metrics
     assert "logprob_gap/mean" not in metrics
 
 

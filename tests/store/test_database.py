@@ -167,6 +167,14 @@ def test_a_step_comes_back_with_everything_that_was_reported(path: Path, databas
     assert unjudged["entropy"] is None
 
 
+def test_the_version_of_every_token_comes_back(database: RunDatabase) -> None:
+    rollouts = (make_rollout(1, 0), replace(make_rollout(1, 3), weight_version=4, switches=(1, 1, 5)))
+    database.record_step(make_report(1, [make_group(1, rollouts=rollouts)]))
+    _, found = sorted(database.rollouts(1), key=lambda row: row["sample"])
+    again = replace(rollouts[1], weight_version=found["weight_version"], switches=tuple(found["switches"]))
+    assert again.versions.tolist() == rollouts[1].versions.tolist() == [4, 6, 6, 6, 6, 7]
+
+
 def test_arrays_come_back_bit_for_bit(path: Path, database: RunDatabase) -> None:
     odd = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.4028235e38, -0.1], dtype=np.float32)
     tokens = np.array([0, 1, -1, 2**31 - 1, -(2**31), 255, 65_536], dtype=np.int32)
@@ -634,7 +642,7 @@ def directory(path: Path) -> None:
         (cut_off, "malformed"),
         (cut_off_in_the_first_page, "malformed|not a database|disk I/O error"),
         (overwritten, "malformed|not a database"),
-        (newer, "has schema version 7, but this version of dapo reads 2"),
+        (newer, "has schema version 7, but this version of dapo reads 3"),
         (foreign, "is an SQLite database, but not that of a run"),
         (directory, "there is no run database here"),
     ],

@@ -7,25 +7,22 @@ active responses always occupy the first slots, so that a decode step reads the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dapo.engine.embedded.sequence import SharedPrompt
+from dapo.model.attention import Rotary
 
-@dataclass(eq=False, slots=True)
-class SharedPrompt:
-    """A prompt in use. Once prefilled: per layer its keys and values [Hkv, P, D], and its last hidden state."""
 
-    tokens: tuple[int, ...]
-    users: int = 0  # unfinished responses to it
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    last_hidden: Tensor | None = None
+@dataclass(frozen=True, eq=False, slots=True)
+class CachedPrompt:
+    """Per layer the keys and values [Hkv, P, D] of a prompt, and its last hidden state."""
 
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
+    keys: list[Tensor]
+    values: list[Tensor]
+    last_hidden: Tensor
 
 
 class ResponseCache:
@@ -62,9 +59,10 @@ class PromptStack:
     def __init__(self, prompts: Sequence[SharedPrompt], dtype: torch.dtype) -> None:
         self.prompts = tuple(prompts)
         self.span = max(prompt.length for prompt in prompts)
-        layers = range(len(prompts[0].keys))
-        self.keys = [self._stacked([prompt.keys[layer] for prompt in prompts], dtype) for layer in layers]
-        self.values = [self._stacked([prompt.values[layer] for prompt in prompts], dtype) for layer in layers]
+        cached: list[CachedPrompt] = [prompt.cached for prompt in prompts]
+        layers = range(len(cached[0].keys))
+        self.keys = [self._stacked([prompt.keys[layer] for prompt in cached], dtype) for layer in layers]
+        self.values = [self._stacked([prompt.values[layer] for prompt in cached], dtype) for layer in layers]
 
     def _stacked(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         if len(parts) == 1:
@@ -82,6 +80,8 @@ class DecodeAttention:
     The responses to a prompt are the rows of one product with its keys. Prompts with fewer responses than the most have
     empty rows, so that all prompts are one batched product, whatever their number.
     """
+
+    applies_rotary = False
 
     def __init__(self, cache: ResponseCache, stack: PromptStack, lengths_B: Tensor, prompts: Sequence[int]) -> None:
         """`prompts`: for each response the place of its prompt in the stack."""
@@ -115,7 +115,9 @@ class DecodeAttention:
         dtype = self.stack.keys[0].dtype
         return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotary: Rotary | None = None
+    ) -> Tensor:
         keys, values = self.storage[:, layer]
         kv_heads, head_dim = key.shape[1], key.shape[3]
         for cached, new in ((keys, key), (values, value)):

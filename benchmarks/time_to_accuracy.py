@@ -1,0 +1,410 @@
+"""python -m benchmarks.time_to_accuracy: accuracy on held-out arithmetic over seconds of training.
+
+SmolLM2-135M-Instruct learns sums, products and greatest common divisors of reasoning-gym, 2 : 1 : 1. Every ten seconds
+the clock is stopped and 500 questions that are never trained on are asked, at temperature 1 with the same random
+numbers each time, and greedily. Compilation and capture come before the clock starts, on weights that are thrown away.
+`--trl` runs TRL on the same questions where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu_common import (
+    SMOLLM2,
+    StepFigures,
+    default_device,
+    is_there,
+    machine,
+    step_seconds,
+    synchronise,
+)
+from dapo.config import Config, RewardConfig
+from dapo.data.dataset import load_eval_sets, load_train_stream
+from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.engine.protocol import Engine
+from dapo.errors import TrainingStopped
+from dapo.evaluate import evaluate
+from dapo.model.loading import load_model, load_tokenizer
+from dapo.rewards.rules import make_rule
+from dapo.trainer import Trainer
+from dapo.types import Prompt, SamplingParams
+
+WARM_UP_STEPS = 2
+LABELS = {"ours": "dapo", "trl": "TRL", "trl-vllm": "TRL with vLLM"}
+
+# There are only 100 products of two digits: a quarter of them is held out, and each is asked five times.
+TASKS = (
+    ("chain_sum", 2, 250, 1, {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    ("products", 1, 25, 5, {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
+    ("gcd", 1, 125, 1, {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 60}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One evaluation: the training seconds before it, and what it found."""
+
+    seconds: float
+    step: int
+    accuracy: float
+    greedy: float
+    tokens_generated: int
+    groups_generated: int
+    groups_kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """An accuracy to reach within so many seconds."""
+
+    kind: str
+    accuracy: float
+    seconds: float
+
+    def is_met(self, points: Sequence[Point]) -> bool:
+        return any(point.accuracy >= self.accuracy and point.seconds <= self.seconds for point in points)
+
+
+GOALS = (Goal("must", 0.6, 40), Goal("must", 0.8, 198), Goal("aim", 0.6, 20), Goal("aim", 0.9, 198))
+
+
+def training_config(folder: Path, model: str, device: str, *, ledger: bool, mode: str, seed: int = 0) -> Config:
+    """The settings that TRL was measured with, and dynamic sampling."""
+    values: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(folder), "name": "run", "steps": 10**6, "save_every": 0, "seed": seed},
+        "model": {"path": model, "device": device},
+        "data": {
+            "train": [{"path": f"gym:{task}", "weight": weight, "params": p} for task, weight, _, _, p in TASKS],
+            "train_batch_size": 32, "gen_batch_size": 32, "max_prompt_length": 128, "max_response_length": 64,
+        },
+        "rollout": {"n": 16, "temperature": 1.0, "max_concurrent": 512, "mode": mode},
+        "reward": {"use": "integer", "extract": ["last_number"]},
+        "algorithm": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "ledger": {"enable": ledger}},
+        "optim": {"lr": 1e-5, "warmup_steps": 0, "weight_decay": 0.0, "ppo_mini_batch_size": 8},
+        "eval": {
+            "k": 1,
+            "data": {task: {"path": f"gym:{task}", "size": size, "params": p} for task, _, size, _, p in TASKS},
+        },
+    }  # fmt: skip
+    return Config.parse(values)
+
+
+def held_out(sets: dict[str, list[Prompt]]) -> list[Prompt]:
+    """The questions of all sets, those of the small one several times, so that the mix is that of training."""
+    times = {task: repeats for task, _, _, repeats, _ in TASKS}
+    return [prompt for name, prompts in sets.items() for prompt in prompts * times[name]]
+
+
+class Examiner:
+    """Asks the held-out questions: through the trainer's engine, or one of its own where groups stay in flight."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.questions = held_out(trainer.eval_sets)
+        self.max_tokens = trainer.config.data.max_response_length
+        is_idle = trainer.config.rollout.mode == "strict"
+        self.engine = trainer.engine if is_idle else _second_engine(trainer, len(self.questions))
+
+    def accuracy(self, temperature: float, engine: Engine | None = None) -> float:
+        params = SamplingParams(temperature, max_tokens=self.max_tokens)
+        # Always step 0: the random numbers are then those of every other evaluation.
+        report = evaluate(engine or self.engine, self.trainer.judge, self.questions, 1, params, 0, "held_out")
+        return sum(bool(sample.score.acc) for sample in report.samples) / len(report.samples)
+
+    def warm_up(self) -> None:
+        """The engines capture what they will replay, before the clock starts."""
+        self.accuracy(1.0, self.trainer.engine)
+        self.accuracy(1.0)
+        self.accuracy(0.0)
+
+    def point(self, seconds: float, figures: StepFigures) -> Point:
+        return Point(
+            seconds=seconds,
+            step=self.trainer.step,
+            accuracy=self.accuracy(1.0),
+            greedy=self.accuracy(0.0),
+            tokens_generated=figures.total("tokens/generated"),
+            groups_generated=figures.total("groups/generated"),
+            groups_kept=figures.total("groups/kept"),
+        )
+
+
+def _second_engine(trainer: Trainer, slots: int) -> EmbeddedEngine:
+    data = trainer.config.data
+    return EmbeddedEngine(
+        trainer.policy.causal_lm, trainer.tokenizer, trainer.stop_ids,
+        trainer.config.run.seed, slots, max_length=data.max_prompt_length + data.max_response_length,
+        kv_memory_fraction=0.1,
+    )  # fmt: skip
+
+
+def our_points(
+    config: Config,
+    seconds: float,
+    every: float,
+    device: torch.device,
+    say: Callable[[Point], None] = lambda point: None,
+) -> list[Point]:
+    """Train for so many seconds; an evaluation at the start, before each mark is passed, and at the end."""
+    _warm_up(config)
+    figures = StepFigures()
+    with closing(Trainer(config, reporter=figures)) as trainer:
+        examiner = Examiner(trainer)
+        examiner.warm_up()
+        points: list[Point] = []
+        clock = last = next_mark = 0.0
+
+        def look() -> None:
+            points.append(examiner.point(clock, figures))
+            say(points[-1])
+
+        try:
+            while clock + last <= seconds:
+                # Before the step that would pass the mark, so that a figure belongs to no more seconds than it says.
+                if clock + last >= next_mark:
+                    look()
+                    next_mark = every * (1 + (clock + last) // every)
+                last = step_seconds(trainer, device)
+                clock += last
+        except TrainingStopped as stopped:
+            Console(stderr=True).print(str(stopped), markup=False, soft_wrap=True)
+        if points[-1].step < trainer.step:
+            look()
+        examiner.engine.close()
+    return points
+
+
+def _warm_up(config: Config) -> None:
+    """Two steps of a run that is thrown away: what is compiled stays in the process."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = config.run.model_copy(update={"dir": folder})
+        trainer = Trainer(config.model_copy(update={"run": run}))
+        try:
+            for _ in range(WARM_UP_STEPS):
+                trainer.train_step()
+        finally:
+            trainer.close()
+    del trainer
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def trl_points(
+    config: Config, seconds: float, every: float, device: torch.device, *, use_vllm: bool, questions: int = 20_000
+) -> list[Point]:
+    """TRL with the same settings: `steps_per_generation` makes the four updates of a batch; evaluated off its clock."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    tokenizer = load_tokenizer(config.model.path)
+    asked = held_out(load_eval_sets(config, tokenizer))
+    stream = load_train_stream(config, tokenizer, asked)
+    rows = [{"prompt": list(prompt.messages), "answer": prompt.answer} for prompt in stream.take(questions)]
+    rule = make_rule("integer", RewardConfig(extract=("last_number",)))
+    n, batch, updates = config.rollout.n, config.data.train_batch_size * config.rollout.n, 4
+    points: list[Point] = []
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        texts = [completion[0]["content"] for completion in completions]
+        return [rule(text, gold)["score"] for text, gold in zip(texts, answer, strict=True)]
+
+    class Examination(TrainerCallback):
+        """The clock starts after the warm-up steps, and stands still while questions are asked."""
+
+        def __init__(self) -> None:
+            self.clock = 0.0
+            self.start: float | None = None
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.global_step < WARM_UP_STEPS * updates or state.global_step % updates:
+                return
+            synchronise(device)
+            if self.start is not None:
+                self.clock += time.perf_counter() - self.start
+            done = state.global_step // updates - WARM_UP_STEPS
+            if not points or self.clock >= points[-1].seconds + every or self.clock >= seconds:
+                right = [transformers_accuracy(model, tokenizer, asked, t, config, rule) for t in (1.0, 0.0)]
+                groups = done * config.data.train_batch_size
+                points.append(Point(self.clock, done, right[0], right[1], 0, groups, groups))
+            control.should_training_stop = self.clock >= seconds
+            self.start = time.perf_counter()
+
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load_model(config.model, attention="sdpa")
+        options = GRPOConfig(
+            output_dir=folder, per_device_train_batch_size=batch // updates, steps_per_generation=updates,
+            num_generations=n, max_completion_length=config.data.max_response_length, max_steps=10**6,
+            learning_rate=config.optim.lr, lr_scheduler_type="constant", loss_type="dapo", epsilon=0.2,
+            epsilon_high=0.28, beta=0.0, bf16=True, report_to=[], save_strategy="no", logging_strategy="no",
+            use_vllm=use_vllm, vllm_mode="colocate", temperature=1.0, seed=config.run.seed,
+        )  # fmt: skip
+        # TRL trains float32 weights under bf16 autocast.
+        GRPOTrainer(
+            loaded.model.float(), reward, args=options, train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer, callbacks=[Examination()],
+        ).train()  # fmt: skip
+    return points
+
+
+@torch.no_grad()
+def transformers_accuracy(
+    model: Any, tokenizer: Any, questions: Sequence[Prompt], temperature: float, config: Config, rule: Any
+) -> float:
+    """The same questions through `generate`, with the same seed each time, and without moving the trainer's."""
+    width = max(len(prompt.tokens) for prompt in questions)
+    tokens = torch.zeros(len(questions), width, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(questions):
+        tokens[row, width - len(prompt.tokens) :] = torch.tensor(prompt.tokens)
+        mask[row, width - len(prompt.tokens) :] = 1
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    was_training, state = model.training, random.getstate()
+    with torch.random.fork_rng():
+        torch.manual_seed(config.run.seed)
+        model.eval()
+        out = model.generate(
+            tokens.to(model.device), attention_mask=mask.to(model.device), pad_token_id=tokenizer.pad_token_id,
+            max_new_tokens=config.data.max_response_length, use_cache=True, **(how or {"do_sample": False}),
+        )  # fmt: skip
+    random.setstate(state)
+    model.train(was_training)
+    texts = tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
+    return sum(rule(text, prompt.answer)["acc"] for text, prompt in zip(texts, questions, strict=True)) / len(texts)
+
+
+def write(out: Path, curves: dict[str, list[Point]]) -> None:
+    """accuracy.csv with all points, and a plot: accuracy.png where matplotlib is there, else accuracy.svg."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "accuracy.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["system", *(field.name for field in fields(Point))])
+        writer.writeheader()
+        for system, points in curves.items():
+            writer.writerows({"system": system, **asdict(point)} for point in points)
+    if is_there("matplotlib"):
+        _draw(out / "accuracy.png", curves)
+    else:
+        (out / "accuracy.svg").write_text(svg(curves), encoding="utf-8")
+
+
+def _draw(path: Path, curves: dict[str, list[Point]]) -> None:
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(
+        xlabel="seconds of training", ylabel="accuracy, 500 held-out questions", ylim=(0, 1), title=machine()
+    )
+    axes.title.set_fontsize(8)
+    for system, points in curves.items():
+        axes.plot([p.seconds for p in points], [p.accuracy for p in points], marker=".", label=LABELS[system])
+    musts = [goal for goal in GOALS if goal.kind == "must"]
+    axes.plot([goal.seconds for goal in musts], [goal.accuracy for goal in musts], "kx", label="must reach")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
+
+
+_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c")
+_LEFT, _TOP, _WIDTH, _HEIGHT = 60, 30, 560, 320
+
+
+def svg(curves: dict[str, list[Point]]) -> str:
+    """The same plot without any library."""
+    last = max((point.seconds for points in curves.values() for point in points), default=1.0) or 1.0
+
+    def place(seconds: float, accuracy: float) -> str:
+        return f"{_LEFT + _WIDTH * seconds / last:.1f},{_TOP + _HEIGHT * (1 - accuracy):.1f}"
+
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="400" font-family="sans-serif" font-size="12">'
+    ]
+    parts.append('<rect width="640" height="400" fill="white"/>')
+    for tenth in range(0, 11, 2):
+        height = _TOP + _HEIGHT * (1 - tenth / 10)
+        parts.append(f'<path d="M{_LEFT} {height}h{_WIDTH}" stroke="#ddd"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{height + 4}" text-anchor="end">{tenth * 10} %</text>')
+    for quarter in range(5):
+        across = _LEFT + _WIDTH * quarter / 4
+        parts.append(
+            f'<text x="{across}" y="{_TOP + _HEIGHT + 18}" text-anchor="middle">{last * quarter / 4:.0f} s</text>'
+        )
+    for colour, (system, points) in zip(_COLOURS, curves.items(), strict=False):
+        line = " ".join(place(point.seconds, point.accuracy) for point in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        label = f'<text x="{_LEFT + 8}" y="{_TOP + 16 * (1 + _COLOURS.index(colour))}" fill="{colour}">'
+        parts.append(f"{label}{LABELS[system]}</text>")
+    parts.append(f'<text x="{_LEFT}" y="18">accuracy on 500 held-out questions over seconds of training</text></svg>')
+    return "\n".join(parts)
+
+
+def print_curves(console: Console, curves: dict[str, list[Point]]) -> None:
+    for system, points in curves.items():
+        table = Table(title=f"{LABELS[system]}: 500 held-out questions, the clock stopped")
+        for heading in ("seconds", "step", "accuracy", "greedy", "tokens generated", "groups", "kept"):
+            table.add_column(heading, justify="right")
+        for p in points:
+            table.add_row(
+                f"{p.seconds:.1f}", str(p.step), f"{100 * p.accuracy:.1f} %", f"{100 * p.greedy:.1f} %",
+                f"{p.tokens_generated:,}", f"{p.groups_generated:,}", f"{p.groups_kept:,}",
+            )  # fmt: skip
+        console.print(table)
+    for goal in GOALS:
+        verdict = "reached" if goal.is_met(curves.get("ours", [])) else "missed"
+        console.print(f"{goal.kind}: {100 * goal.accuracy:.0f} % within {goal.seconds:.0f} s: {verdict}")
+    console.print(machine(), markup=False, highlight=False, soft_wrap=True)
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, list[Point]]]:
+    def say(point: Point) -> None:
+        print(f"{point.seconds:7.1f} s  step {point.step:4d}  {100 * point.accuracy:5.1f} %", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = training_config(
+            Path(folder), arguments.model, str(device), ledger=arguments.ledger, mode=arguments.mode,
+            seed=arguments.seed,
+        )  # fmt: skip
+        yield "ours", our_points(config, arguments.seconds, arguments.every, device, say)
+        if arguments.trl and is_there("trl"):
+            gc.collect()
+            yield "trl", trl_points(config, arguments.seconds, arguments.every, device, use_vllm=False)
+            if is_there("vllm"):
+                gc.collect()
+                yield "trl-vllm", trl_points(config, arguments.seconds, arguments.every, device, use_vllm=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=198.0, help="of training")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds of training between evaluations")
+    parser.add_argument("--mode", choices=["strict", "inflight"], default="strict", help="as rollout.mode")
+    parser.add_argument("--ledger", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--model", default=SMOLLM2, help="as model.path")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trl", action="store_true", help="run TRL beside it, where it is installed")
+    parser.add_argument("--out", type=Path, default=Path("time_to_accuracy"), help="folder for accuracy.csv and plot")
+    arguments = parser.parse_args()
+    curves: dict[str, list[Point]] = {}
+    for system, points in measure(arguments, default_device()):
+        curves[system] = points
+        write(arguments.out, curves)
+    print_curves(Console(width=120), curves)
+
+
+if __name__ == "__main__":
+    main()

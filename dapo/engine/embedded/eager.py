@@ -1,0 +1,161 @@
+"""Decoding step by step, as on a CPU: every step looks at its results before the next one starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dapo.engine.embedded.cache import CachedPrompt, DecodeAttention, PromptStack, ResponseCache
+from dapo.engine.embedded.sampler import draw, uniforms
+from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt
+from dapo.model.attention import Family, PackedAttention
+from dapo.model.forward import head_weight, hidden_states, key_heads, query_groups
+from dapo.model.products import wide_product
+from dapo.types import FinishReason
+
+_PREFILL_TOKENS = 8192
+
+
+class EagerDecoder:
+    """The active responses are the first slots of the cache, in order."""
+
+    def __init__(self, causal_lm: Any, stop_ids: frozenset[int], max_concurrent: int) -> None:
+        self.model = causal_lm
+        self.stop_ids = stop_ids
+        self.max_concurrent = max_concurrent
+        self.active: list[Response] = []
+        self.stacked: PromptStack | None = None
+        config = causal_lm.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        weight = head_weight(causal_lm)
+        self.device, self.dtype = weight.device, weight.dtype
+        self.cache = ResponseCache(config.num_hidden_layers, key_heads(config), head_dim, self.dtype, self.device)
+        self.steps, self.places = 0, 0
+
+    def room(self, waiting: Iterable[Response]) -> int:
+        return min(self.max_concurrent - len(self.active), sum(1 for _ in waiting))
+
+    def start(self, newcomers: Sequence[Response]) -> list[Finished]:
+        """The first token of each newcomer follows from its prompt's last hidden state."""
+        if not newcomers:
+            return []
+        prompts = list(dict.fromkeys(response.prompt for response in newcomers))
+        self._prefill([prompt for prompt in prompts if prompt.cached is None])
+        place = {prompt: i for i, prompt in enumerate(prompts)}
+        rows = torch.tensor([place[response.prompt] for response in newcomers], device=self.device)
+        hidden = torch.stack([prompt.cached.last_hidden for prompt in prompts])
+        self._draw(newcomers, wide_product(hidden, head_weight(self.model).t())[rows])
+        self.active += newcomers
+        return self._collect()
+
+    def advance(self) -> list[Finished]:
+        if not self.active:
+            return []
+        self.steps += 1
+        self.places += len(self.active)
+        lengths = [len(response.tokens) - 1 for response in self.active]  # the newest token is not in the cache yet
+        self.cache.reserve(len(self.active), max(lengths) + 1)
+        stack = self._stack()
+        places = {prompt: place for place, prompt in enumerate(stack.prompts)}
+        lengths_B = torch.tensor(lengths, device=self.device)
+        tokens_B = torch.tensor([response.tokens[-1] for response in self.active], device=self.device)
+        prompts_B = torch.tensor([response.prompt.length for response in self.active], device=self.device)
+        plan = DecodeAttention(self.cache, stack, lengths_B, [places[response.prompt] for response in self.active])
+        hidden = hidden_states(self.model, tokens_B, lengths_B + prompts_B, plan)
+        self._draw(self.active, wide_product(hidden, head_weight(self.model).t()))
+        return self._collect()
+
+    def settle(self) -> None:
+        pass
+
+    def drawn(self, response: Response) -> int:
+        return len(response.tokens)
+
+    def remove(self, responses: Sequence[Response]) -> None:
+        """Close the gaps from the back, so that the active rows stay the first slots of the cache."""
+        gone = set(responses)
+        for row in reversed(range(len(self.active))):
+            if self.active[row] in gone:
+                last = self.active.pop()
+                if row < len(self.active):
+                    self.cache.move(len(self.active), row, len(last.tokens) - 1)
+                    self.active[row] = last
+
+    def forget(self, prompt: SharedPrompt) -> None:
+        prompt.cached = None
+
+    def displaced(self) -> list[Response]:
+        return []
+
+    def release(self) -> None:
+        self.cache.release()
+        self.stacked = None
+
+    def figures(self) -> dict[str, float]:
+        figures = {"engine/decode_steps": float(self.steps)}
+        if self.steps:
+            figures["engine/batch_occupancy"] = self.places / (self.steps * self.max_concurrent)
+        self.steps, self.places = 0, 0
+        return figures
+
+    def _prefill(self, prompts: list[SharedPrompt]) -> None:
+        batch: list[SharedPrompt] = []
+        for prompt in prompts:
+            if batch and sum(p.length for p in batch) + prompt.length > _PREFILL_TOKENS:
+                self._prefill_packed(batch)
+                batch = []
+            batch.append(prompt)
+        if batch:
+            self._prefill_packed(batch)
+
+    def _prefill_packed(self, prompts: list[SharedPrompt]) -> None:
+        tokens_T = torch.tensor([token for prompt in prompts for token in prompt.tokens], device=self.device)
+        positions_T = torch.cat([torch.arange(prompt.length) for prompt in prompts]).to(self.device)
+        starts = list(accumulate((prompt.length for prompt in prompts[:-1]), initial=0))
+        families = [Family((start, prompt.length)) for start, prompt in zip(starts, prompts, strict=True)]
+        plan = PackedAttention(families, positions_T, query_groups(self.model), self.dtype, capture=True)
+        hidden = hidden_states(self.model, tokens_T, positions_T, plan)
+        assert plan.captured is not None
+        for start, prompt in zip(starts, prompts, strict=True):
+            end = start + prompt.length
+            prompt.cached = CachedPrompt(
+                keys=[keys[:, start:end].clone() for keys, _ in plan.captured],
+                values=[values[:, start:end].clone() for _, values in plan.captured],
+                last_hidden=hidden[end - 1].clone(),
+            )
+
+    def _stack(self) -> PromptStack:
+        """The prompts of the active responses; made anew only when one is missing, or most are no longer needed."""
+        needed = dict.fromkeys(response.prompt for response in self.active)
+        there = self.stacked.prompts if self.stacked is not None else ()
+        if self.stacked is None or not needed.keys() <= set(there) or 2 * len(needed) <= len(there):
+            # Scores and sums in float32 at least, as the training kernels have them.
+            self.stacked = PromptStack([*needed], torch.promote_types(self.dtype, torch.float32))
+        return self.stacked
+
+    def _draw(self, responses: Sequence[Response], logits_BV: Tensor) -> None:
+        keys_B = torch.tensor([response.key for response in responses], device=self.device)
+        positions_B = torch.tensor([len(response.tokens) for response in responses], device=self.device)
+        tokens_B, logprobs_B = draw(logits_BV, uniforms(keys_B, positions_B), responses[0].request.params)
+        for response, token, logprob in zip(responses, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+            assert isinstance(response.tokens, list) and isinstance(response.logprobs, list)
+            response.tokens.append(token)
+            response.logprobs.append(logprob)
+
+    def _collect(self) -> list[Finished]:
+        """Take the finished responses out of the active rows."""
+        finished: list[Finished] = []
+        for response in self.active:
+            if reason := self._finish_reason(response):
+                finished.append((response, reason))
+        self.remove([response for response, _ in finished])
+        return finished
+
+    def _finish_reason(self, response: Response) -> FinishReason | None:
+        if response.tokens[-1] in self.stop_ids:
+            return "stop"
+        return "length" if len(response.tokens) >= response.request.params.max_tokens else None

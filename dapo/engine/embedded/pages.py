@@ -1,0 +1,87 @@
+"""The key/value cache in pages: prompts have theirs once, every response has its own, and all come from one store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dapo.engine.embedded.kernels.attention import PAGE, PagedState, decode_attention
+from dapo.model.attention import AttentionPlan, Rotary
+
+_PROGRAMS = 264  # two for each of a large GPU's processors: with fewer, long rows are split
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+class PageStore:
+    """Keys and values [layers, 2, pages, Hkv, PAGE, D]. Page 0 is never given away: padding writes there."""
+
+    def __init__(
+        self, layers: int, pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.storage = torch.zeros(layers, 2, pages, kv_heads, PAGE, head_dim, dtype=dtype, device=device)
+        self.free = list(range(pages - 1, 0, -1))
+
+    @staticmethod
+    def page_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return layers * 2 * kv_heads * PAGE * head_dim * dtype.itemsize
+
+    @property
+    def used(self) -> float:
+        """Share of the pages that are in use."""
+        there = self.storage.shape[2] - 1
+        return 1 - len(self.free) / there
+
+    def take(self, count: int) -> list[int]:
+        assert count <= len(self.free), "whoever takes pages looks first whether there are enough"
+        return [self.free.pop() for _ in range(count)]
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        self.free.extend(pages)
+
+
+class StoringAttention:
+    """Another plan, which also writes every token's keys and values to its place in the store."""
+
+    applies_rotary = False
+
+    def __init__(self, plan: AttentionPlan, store: PageStore, pages_T: Tensor, offsets_T: Tensor) -> None:
+        self.plan = plan
+        self.storage = store.storage
+        self.pages_T, self.offsets_T = pages_T, offsets_T
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotary: Rotary | None = None
+    ) -> Tensor:
+        for part, new in enumerate((key, value)):
+            self.storage[layer, part][self.pages_T, :, self.offsets_T] = new[0].transpose(0, 1)
+        return self.plan.attend(layer, query, key, value, scale)
+
+
+class PagedAttention:
+    """One new token for each row: its keys and values go to the row's page, and it sees all that is there."""
+
+    applies_rotary = True
+
+    def __init__(self, store: PageStore, state: PagedState) -> None:
+        self.storage = store.storage
+        self.state = state
+        programs = len(state.rows_B) * self.storage.shape[3]
+        self.splits = max(1, min(16, _PROGRAMS // programs))
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotary: Rotary | None = None
+    ) -> Tensor:
+        query_B, key_B, value_B = (part[0].transpose(0, 1) for part in (query, key, value))
+        keys, values = self.storage[layer]
+        if rotary is not None and rotary.table is None:  # a layer without positions
+            assert rotary.query_norm is None
+            rotary = None
+        output_B = decode_attention(
+            query_B, key_B, value_B, keys, values, self.state, scale, rotary=rotary, splits=self.splits
+        )
+        return output_B[None]

@@ -1,0 +1,356 @@
+"""The decoder between token embeddings and the head: as transformers computes it, or fused for the GPU.
+
+`trunk_of` gives the one trunk of a model, so that sampler and trainer compute with the same code on the same weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+from dapo.model.attention import AttentionPlan, Rotary
+from dapo.model.kernels.norm import add_rms_norm, add_rms_norm_backward
+from dapo.model.kernels.rotary import HeadNorms, rotate, rotate_backward
+from dapo.model.kernels.swiglu import swiglu, swiglu_backward
+from dapo.model.products import add_weight_grad
+
+# Decoder layers of one shape: RMS norms, rotary attention with optional head norms, a gated feed-forward with SiLU.
+FUSED_MODELS = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM",
+)
+_STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+class Trunk(Protocol):
+    weights: tuple[Weight, ...]  # whose gradients the trunk adds up itself, in float32
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, *, recompute: bool = False) -> Tensor:
+        """The last layer's hidden states [T, d] of packed tokens; `recompute`: keep few activations for backward."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class Weight:
+    """One storage of which parameters of the Hugging Face model are views, and the float32 sum of its gradient."""
+
+    value: Tensor
+    parts: tuple[nn.Parameter, ...]  # along the first dimension
+    grad: Tensor | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, *parameters: nn.Parameter) -> Weight:
+        """Joins the parameters: they become views of one tensor, never a second copy."""
+        if len(parameters) == 1:
+            return cls(parameters[0].data, parameters)
+        value = torch.cat([parameter.data for parameter in parameters])
+        for parameter, view in zip(parameters, value.split([len(p) for p in parameters]), strict=True):
+            parameter.data = view
+        return cls(value, parameters)
+
+    def add_grad(self, grad_out_To: Tensor, input_Ti: Tensor) -> None:
+        if self.grad is not None:
+            add_weight_grad(self.grad, grad_out_To, input_Ti)
+
+
+class PlainTrunk:
+    """Any causal LM that goes through transformers' attention interface, with autograd doing the gradients."""
+
+    weights: tuple[Weight, ...] = ()
+
+    def __init__(self, causal_lm: Any) -> None:
+        self.inner = causal_lm.base_model
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, *, recompute: bool = False) -> Tensor:
+        out = self.inner(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
+        return out.last_hidden_state[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Weight
+    qkv: Weight
+    qkv_bias: Weight | None
+    head_norms: tuple[Weight, Weight] | None  # of queries and keys
+    rotary: Rotary
+    out: Weight
+    post_norm: Weight
+    gate_up: Weight
+    down: Weight
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        optional = (self.qkv_bias, *(self.head_norms or ()))
+        there = (weight for weight in optional if weight is not None)
+        return self.input_norm, self.qkv, *there, self.out, self.post_norm, self.gate_up, self.down
+
+
+@dataclass(eq=False, slots=True)
+class FusedTrunk:
+    """Llama-like decoders with few, fused kernels. The residual stream is float32, which keeps what rounding would
+    otherwise add up over the layers; products are computed in the weights' precision.
+
+    Weights take no part in autograd: their gradients are added to `Weight.grad` where that is set.
+    """
+
+    embedding: Weight
+    padding_index: int
+    layers: tuple[_Layer, ...]
+    final_norm: Weight
+    eps: float
+    heads: int
+    kv_heads: int
+    head_dim: int
+    weights: tuple[Weight, ...] = field(init=False)
+    anchor: Tensor = field(init=False)  # gives autograd something to start from
+
+    def __post_init__(self) -> None:
+        per_layer = (weight for layer in self.layers for weight in layer.weights)
+        self.weights = (self.embedding, *per_layer, self.final_norm)
+        self.anchor = torch.zeros((), device=self.embedding.value.device, requires_grad=True)
+
+    @classmethod
+    def of(cls, causal_lm: Any) -> FusedTrunk:
+        """Rearranges the model's weights; the model itself goes on working, and is saved, as before."""
+        config, inner = causal_lm.config, causal_lm.base_model
+        head_dim = inner.layers[0].self_attn.head_dim
+        table = _rotary_table(inner.rotary_emb, config.max_position_embeddings)
+        return cls(
+            embedding=Weight.of(inner.embed_tokens.weight),
+            padding_index=-1 if inner.embed_tokens.padding_idx is None else inner.embed_tokens.padding_idx,
+            layers=tuple(_join(layer, table, config.rms_norm_eps) for layer in inner.layers),
+            final_norm=Weight.of(inner.norm.weight),
+            eps=config.rms_norm_eps,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+        )
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, *, recompute: bool = False) -> Tensor:
+        residual = _Embed.apply(self.anchor, tokens_T, self.embedding, self.padding_index)
+        delta = None
+        for index in range(len(self.layers)):
+            if recompute and torch.is_grad_enabled():
+                residual, delta = checkpoint(  # pyright: ignore[reportGeneralTypeIssues]
+                    self._layer, index, residual, delta, positions_T, plan, use_reentrant=False
+                )
+            else:
+                residual, delta = self._layer(index, residual, delta, positions_T, plan)
+        normed, _ = _Norm.apply(residual, delta, self.final_norm, self.eps)
+        return normed
+
+    def _layer(
+        self, index: int, residual: Tensor, delta: Tensor | None, positions_T: Tensor, plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[index]
+        normed, residual = _add_norm(residual, delta, layer.input_norm, self.eps)
+        attended = self._attention(index, normed, positions_T, plan)
+        delta = _Project.apply(attended, layer.out)
+        normed, residual = _add_norm(residual, delta, layer.post_norm, self.eps)
+        return residual, _FeedForward.apply(normed, layer.gate_up, layer.down)
+
+    def _attention(self, index: int, normed: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+        layer, scale = self.layers[index], self.head_dim**-0.5
+        if plan.applies_rotary:
+            query, key, value = self._split(_linear(normed, layer.qkv, layer.qkv_bias))
+            attended = plan.attend(index, query, key, value, scale, layer.rotary)
+        else:
+            projected = _RotaryProjection.apply(normed, positions_T, layer, self.heads, self.kv_heads)
+            query, key, value = (part.transpose(0, 1)[None] for part in projected)
+            attended = plan.attend(index, query, key, value, scale)
+        return attended.reshape(len(normed), self.heads * self.head_dim)
+
+    def _split(self, qkv_T: Tensor) -> tuple[Tensor, ...]:
+        """Query [1, H, T, D], key and value [1, Hkv, T, D], as views."""
+        parts = qkv_T.view(len(qkv_T), -1, self.head_dim).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        return tuple(part.transpose(0, 1)[None] for part in parts)
+
+
+_TRUNKS: WeakKeyDictionary[nn.Module, Trunk] = WeakKeyDictionary()
+
+
+def trunk_of(causal_lm: Any) -> Trunk:
+    """Fused on a GPU in bf16 where the model is of a kind that is known; else as transformers computes it."""
+    if causal_lm not in _TRUNKS:
+        is_fast = causal_lm.dtype == torch.bfloat16 and causal_lm.device.type == "cuda"
+        _TRUNKS[causal_lm] = FusedTrunk.of(causal_lm) if is_fast and can_fuse(causal_lm) else PlainTrunk(causal_lm)
+    return _TRUNKS[causal_lm]
+
+
+def can_fuse(causal_lm: Any) -> bool:
+    config = causal_lm.config
+    if type(causal_lm).__name__ not in FUSED_MODELS or config.hidden_act != "silu":
+        return False
+    first = causal_lm.base_model.layers[0]
+    linear = [first.self_attn.q_proj, first.self_attn.o_proj, first.mlp.gate_proj, first.mlp.down_proj]
+    is_plain = all(type(part) is nn.Linear for part in linear)  # adapters wrap them
+    has_other_biases = any(part.bias is not None for part in linear[1:]) if is_plain else True
+    rotary_type = getattr(causal_lm.base_model.rotary_emb, "rope_type", None)
+    return is_plain and not has_other_biases and rotary_type in _STATIC_ROTARY
+
+
+def _join(layer: Any, table: Tensor, eps: float) -> _Layer:
+    attention, feed_forward = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = Weight.of(attention.q_norm.weight), Weight.of(attention.k_norm.weight)
+    return _Layer(
+        input_norm=Weight.of(layer.input_layernorm.weight),
+        qkv=Weight.of(*(part.weight for part in projections)),
+        qkv_bias=None if attention.q_proj.bias is None else Weight.of(*(part.bias for part in projections)),
+        head_norms=norms,
+        rotary=Rotary(
+            table if getattr(attention, "use_rope", True) else None,
+            query_norm=norms[0].value if norms else None,
+            key_norm=norms[1].value if norms else None,
+            eps=eps,
+        ),
+        out=Weight.of(attention.o_proj.weight),
+        post_norm=Weight.of(layer.post_attention_layernorm.weight),
+        gate_up=Weight.of(feed_forward.gate_proj.weight, feed_forward.up_proj.weight),
+        down=Weight.of(feed_forward.down_proj.weight),
+    )
+
+
+@torch.no_grad()
+def _rotary_table(rotary: Any, positions: int) -> Tensor:
+    device = rotary.inv_freq.device
+    cos, sin = rotary(torch.zeros(1, device=device), torch.arange(positions, device=device)[None])
+    half = cos.shape[-1] // 2
+    return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1).float().contiguous()
+
+
+def _linear(input_Ti: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:
+    return F.linear(input_Ti, weight.value, None if bias is None else bias.value)
+
+
+def _add_norm(residual: Tensor, delta: Tensor | None, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
+    normed, total = _Norm.apply(residual, delta, weight, eps)
+    return normed, residual if total is None else total
+
+
+class _Embed(Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tokens_T: Tensor, weight: Weight, padding_index: int) -> Tensor:
+        ctx.save_for_backward(tokens_T)
+        ctx.weight, ctx.padding_index = weight, padding_index
+        embedded = F.embedding(tokens_T, weight.value)
+        return embedded.to(torch.promote_types(embedded.dtype, torch.float32))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        (tokens_T,), weight = ctx.saved_tensors, ctx.weight
+        if weight.grad is not None:
+            rows = len(weight.value)
+            weight.grad += torch.ops.aten.embedding_dense_backward(grads[0], tokens_T, rows, ctx.padding_index, False)
+        return None, None, None, None
+
+
+class _Norm(Function):
+    """Without a delta there is no sum to go on with: the second result is then None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor | None, weight: Weight, eps: float
+    ) -> tuple[Tensor, Tensor | None]:
+        normed, total, rstd_T = add_rms_norm(residual, delta, weight.value, eps)
+        ctx.save_for_backward(total, rstd_T)
+        ctx.weight, ctx.has_delta = weight, delta is not None
+        ctx.set_materialize_grads(False)
+        return normed, total if delta is not None else None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, rstd_T = ctx.saved_tensors
+        grad_normed, grad_total = grads
+        if grad_normed is None:
+            assert grad_total is not None
+            return grad_total, grad_total.to(ctx.weight.value.dtype) if ctx.has_delta else None, None, None
+        grad, narrow = add_rms_norm_backward(grad_normed, grad_total, total, rstd_T, ctx.weight.value, ctx.weight.grad)
+        return grad, narrow if ctx.has_delta else None, None, None
+
+
+class _Project(Function):
+    @staticmethod
+    def forward(ctx: Any, input_Ti: Tensor, weight: Weight) -> Tensor:
+        ctx.save_for_backward(input_Ti)
+        ctx.weight = weight
+        return _linear(input_Ti, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (input_Ti,) = ctx.saved_tensors
+        ctx.weight.add_grad(grads[0], input_Ti)
+        return grads[0] @ ctx.weight.value, None
+
+
+class _RotaryProjection(Function):
+    """Query [T, H, D], key and value [T, Hkv, D], head norms and rotation applied."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, normed: Tensor, positions_T: Tensor, layer: _Layer, heads: int, kv_heads: int
+    ) -> tuple[Tensor, ...]:
+        qkv = _linear(normed, layer.qkv, layer.qkv_bias)
+        rotated = rotate(qkv, positions_T, layer.rotary.table, heads, kv_heads, _head_norms(layer.rotary))
+        # Only head norms need to see what came in; a rotation is undone by its angle alone.
+        ctx.save_for_backward(normed, positions_T, *((qkv,) if layer.head_norms is not None else ()))
+        ctx.layer, ctx.heads, ctx.kv_heads = layer, heads, kv_heads
+        head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
+        value = qkv[:, (heads + kv_heads) * head_dim :]
+        query, key = rotated.split([heads * head_dim, kv_heads * head_dim], dim=1)
+        return tuple(part.unflatten(1, (-1, head_dim)) for part in (query, key, value))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        normed, positions_T, *raw = ctx.saved_tensors
+        layer: _Layer = ctx.layer
+        grad_qkv = torch.cat([grad.flatten(1) for grad in grads], dim=1)
+        width = sum(grad[0].numel() for grad in grads[:2])
+        norm_grads = None
+        if layer.head_norms is not None and layer.head_norms[0].grad is not None:
+            assert layer.head_norms[1].grad is not None
+            norm_grads = layer.head_norms[0].grad, layer.head_norms[1].grad
+        rotate_backward(
+            grad_qkv[:, :width], raw[0] if raw else grad_qkv, positions_T, layer.rotary.table, ctx.heads, ctx.kv_heads,
+            _head_norms(layer.rotary), norm_grads, grad_qkv,
+        )  # fmt: skip
+        layer.qkv.add_grad(grad_qkv, normed)
+        if layer.qkv_bias is not None and layer.qkv_bias.grad is not None:
+            layer.qkv_bias.grad += grad_qkv.sum(0, dtype=layer.qkv_bias.grad.dtype)
+        return grad_qkv @ layer.qkv.value, None, None, None, None
+
+
+def _head_norms(rotary: Rotary) -> HeadNorms | None:
+    if rotary.query_norm is None or rotary.key_norm is None:
+        return None
+    return HeadNorms(rotary.query_norm, rotary.key_norm, rotary.eps)
+
+
+class _FeedForward(Function):
+    @staticmethod
+    def forward(ctx: Any, normed: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        gated = _linear(normed, gate_up)
+        ctx.save_for_backward(normed, gated)
+        ctx.gate_up, ctx.down = gate_up, down
+        return _linear(swiglu(gated), down)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        normed, gated = ctx.saved_tensors
+        active, grad_gated = swiglu_backward(gated, grads[0] @ ctx.down.value)
+        ctx.down.add_grad(grads[0], active)
+        ctx.gate_up.add_grad(grad_gated, normed)
+        return grad_gated @ ctx.gate_up.value, None, None

@@ -1,0 +1,64 @@
+"""How many tokens an update computes at once: as many as memory allows, since it changes nothing but the speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dapo.config import OptimConfig
+from dapo.model.forward import free_memory, head_weight, key_heads
+from dapo.model.trunk import FusedTrunk, Trunk
+
+_CPU_TOKENS = 4096
+_MOST_TOKENS = 1 << 17
+_ENOUGH_TOKENS = 1 << 14  # with fewer at once a large GPU is not kept busy: then activations are computed twice
+_SHARE = 0.8  # of the free memory; the rest is for what is not counted here
+_HEAD_BYTES = 4 << 30  # logits of a chunk, and their gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    max_tokens: int
+    recompute: bool = False
+
+    @classmethod
+    def of(cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, to_come: int) -> Budget:
+        """`to_come`: bytes that the update will need beside the activations."""
+        given = config.max_tokens_per_micro_batch
+        can_recompute = isinstance(trunk, FusedTrunk)
+        always = can_recompute and config.recompute_activations == "always"
+        device = head_weight(causal_lm).device
+        if device.type != "cuda":
+            return cls(given or _CPU_TOKENS, always)
+        free = max(0, _SHARE * free_memory(device) - to_come - _HEAD_BYTES)
+        keep, recompute = (int(free / activation_bytes(causal_lm, trunk, recompute=r)) for r in (False, True))
+        needs = given > keep if given else keep < _ENOUGH_TOKENS
+        if always or (can_recompute and config.recompute_activations == "auto" and needs):
+            return cls(given or _within(recompute), recompute=True)
+        return cls(given or _within(keep))
+
+    def halved(self) -> Budget:
+        return replace(self, max_tokens=max(1, self.max_tokens // 2))
+
+
+def _within(tokens: int) -> int:
+    return max(1, min(_MOST_TOKENS, tokens))
+
+
+def activation_bytes(causal_lm: Any, trunk: Trunk, *, recompute: bool) -> int:
+    """Held per packed token between forward and backward: an estimate by counting what each layer saves."""
+    config = causal_lm.config.get_text_config()
+    width, inner = config.hidden_size, config.intermediate_size
+    head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    kv_width, query_width = key_heads(config) * head_dim, config.num_attention_heads * head_dim
+    size = torch.finfo(head_weight(causal_lm).dtype).bits // 8
+    # Both sums of the residual stream in float32; both norms, queries, keys and values (which may be copied for each
+    # response), attention's result, gate and up.
+    saved = 8 * width + size * (2 * width + 2 * query_width + 6 * kv_width + 2 * inner)
+    passing = size * (6 * inner + 2 * query_width + 8 * width)  # of the layer at work
+    if not isinstance(trunk, FusedTrunk):  # autograd keeps every intermediate result
+        saved *= 3
+    layers = config.num_hidden_layers
+    return layers * (4 + size) * width + saved + passing if recompute else layers * saved + passing

@@ -1,0 +1,145 @@
+"""The decoder for GPUs, here with its kernels' twins in PyTorch: pages, bursts, and what happens when memory ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.engine.embedded.kernels.attention import PAGE
+from dapo.engine.embedded.paged import BURST, PagedDecoder
+from dapo.model import trunk
+from dapo.model.attention import ATTENTION_NAME
+from dapo.types import Request, SamplingParams
+from tests import plain
+from tests.tiny import EOS_ID, tiny_llama, tiny_tokenizer
+
+
+def paged_engine(model, *, stop=(EOS_ID,), max_concurrent=64, max_length=400, pages=400):
+    model.set_attn_implementation(ATTENTION_NAME)
+    engine = EmbeddedEngine(model, tiny_tokenizer(), frozenset(stop), 0, max_concurrent)
+    engine.decoder = PagedDecoder(model, frozenset(stop), max_concurrent, max_length, pages)
+    return engine
+
+
+def drain(engine, *requests):
+    engine.submit(requests)
+    rollouts = []
+    while finished := engine.poll():
+        rollouts += finished
+    return {(rollout.serial, rollout.index): rollout for rollout in rollouts}
+
+
+def prompt(length, seed=0):
+    return tuple(np.random.default_rng(seed).integers(4, 130, length).tolist())
+
+
+@pytest.mark.parametrize("length", [1, 2, PAGE, PAGE + 1, PAGE + 2, 2 * PAGE + 1])
+def test_prompts_and_responses_may_end_anywhere_in_a_page(length):
+    model = tiny_llama()
+    twin = plain.plain_copy(model, torch.float32)
+    question = prompt(length)
+    limit = PAGE + 7
+    found = drain(paged_engine(model, stop=()), Request(0, question, 3, SamplingParams(max_tokens=limit)))
+    for rollout in found.values():
+        assert len(rollout) == limit
+        with torch.no_grad():
+            (expected,) = plain.logprobs(twin, question, [rollout.tokens.tolist()])
+        np.testing.assert_allclose(rollout.logprobs, expected.numpy(), atol=2e-5)
+
+
+def test_the_prompt_of_a_group_is_computed_and_stored_once(monkeypatch):
+    model = tiny_llama()
+    computed = []
+    hidden = trunk.PlainTrunk.hidden
+
+    def counting(self, tokens_T, *args, **kwargs):
+        computed.append(len(tokens_T))
+        return hidden(self, tokens_T, *args, **kwargs)
+
+    monkeypatch.setattr(trunk.PlainTrunk, "hidden", counting)
+    engine = paged_engine(model, stop=())
+    first, second = prompt(PAGE + 10), prompt(30, seed=1)
+    params = SamplingParams(max_tokens=3)
+    engine.submit([Request(0, first, 5, params), Request(1, second, 5, params), Request(2, first, 5, params)])
+    free = len(engine.decoder.store.free)
+    with torch.no_grad():
+        engine._start_waiting()
+    assert computed[0] == (PAGE + 9) + 29  # all but the last tokens, once
+    assert computed[1:] == [16] * 3  # fifteen places in the next larger graph
+    assert free - len(engine.decoder.store.free) == (2 + 1) + 15  # pages of the prompts, one for each response
+    while engine.poll():
+        pass
+    assert len(engine.decoder.store.free) == free
+    assert sorted(engine.decoder.free_rows) == list(range(1, 65))
+
+
+def test_when_pages_run_out_the_youngest_start_again_and_every_rollout_is_the_same():
+    model = tiny_llama()
+    params = SamplingParams(max_tokens=3 * PAGE)
+    requests = [Request(i, prompt(10, seed=i), 4, params) for i in range(4)]
+    roomy = drain(paged_engine(model, stop=()), *requests)
+    engine = paged_engine(model, stop=(), max_concurrent=8, pages=1 + 14)
+    tight = drain(engine, *requests)
+    assert engine.figures()["engine/restarts"] > 0
+    assert tight.keys() == roomy.keys()
+    for key, rollout in roomy.items():
+        assert np.array_equal(tight[key].tokens, rollout.tokens)
+        np.testing.assert_allclose(tight[key].logprobs, rollout.logprobs, atol=1e-5)
+    assert len(engine.decoder.store.free) == 14
+
+
+def test_a_single_response_that_just_fits_is_drawn_to_its_end():
+    model = tiny_llama()
+    engine = paged_engine(model, stop=(), max_length=PAGE + 40, pages=1 + 3)
+    found = drain(engine, *(Request(i, prompt(PAGE, seed=i), 2, SamplingParams(max_tokens=41)) for i in range(2)))
+    assert all(len(rollout) == 41 for rollout in found.values())
+
+
+def test_finished_rows_are_replaced_between_bursts_and_figures_say_how_busy_it_was():
+    model = tiny_llama()
+    engine = paged_engine(model, stop=(), max_concurrent=4)
+    lengths = [3, 9, 17, 40, 5, 5, 30, 2]
+    requests = [Request(i, prompt(6), 1, SamplingParams(max_tokens=n)) for i, n in enumerate(lengths)]
+    found = drain(engine, *requests)
+    assert [len(found[i, 0]) for i in range(len(lengths))] == lengths
+    figures = engine.figures()
+    assert figures["engine/batch_occupancy"] == sum(lengths) / (4 * figures["engine/decode_steps"])
+    assert figures["engine/decode_steps"] <= 2 * 40 + 2 * BURST
+    assert 0 < figures["engine/kv_occupancy"] < 1
+    assert engine.figures()["engine/decode_steps"] == 0
+
+
+def test_responses_under_way_go_on_with_new_weights_and_remember_when():
+    model = tiny_llama()
+    params = SamplingParams(max_tokens=3 * BURST)
+    request = Request(0, prompt(12), 2, params)
+    untouched = drain(paged_engine(model, stop=()), request)
+    engine = paged_engine(model, stop=(), max_concurrent=2)
+    engine.submit([request, Request(1, prompt(12), 2, params)])
+    with torch.no_grad():
+        engine._start_waiting()
+        model.lm_head.weight.mul_(-1)
+    engine.sync_weights(1)
+    found = {}
+    while finished := engine.poll():
+        found |= {(r.serial, r.index): r for r in finished}
+    for index in range(2):
+        rollout = found[0, index]
+        assert (rollout.weight_version, rollout.switches) == (0, (BURST,))
+        assert rollout.versions.tolist() == [0] * BURST + [1] * (2 * BURST)
+        assert np.array_equal(rollout.tokens[:BURST], untouched[0, index].tokens[:BURST])
+        assert not np.array_equal(rollout.tokens, untouched[0, index].tokens)
+        assert (found[1, index].weight_version, found[1, index].switches) == (1, ())
+    assert all((r.versions == 1).all() for (serial, _), r in found.items() if serial == 1)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"top_p": 0.7}, {"top_k": 3}])
+def test_evaluation_may_be_greedy_or_truncated(params):
+    model = tiny_llama()
+    request = Request(0, prompt(9), 4, SamplingParams(max_tokens=12, **params))
+    model.set_attn_implementation(ATTENTION_NAME)
+    eager = drain(EmbeddedEngine(model, tiny_tokenizer(), frozenset({EOS_ID}), 0, 64), request)
+    paged = drain(paged_engine(model), request)
+    assert all(np.array_equal(eager[key].tokens, paged[key].tokens) for key in eager)
