@@ -187,8 +187,7 @@ class DynamicSampler:
     def _take_over(self, step: Step) -> None:
         """Groups carried from earlier steps come first, unless the policy has moved on too far."""
         for group in self.carried:
-            oldest = min(rollout.weight_version for rollout in group.rollouts)
-            if step.version - oldest > self.config.algorithm.max_staleness:
+            if step.version - group.weight_version > self.config.algorithm.max_staleness:
                 step.dropped.append(group.with_verdict(STALE))
             else:
                 step.kept.append(group.with_verdict(KEPT))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -84,6 +85,8 @@ class Trainer:
         self.step, self.version, self.empty_in_a_row = 0, 0, 0
         self.saved_step = 0
         self.best: Best | None = None
+        self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
+        self.recording: Future[None] | None = None
         self.judge = build_judge(config.reward, reward)
         try:
             # Whatever can be wrong with model or data shows here, before anything is written.
@@ -132,8 +135,22 @@ class Trainer:
     def close(self) -> None:
         self.engine.close()
         self.judge.close()
-        self.database.close()
-        self.lock.close()
+        try:
+            self._wait_for_records()
+        finally:
+            self.writer.shutdown()
+            self.database.close()
+            self.lock.close()
+
+    def _record(self, report: StepReport) -> None:
+        """In the background: the next step's sampling need not wait for the disk. Whatever else is written does."""
+        self._wait_for_records()
+        self.recording = self.writer.submit(self.database.record_step, report)
+
+    def _wait_for_records(self) -> None:
+        recording, self.recording = self.recording, None
+        if recording is not None:
+            recording.result()
 
     def train_step(self) -> None:
         """Prompt -> Rollout -> Score -> Group -> Batch -> loss -> step -> report."""
@@ -154,7 +171,7 @@ class Trainer:
         metrics |= self.engine.figures() | self.policy.efficiency(sampled.batch, update, end - updating)
         notes = tuple(Event("memory", note, step) for note in update.notes)
         report = StepReport(step, metrics, sampled.groups, update.token_stats, (*sampled.events, *notes))
-        self.database.record_step(report)
+        self._record(report)
         self.step = step
         self.reporter.step(report)
         stop = sampled.stop or update.stop
@@ -179,6 +196,7 @@ class Trainer:
                 self.engine, self.judge, prompts, options.k, params, self.step, name,
                 on_sample=lambda done, total, name=name: self.reporter.phase(f"evaluating {name}: {done} of {total}"),
             )  # fmt: skip
+            self._wait_for_records()
             self.database.record_eval(report)
             self.reporter.evaluation(report)
             reports.append(report)
@@ -205,6 +223,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.reporter.phase("saving")
+        self._wait_for_records()  # the database may be ahead of a checkpoint, never behind
         state = TrainerState(
             step=self.step,
             version=self.version,
@@ -230,6 +249,7 @@ class Trainer:
 
     def _event(self, kind: str, message: str) -> None:
         event = Event(kind, message, self.step)
+        self._wait_for_records()
         self.database.record_event(event)
         self.reporter.event(event)
 

@@ -107,7 +107,8 @@ class Group:
 
     @property
     def weight_version(self) -> int:
-        return self.rollouts[0].weight_version
+        """Of its oldest token."""
+        return min(rollout.weight_version for rollout in self.rollouts)
 
     @property
     def kept(self) -> bool:

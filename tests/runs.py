@@ -63,7 +63,11 @@ def figures(run_dir: Path) -> list[dict[str, Any]]:
     """Every step's metrics but those of the clock."""
     with RunDatabase.open_readonly(run_dir / "run.db") as database:
         return [
-            {k: v for k, v in step.items() if not k.startswith(("timing_s/", "throughput/")) and k != "time"}
+            {
+                k: v
+                for k, v in step.items()
+                if not k.startswith(("timing_s/", "throughput/", "time_share/")) and k != "time"
+            }
             for step in database.steps()
         ]
 

@@ -30,7 +30,7 @@ OPTIONS = [
     "data.train", "data.train_batch_size", "data.gen_batch_size", "data.max_prompt_length", "data.max_response_length",
     "data.overlong_prompts", "data.prompt_template", "data.system_prompt",
     "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_concurrent",
-    "rollout.mode",
+    "rollout.kv_memory_fraction", "rollout.mode",
     "reward.use", "reward.extract", "reward.regex", "reward.threshold", "reward.workers", "reward.timeout",
     "reward.memory_gb", "reward.model.device", "reward.model.batch_size", "reward.length_shaping",
     "reward.target_length", "reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor",
@@ -42,7 +42,7 @@ OPTIONS = [
     "algorithm.ledger.enable", "algorithm.ledger.explore",
     "optim.lr", "optim.warmup_steps", "optim.weight_decay", "optim.betas", "optim.grad_clip",
     "optim.ppo_mini_batch_size",
-    "optim.ppo_epochs", "optim.max_tokens_per_micro_batch",
+    "optim.ppo_epochs", "optim.max_tokens_per_micro_batch", "optim.recompute_activations",
     "eval.k", "eval.every", "eval.data", "eval.best_metric", "eval.temperature", "eval.top_p", "eval.top_k",
 ]  # fmt: skip
 

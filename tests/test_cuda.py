@@ -10,11 +10,12 @@ from dapo.config import Config, ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.loading import load_model
+from dapo.model.trunk import FusedTrunk, PlainTrunk, trunk_of
 from dapo.policy.policy import Policy
 from dapo.types import Request, SamplingParams
 from tests import plain
 from tests.policy.test_update import config, packed_gradients, random_groups
-from tests.tiny import EOS_ID, tiny_llama, tiny_tokenizer
+from tests.tiny import EOS_ID, tiny_llama, tiny_qwen2, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -27,16 +28,51 @@ def drain(engine, *requests):
     return found
 
 
-def test_greedy_tokens_and_log_probabilities_on_the_gpu_are_those_of_transformers():
-    model = tiny_llama().cuda()
-    twin = plain.plain_copy(model, torch.float32).cpu()
-    model.set_attn_implementation(ATTENTION_NAME)
-    engine = EmbeddedEngine(model, tiny_tokenizer(), frozenset({EOS_ID}), seed=0, max_concurrent=7)
-    prompts = [tuple(range(5, 5 + 3 * i)) for i in range(1, 6)]
-    for rollout in drain(engine, *(Request(i, p, 4, SamplingParams(max_tokens=12)) for i, p in enumerate(prompts))):
+def engine_for(model, **options):
+    model.cuda().set_attn_implementation(ATTENTION_NAME)
+    return EmbeddedEngine(model, tiny_tokenizer(), frozenset({EOS_ID}), seed=0, max_length=400, **options)
+
+
+PROMPTS = [tuple(range(5, 5 + 3 * i)) for i in range(1, 20, 4)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15)])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2])
+def test_recorded_log_probabilities_on_the_gpu_are_those_of_transformers(build, dtype, tolerance):
+    model = build()
+    twin = plain.plain_copy(model.to(dtype), torch.float32).cpu()
+    engine = engine_for(model, max_concurrent=7)
+    assert isinstance(trunk_of(model), FusedTrunk if dtype == torch.bfloat16 else PlainTrunk)
+    params = SamplingParams(max_tokens=90)
+    for rollout in drain(engine, *(Request(i, p, 4, params) for i, p in enumerate(PROMPTS))):
         with torch.no_grad():
-            (expected,) = plain.logprobs(twin, prompts[rollout.serial], [rollout.tokens.tolist()])
-        np.testing.assert_allclose(rollout.logprobs, expected.numpy(), atol=1e-4)
+            (expected,) = plain.logprobs(twin, PROMPTS[rollout.serial], [rollout.tokens.tolist()])
+        np.testing.assert_allclose(rollout.logprobs, expected.numpy(), atol=tolerance)
+    assert engine.figures()["engine/graph_replays"] > 0
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"top_p": 0.8}, {"top_k": 5}])
+def test_evaluation_may_be_greedy_or_truncated_on_the_gpu(params):
+    model = tiny_llama()
+    engine = engine_for(model, max_concurrent=8)
+    rollouts = drain(engine, Request(0, PROMPTS[2], 6, SamplingParams(max_tokens=20, **params)))
+    assert len(rollouts) == 6
+    if params.get("temperature") == 0:
+        assert len({tuple(rollout.tokens.tolist()) for rollout in rollouts}) == 1
+
+
+def test_weights_that_change_under_a_captured_graph_are_seen_by_it():
+    model = tiny_llama().to(torch.bfloat16)
+    engine = engine_for(model, max_concurrent=8)
+    request = Request(0, PROMPTS[3], 2, SamplingParams(temperature=0, max_tokens=12))
+    before = drain(engine, request)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(-3)
+    engine.sync_weights(1)
+    after = drain(engine, request)
+    fresh = drain(engine_for(model, max_concurrent=8), request)
+    assert not np.array_equal(before[0].tokens, after[0].tokens)
+    assert np.array_equal(after[0].tokens, fresh[0].tokens)
 
 
 def test_the_update_on_the_gpu_has_the_oracle_s_gradient():
@@ -47,6 +83,48 @@ def test_the_update_on_the_gpu_has_the_oracle_s_gradient():
     _, grads = packed_gradients(model, groups, config())
     for name, expected in plain.gradients(twin, plain.mini_batch_loss(twin, groups, "token-mean")).items():
         torch.testing.assert_close(grads[name].cpu(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["captured", "eager", "recompute"])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2])
+def test_the_fused_update_in_bf16_has_the_oracle_s_gradient_up_to_rounding(build, how):
+    model = build().to(torch.bfloat16)
+    twin = plain.plain_copy(model)
+    model.cuda().set_attn_implementation(ATTENTION_NAME)
+    groups = random_groups(3, 5, 4)
+    policy = Policy(model, config(optim__recompute_activations="always" if how == "recompute" else "auto"))
+    assert isinstance(policy.trunk, FusedTrunk) and policy.captured is not None
+    if how != "captured":
+        policy.captured = None
+    for _ in range(2):  # the second time the graph is replayed on other sums
+        policy.optimiser.zero_grad()
+        policy.optimiser.open_grads()
+        for batch in policy._micro_batches(groups, version=0):
+            policy._backward(batch)
+    assert how != "captured" or policy.captured.captured
+    expected = plain.gradients(twin, plain.mini_batch_loss(twin, groups, "token-mean"))
+    for name, master in zip(policy.optimiser.names, policy.optimiser.masters, strict=True):
+        error = (master.grad.double().cpu() - expected[name]).norm() / expected[name].norm()
+        assert error < 0.05, (name, float(error))
+
+
+def test_a_captured_update_of_another_size_leaves_nothing_behind():
+    model = tiny_llama().to(torch.bfloat16).cuda()
+    model.set_attn_implementation(ATTENTION_NAME)
+    policy = Policy(model, config())
+    large, small = random_groups(3, 6, 5), random_groups(2, 3, 4)
+
+    def gradient(groups):
+        policy.optimiser.zero_grad()
+        policy.optimiser.open_grads()
+        for batch in policy._micro_batches(groups, version=0):
+            policy._backward(batch)
+        return [master.grad.clone() for master in policy.optimiser.masters]
+
+    alone = gradient(small)
+    gradient(large)
+    for first, second in zip(alone, gradient(small), strict=True):
+        torch.testing.assert_close(first, second, atol=2e-3 * float(first.abs().max()), rtol=0)
 
 
 def test_in_bf16_sampler_and_trainer_stay_close_on_the_real_model(smollm2_dir):

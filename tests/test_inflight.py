@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,17 @@ def test_no_group_is_dropped_for_being_long_and_none_is_left_behind(lengths, gen
         trained |= set(serials(sampled.batch))
         if step > staleness:
             assert set(range(submitted_before[step - staleness])) <= trained
+
+
+def test_a_carried_group_is_as_old_as_the_oldest_of_its_responses():
+    sampler = sampler_for(lambda serial, index: 3)
+    group = make.group([0.0, 1.0], serial=0)
+    first, second = group.rollouts
+    mixed = replace(group, rollouts=(replace(first, weight_version=1), replace(second, weight_version=0)))
+    sampler.next_serial = 1
+    for version, verdict in ((1, "kept"), (2, "stale")):
+        sampler.carried = [mixed.with_verdict("carried")]
+        assert sampler.fill(version, version).groups[0].verdict == verdict
 
 
 def test_when_rewards_arrive_changes_nothing():

@@ -13,7 +13,7 @@ from dapo.errors import ModelError
 from dapo.model.attention import ATTENTION_NAME, AttentionPlan, Family, PackedAttention
 from dapo.model.products import wide_product
 from dapo.model.trunk import trunk_of
-from dapo.model.varlen import VarlenAttention
+from dapo.model.varlen import Layout, Segments, VarlenAttention
 
 CHECKED_TOKENS = 16
 
@@ -37,7 +37,7 @@ def hidden_states(
 def packed_plan(causal_lm: Any, families: Sequence[Family], positions_T: Tensor) -> AttentionPlan:
     """Attention over packed families: by the flash kernels where they run, else by products with masks."""
     if positions_T.is_cuda and causal_lm.dtype == torch.bfloat16:
-        return VarlenAttention(families, positions_T.device)
+        return VarlenAttention(Segments(Layout.of(families), positions_T.device))
     return PackedAttention(families, positions_T, query_groups(causal_lm), causal_lm.dtype)
 
 

@@ -188,6 +188,14 @@ def trunk_of(causal_lm: Any) -> Trunk:
     return _TRUNKS[causal_lm]
 
 
+def joined_weights(trunk: Trunk, head: Tensor) -> tuple[Weight, ...]:
+    """All weights whose gradients are summed outside autograd: the trunk's, and the head's where it has its own."""
+    if not trunk.weights or any(part is head for weight in trunk.weights for part in weight.parts):
+        return trunk.weights
+    assert isinstance(head, nn.Parameter)
+    return *trunk.weights, Weight.of(head)
+
+
 def can_fuse(causal_lm: Any) -> bool:
     config = causal_lm.config
     if type(causal_lm).__name__ not in FUSED_MODELS or config.hidden_act != "silu":
@@ -253,8 +261,10 @@ class _Embed(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         (tokens_T,), weight = ctx.saved_tensors, ctx.weight
         if weight.grad is not None:
-            rows = len(weight.value)
-            weight.grad += torch.ops.aten.embedding_dense_backward(grads[0], tokens_T, rows, ctx.padding_index, False)
+            grad = grads[0]
+            if ctx.padding_index >= 0:  # as nn.Embedding has it
+                grad = grad * (tokens_T != ctx.padding_index)[:, None]
+            weight.grad.index_add_(0, tokens_T, grad.to(weight.grad.dtype))
         return None, None, None, None
 
 

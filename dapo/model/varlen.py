@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,23 @@ from dapo.model.kernels.share import gather_sum, spread
 
 # torch 2.11 takes fewer key heads than query heads as they come, later versions want to be told.
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_PADDING = 64  # tokens that fill a fixed size up attend to each other in segments of this length
 
 
-class Segments:
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
     """Queries that follow each other in the pack, and the keys they see: their own, behind those of their prompt.
 
     A prompt with one response behind it is one segment; with several, the prompt and each response are one each, and
     the prompt's keys are copied in front of every response's own. Attention is causal and aligned at the end.
     """
 
-    def __init__(self, families: Sequence[Family], device: torch.device) -> None:
+    query_lengths: np.ndarray  # of each segment
+    key_lengths: np.ndarray
+    sources_K: np.ndarray  # the token whose key stands at each place
+
+    @classmethod
+    def of(cls, families: Sequence[Family]) -> Layout:
         query_lengths: list[int] = []
         key_lengths: list[int] = []
         sources: list[np.ndarray] = []
@@ -44,22 +52,99 @@ class Segments:
                 query_lengths.append(n)
                 key_lengths.append(len(prompt) + n)
                 sources.append(np.concatenate([prompt, np.arange(s, s + n)]))
-        order = np.concatenate(sources)
-        self.longest_query, self.longest_key = max(query_lengths), max(key_lengths)
-        self.query_bounds = _bounds(query_lengths, device)
-        self.key_bounds = _bounds(key_lengths, device)
-        total = sum(query_lengths)
-        self.sources: Tensor | None = None
-        if len(order) != total:
-            self.sources = torch.from_numpy(order.astype(np.int32)).to(device)
-            # For the way back: which copies each token has, as a list per token.
-            copies = np.bincount(order, minlength=total)
-            self.copy_bounds = _bounds(copies.tolist(), device)
-            self.copies = torch.from_numpy(np.argsort(order, kind="stable").astype(np.int32)).to(device)
+        return cls(np.array(query_lengths), np.array(key_lengths), np.concatenate(sources))
+
+    @property
+    def tokens(self) -> int:
+        return int(self.query_lengths.sum())
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Queries and keys of one segment."""
+        return int(self.query_lengths.max()), int(self.key_lengths.max())
+
+    def padded(self, tokens: int) -> Layout:
+        """With tokens at the end that belong to nobody."""
+        there = self.tokens
+        full, rest = divmod(tokens - there, _PADDING)
+        lengths = np.array([_PADDING] * full + [rest] * (rest > 0), dtype=self.query_lengths.dtype)
+        return Layout(
+            np.concatenate([self.query_lengths, lengths]),
+            np.concatenate([self.key_lengths, lengths]),
+            np.concatenate([self.sources_K, np.arange(there, tokens)]),
+        )
+
+    def copies(self) -> tuple[np.ndarray, np.ndarray]:
+        """For the way back: where each token's list of copies starts, and the lists."""
+        counts = np.bincount(self.sources_K, minlength=self.tokens)
+        return np.concatenate([[0], np.cumsum(counts)]), np.argsort(self.sources_K, kind="stable")
 
 
-def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+class Segments:
+    """A layout on the device."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.longest_query, self.longest_key = layout.longest
+        self.query_bounds = _tensor(_bounds(layout.query_lengths), device)
+        self.key_bounds = _tensor(_bounds(layout.key_lengths), device)
+        self.sources_K: Tensor | None = None
+        if len(layout.sources_K) != layout.tokens:
+            self.sources_K = _tensor(layout.sources_K, device)
+            self.copy_bounds, self.copies_K = (_tensor(values, device) for values in layout.copies())
+
+
+class FixedSegments(Segments):
+    """Room for any layout up to a size, at addresses that a CUDA graph can keep. At first it holds padding alone."""
+
+    def __init__(self, tokens: int, longest: tuple[int, int], device: torch.device) -> None:
+        self.tokens = tokens
+        self.longest_query, self.longest_key = (max(_PADDING, length) for length in longest)
+        self.query_bounds, self.key_bounds = (_zeros(_most_segments(tokens) + 1, device) for _ in range(2))
+        self.sources_K, self.copies_K = (_zeros(_most_keys(tokens), device) for _ in range(2))
+        self.copy_bounds = _zeros(tokens + 1, device)
+        self.fill(Layout(*(np.zeros(0, np.int64) for _ in range(3))))
+
+    @staticmethod
+    def fits(layout: Layout, tokens: int) -> bool:
+        padding = tokens - layout.tokens
+        segments = len(layout.query_lengths) + -(-padding // _PADDING)
+        return padding >= 0 and segments <= _most_segments(tokens) and len(layout.sources_K) + padding <= 4 * tokens
+
+    def fill(self, layout: Layout) -> None:
+        layout = layout.padded(self.tokens)
+        assert self.sources_K is not None
+        copy_bounds, copies_K = layout.copies()
+        for held, values in (
+            (self.query_bounds, _bounds(layout.query_lengths)),
+            (self.key_bounds, _bounds(layout.key_lengths)),
+            (self.sources_K, layout.sources_K),
+            (self.copy_bounds, copy_bounds),
+            (self.copies_K, copies_K),
+        ):
+            # Segments beyond the last are empty, and what stands beyond the last key is in no list of copies.
+            filled = np.full(len(held), values[-1] if held is not self.sources_K else 0, np.int32)
+            filled[: len(values)] = values
+            held.copy_(torch.from_numpy(filled))
+
+
+def _most_segments(tokens: int) -> int:
+    return tokens // 4
+
+
+def _most_keys(tokens: int) -> int:
+    return 4 * tokens
+
+
+def _bounds(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32)).to(device)
+
+
+def _zeros(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 class VarlenAttention:
@@ -67,15 +152,15 @@ class VarlenAttention:
 
     applies_rotary = False
 
-    def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        self.segments = Segments(families, device)
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotary: Rotary | None = None
     ) -> Tensor:
         segments = self.segments
         query_T, key_T, value_T = (part[0].transpose(0, 1) for part in (query, key, value))
-        if segments.sources is not None:
+        if segments.sources_K is not None:
             key_T, value_T = (_copied(part, segments) for part in (key_T, value_T))
         output_T = _flash(
             query_T, key_T, value_T, segments.query_bounds, segments.key_bounds,
@@ -93,13 +178,13 @@ class _Copies(Function):
     @staticmethod
     def forward(ctx: Any, values_TW: Tensor, segments: Segments) -> Tensor:
         ctx.segments = segments
-        assert segments.sources is not None
-        return spread(values_TW, segments.sources)
+        assert segments.sources_K is not None
+        return spread(values_TW, segments.sources_K)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         segments = ctx.segments
-        return gather_sum(grads[0].contiguous(), segments.copy_bounds, segments.copies), None
+        return gather_sum(grads[0].contiguous(), segments.copy_bounds, segments.copies_K), None
 
 
 _flash: Callable[..., Any] = varlen_attn

@@ -28,7 +28,7 @@ class Budget:
         """`to_come`: bytes that the update will need beside the activations."""
         given = config.max_tokens_per_micro_batch
         can_recompute = isinstance(trunk, FusedTrunk)
-        always = can_recompute and config.recompute_activations == "always"
+        always = config.recompute_activations == "always" and can_recompute
         device = head_weight(causal_lm).device
         if device.type != "cuda":
             return cls(given or _CPU_TOKENS, always)

@@ -28,6 +28,7 @@ class Optimiser:
     ) -> None:
         self.config = config
         self.joined = joined
+        self._sums: list[Tensor] = []
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.masters = [p if p.dtype != torch.bfloat16 else p.detach().float().clone() for p in self.parameters]
@@ -55,9 +56,13 @@ class Optimiser:
         return None if master is None else master.grad
 
     def open_grads(self) -> None:
-        """Zeros for the joined weights' gradients, of which the masters' are views."""
-        for weight in self.joined:
-            weight.grad = torch.zeros_like(weight.value, dtype=self._master_of[weight.parts[0]].dtype)
+        """Zeros for the joined weights' gradients, of which the masters' are views, always at the same place."""
+        if not self._sums:
+            self._sums = [
+                torch.empty_like(weight.value, dtype=self._master_of[weight.parts[0]].dtype) for weight in self.joined
+            ]
+        for weight, total in zip(self.joined, self._sums, strict=True):
+            weight.grad = total.zero_()
             parts = weight.grad.split([len(parameter) for parameter in weight.parts])
             for parameter, part in zip(weight.parts, parts, strict=True):
                 self._master_of[parameter].grad = part

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from dapo.algorithm.loss import LossConfig, policy_loss
 from dapo.config import Config
+from dapo.model.attention import AttentionPlan
 from dapo.model.forward import head_weight, hidden_states, packed_plan
 from dapo.model.lora import causal_lm, reference_mode
 from dapo.model.meter import peak_flops, training_flops
-from dapo.model.trunk import trunk_of
+from dapo.model.trunk import joined_weights, trunk_of
 from dapo.policy.budget import Budget
+from dapo.policy.captured import CapturedBackward
 from dapo.policy.head import HeadResult, chunked_logprobs, fused_head_loss
 from dapo.policy.optimiser import Optimiser
 from dapo.policy.packing import Batch, micro_batches, mini_batches, reference_batches
@@ -68,7 +70,12 @@ class Policy:
         self.weight = head_weight(self.causal_lm)
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.trunk = trunk_of(self.causal_lm)
-        self.optimiser = Optimiser(trainable, config.optim, self.trunk.weights)
+        joined = joined_weights(self.trunk, self.weight)
+        self.optimiser = Optimiser(trainable, config.optim, joined)
+        self.captured: CapturedBackward | None = None
+        if joined and self.weight.is_cuda:
+            parameters = sum(parameter.numel() for _, parameter in trainable)
+            self.captured = CapturedBackward(self._forward_backward, parameters, self.weight.device)
         self.non_finite_in_a_row = 0
         algorithm = config.algorithm
         self.loss_config = LossConfig(
@@ -148,6 +155,13 @@ class Policy:
         )
 
     def _backward(self, batch: Batch) -> HeadResult:
+        result = self.captured(batch) if self.captured is not None and not self.budget.recompute else None
+        if result is None:
+            plan = packed_plan(self.causal_lm, batch.families, batch.positions_T)
+            result = self._forward_backward(batch, plan)
+        return result
+
+    def _forward_backward(self, batch: Batch, plan: AttentionPlan) -> HeadResult:
         """Forward through trunk and head, and the gradient of the weighted loss added to every parameter's."""
 
         def chunk_loss(logprobs: Tensor, chunk: slice) -> tuple[Tensor, dict[str, Tensor]]:
@@ -161,14 +175,13 @@ class Policy:
             )
             return (loss * batch.weights_R[chunk]).sum(), metrics
 
-        hidden_R = self._hidden(self.causal_lm, batch)
+        hidden_R = self._hidden(self.causal_lm, batch, plan)
         temperature, weight_grad = self.config.rollout.temperature, self.optimiser.grad_of(self.weight)
         result = fused_head_loss(hidden_R, self.weight, batch.targets_R, temperature, chunk_loss, weight_grad)
         hidden_R.backward(result.grad_hidden_R)
         return result
 
-    def _hidden(self, model: Any, batch: Batch) -> Tensor:
-        plan = packed_plan(model, batch.families, batch.positions_T)
+    def _hidden(self, model: Any, batch: Batch, plan: AttentionPlan) -> Tensor:
         hidden_T = hidden_states(model, batch.tokens_T, batch.positions_T, plan, recompute=self.budget.recompute)
         return hidden_T.index_select(0, batch.predictors_R)
 
@@ -178,7 +191,8 @@ class Policy:
         found: dict[tuple[int, int], np.ndarray] = {}
         with self._reference_model() as model:
             for batch in reference_batches(groups, REFERENCE_TOKENS, self.weight):
-                hidden_R = self._hidden(model, batch)
+                plan = packed_plan(model, batch.families, batch.positions_T)
+                hidden_R = self._hidden(model, batch, plan)
                 temperature = self.config.rollout.temperature
                 logprobs_R = chunked_logprobs(hidden_R, head_weight(model), batch.targets_R, temperature)
                 for rollout, values in _split(batch.rollouts, logprobs_R):

@@ -19,7 +19,11 @@ def connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
         raise CheckpointError(f"{path}: there is no run database here")
     with explained(path, "opened as a run database"):
         connection = sqlite3.connect(
-            f"{path.resolve().as_uri()}?mode={mode}", uri=True, timeout=60, isolation_level=None
+            f"{path.resolve().as_uri()}?mode={mode}",
+            uri=True,
+            timeout=60,
+            isolation_level=None,
+            check_same_thread=False,  # a thread may write while another waits for it
         )
         try:
             connection.row_factory = sqlite3.Row

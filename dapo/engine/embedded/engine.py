@@ -40,6 +40,8 @@ class EmbeddedEngine:
         reserved: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
+        is_plain = getattr(tokenizer, "is_fast", False) and not tokenizer.clean_up_tokenization_spaces
+        self.decode_batch = tokenizer.backend_tokenizer.decode_batch if is_plain else None
         self.seed = seed
         self.version = 0
         self.waiting: deque[Response] = deque()
@@ -79,7 +81,8 @@ class EmbeddedEngine:
             self._leave_prompt(response.prompt)
         if not self.active and not self.waiting:
             self.decoder.release()
-        return [self._rollout(response, reason) for response, reason in finished]
+        texts = self._texts([response.tokens for response, _ in finished])
+        return [self._rollout(*found, text) for found, text in zip(finished, texts, strict=True)]
 
     def cancel(self, serials: Iterable[int]) -> int:
         gone = set(serials)
@@ -130,7 +133,13 @@ class EmbeddedEngine:
                 del self.prompts[prompt.tokens]
             self.decoder.forget(prompt)
 
-    def _rollout(self, response: Response, reason: FinishReason) -> Rollout:
+    def _texts(self, tokens: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        """Without special tokens; several at once by the tokenizer's own threads, which is several times as fast."""
+        if self.decode_batch is not None:
+            return self.decode_batch([np.asarray(ids).tolist() for ids in tokens], skip_special_tokens=True)
+        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
+
+    def _rollout(self, response: Response, reason: FinishReason, text: str) -> Rollout:
         return Rollout(
             serial=response.request.serial,
             index=response.index,
@@ -138,7 +147,7 @@ class EmbeddedEngine:
             logprobs=np.asarray(response.logprobs, dtype=np.float32),
             finish_reason=reason,
             weight_version=response.version,
-            text=self.tokenizer.decode(response.tokens, skip_special_tokens=True),
+            text=text,
             switches=tuple(response.switches),
         )
 

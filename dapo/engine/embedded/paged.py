@@ -17,18 +17,18 @@ from torch import Tensor
 
 from dapo.engine.embedded.kernels.attention import PAGE, PagedState
 from dapo.engine.embedded.kernels.draw import DrawState, draw_and_advance
-from dapo.engine.embedded.pages import PagedAttention, PageStore, StoringAttention, pages_for
+from dapo.engine.embedded.pages import PagedAttention, PageStore, pages_for
+from dapo.engine.embedded.prefill import Prefill
 from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt
 from dapo.errors import ModelError
-from dapo.model.attention import Family
-from dapo.model.forward import free_memory, head_weight, hidden_states, key_heads, packed_plan
+from dapo.model.forward import free_memory, head_weight, hidden_states, key_heads
+from dapo.model.graphs import GraphPool
 from dapo.model.products import wide_product
 from dapo.types import FinishReason, SamplingParams
 
 BURST = 8  # steps without looking: more leave finished rows idle for longer, fewer make the GPU wait for the host
 MAX_CONCURRENT = 1024
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768)
-_PREFILL_TOKENS = 16384
 _PADDING_ROW = 0
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length"}
 
@@ -53,6 +53,7 @@ class PagedDecoder:
         self.weight = weight = head_weight(causal_lm)
         self.device = device = weight.device
         self.store = PageStore(*_cache_shape(causal_lm, pages), dtype=weight.dtype, device=device)
+        self.prefill = Prefill(causal_lm, self.store)
         rows, integers = max_concurrent + 1, {"dtype": torch.int32, "device": device}
         self.buckets = [bucket for bucket in _BUCKETS if bucket < max_concurrent] + [max_concurrent]
         self.rows_B = torch.zeros(max_concurrent, **integers)
@@ -78,7 +79,7 @@ class PagedDecoder:
         self.bucket, self.params = 0, SamplingParams()
         self.is_computing, self.burst, self.drawn_before = False, 0, 0
         self.graphs: dict[tuple[int, SamplingParams], torch.cuda.CUDAGraph] = {}
-        self.pool: Any = None
+        self.pool = GraphPool()
         self.pushed_out: list[Response] = []
         self.looks = _Looks(rows, device)
         self._reset_figures()
@@ -126,7 +127,10 @@ class PagedDecoder:
 
     def start(self, newcomers: Sequence[Response]) -> list[Finished]:
         """Newcomers enter, and the next burst starts."""
-        self._prefill([p for p in dict.fromkeys(r.prompt for r in newcomers) if p.cached is None])
+        prompts = [prompt for prompt in dict.fromkeys(r.prompt for r in newcomers) if prompt.cached is None]
+        for prompt in prompts:
+            prompt.cached = self.store.take(pages_for(prompt.length - 1))
+        self.prefill(prompts)
         for response in newcomers:
             assert response.prompt.length + response.request.params.max_tokens <= self.max_length + 1
             self.active[response] = _Row(self.free_rows.pop(), self.store.take(1))
@@ -202,34 +206,6 @@ class PagedDecoder:
     def _reset_figures(self) -> None:
         self.steps = self.replays = self.drawn_tokens = self.restarts = 0
         self.most_used = 0.0
-
-    def _prefill(self, prompts: list[SharedPrompt]) -> None:
-        batch: list[SharedPrompt] = []
-        for prompt in prompts:
-            prompt.cached = self.store.take(pages_for(prompt.length - 1))
-            if batch and sum(p.length for p in batch) + prompt.length > _PREFILL_TOKENS:
-                self._prefill_packed(batch)
-                batch = []
-            if prompt.length > 1:
-                batch.append(prompt)
-        if batch:
-            self._prefill_packed(batch)
-
-    def _prefill_packed(self, prompts: list[SharedPrompt]) -> None:
-        """All but the last token of each prompt: that one is the first step of every response to it."""
-        lengths = [prompt.length - 1 for prompt in prompts]
-        starts = np.cumsum([0, *lengths[:-1]])
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        pages = np.concatenate([np.repeat(p.cached, PAGE)[: p.length - 1] for p in prompts])
-        tokens = np.concatenate([np.array(prompt.tokens[:-1]) for prompt in prompts])
-        tokens_T, positions_T, pages_T = (
-            torch.from_numpy(values).to(self.device, torch.long) for values in (tokens, positions, pages)
-        )
-        families = [Family((int(start), length)) for start, length in zip(starts, lengths, strict=True)]
-        plan = packed_plan(self.model, families, positions_T)
-        hidden_states(
-            self.model, tokens_T, positions_T, StoringAttention(plan, self.store, pages_T, positions_T % PAGE)
-        )
 
     def _write_rows(self, newcomers: Sequence[Response]) -> None:
         """What the device needs to know of new responses."""
@@ -330,16 +306,7 @@ class PagedDecoder:
             return None
         if (bucket, params) not in self.graphs:
             self.rows_B.zero_()
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # compiles kernels and sets up libraries, which cannot be captured
-                self._step(bucket, params)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                self._step(bucket, params)
-            self.pool = graph.pool()
-            self.graphs[bucket, params] = graph
+            self.graphs[bucket, params], _ = self.pool.capture(lambda: self._step(bucket, params))
         return self.graphs[bucket, params]
 
     @torch.no_grad()

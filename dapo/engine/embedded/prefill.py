@@ -1,0 +1,97 @@
+"""Computing prompts into the paged cache, packed; small packs as a CUDA graph, where the host would be too slow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dapo.engine.embedded.kernels.attention import PAGE
+from dapo.engine.embedded.pages import PageStore, StoringAttention
+from dapo.engine.embedded.sequence import SharedPrompt
+from dapo.model.attention import Family
+from dapo.model.forward import hidden_states, packed_plan
+from dapo.model.graphs import GraphPool
+from dapo.model.trunk import FusedTrunk, trunk_of
+from dapo.model.varlen import FixedSegments, Layout, VarlenAttention
+
+_MOST_TOKENS = 16384  # at once
+_SIZES = (256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    segments: FixedSegments
+    inputs: tuple[Tensor, ...]  # tokens, positions, pages
+
+
+class Prefill:
+    """All but the last token of each prompt: that one is the first step of every response to it."""
+
+    def __init__(self, causal_lm: Any, store: PageStore) -> None:
+        self.model = causal_lm
+        self.store = store
+        self.device = store.storage.device
+        self.captured: dict[tuple[int, tuple[int, int]], _Captured] = {}
+        self.pool = GraphPool()
+        self.can_capture = self.device.type == "cuda" and isinstance(trunk_of(causal_lm), FusedTrunk)
+
+    def __call__(self, prompts: Sequence[SharedPrompt]) -> None:
+        """Their pages are given in `cached`."""
+        batch: list[SharedPrompt] = []
+        for prompt in prompts:
+            if batch and sum(p.length for p in batch) + prompt.length > _MOST_TOKENS:
+                self._compute(batch)
+                batch = []
+            if prompt.length > 1:
+                batch.append(prompt)
+        if batch:
+            self._compute(batch)
+
+    def _compute(self, prompts: list[SharedPrompt]) -> None:
+        lengths = [prompt.length - 1 for prompt in prompts]
+        starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        families = [Family((start, length)) for start, length in zip(starts, lengths, strict=True)]
+        inputs = (
+            np.concatenate([np.array(prompt.tokens[:-1]) for prompt in prompts]),
+            np.concatenate([np.arange(length) for length in lengths]),
+            np.concatenate([np.repeat(p.cached, PAGE)[: p.length - 1] for p in prompts]),
+        )
+        layout = Layout.of(families)
+        size = next((size for size in _SIZES if FixedSegments.fits(layout, size)), None)
+        if self.can_capture and size is not None:
+            self._replay(size, layout, inputs)
+        else:
+            tokens_T, positions_T, pages_T = (torch.from_numpy(part).to(self.device, torch.long) for part in inputs)
+            plan = packed_plan(self.model, families, positions_T)
+            self._run(tokens_T, positions_T, StoringAttention(plan, self.store, pages_T, positions_T % PAGE))
+
+    def _run(self, tokens_T: Tensor, positions_T: Tensor, plan: StoringAttention) -> None:
+        hidden_states(self.model, tokens_T, positions_T, plan)
+
+    def _replay(self, size: int, layout: Layout, inputs: Sequence[np.ndarray]) -> None:
+        longest = 1 << (layout.longest[0] - 1).bit_length()
+        key = size, (longest, longest)
+        if key not in self.captured:
+            self.captured[key] = self._capture(*key)
+        captured = self.captured[key]
+        captured.segments.fill(layout)
+        for held, values in zip(captured.inputs, inputs, strict=True):
+            padded = np.zeros(size, np.int64)  # padding goes to page 0, which is nobody's
+            padded[: len(values)] = values
+            held.copy_(torch.from_numpy(padded))
+        captured.graph.replay()
+
+    def _capture(self, size: int, longest: tuple[int, int]) -> _Captured:
+        tokens_T, positions_T, pages_T = (torch.zeros(size, dtype=torch.long, device=self.device) for _ in range(3))
+        segments = FixedSegments(size, longest, self.device)
+        plan = VarlenAttention(segments)
+        graph, _ = self.pool.capture(
+            lambda: self._run(tokens_T, positions_T, StoringAttention(plan, self.store, pages_T, positions_T % PAGE))
+        )
+        return _Captured(graph, segments, (tokens_T, positions_T, pages_T))
