@@ -103,6 +103,8 @@ class Trainer:
             raise
         for note in self.notes:
             self._event("data", note)
+        if self.policy.weight.is_cuda:
+            self._event("memory", self.policy.memory_plan(self.engine.cache_bytes))
         if goes_on:
             undone = self.database.rewind(self.step)
             self.reporter.event(Event("resumed", f"after step {self.step}, {undone} later steps undone", self.step))

@@ -29,6 +29,7 @@ class Optimiser:
         self.config = config
         self.joined = joined
         self._sums: list[Tensor] = []
+        self._views: list[tuple[Tensor, Tensor]] = []  # master, its part of a sum
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.masters = [p if p.dtype != torch.bfloat16 else p.detach().float().clone() for p in self.parameters]
@@ -57,15 +58,19 @@ class Optimiser:
 
     def open_grads(self) -> None:
         """Zeros for the joined weights' gradients, of which the masters' are views, always at the same place."""
+        if not self.joined:
+            return
         if not self._sums:
-            self._sums = [
-                torch.empty_like(weight.value, dtype=self._master_of[weight.parts[0]].dtype) for weight in self.joined
-            ]
+            for weight in self.joined:
+                total = torch.empty_like(weight.value, dtype=self._master_of[weight.parts[0]].dtype)
+                self._sums.append(total)
+                views = total.split([len(parameter) for parameter in weight.parts])
+                self._views += zip((self._master_of[parameter] for parameter in weight.parts), views, strict=True)
+        torch._foreach_zero_(self._sums)  # pyright: ignore[reportPrivateImportUsage]
         for weight, total in zip(self.joined, self._sums, strict=True):
-            weight.grad = total.zero_()
-            parts = weight.grad.split([len(parameter) for parameter in weight.parts])
-            for parameter, part in zip(weight.parts, parts, strict=True):
-                self._master_of[parameter].grad = part
+            weight.grad = total
+        for master, view in self._views:
+            master.grad = view
 
     def _move_grad(self, parameter: Tensor) -> None:
         total = self.grad_of(parameter)

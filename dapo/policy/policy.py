@@ -85,6 +85,18 @@ class Policy:
             kl_coef=algorithm.kl_loss_coef,
         )
 
+    def memory_plan(self, cache_bytes: int) -> str:
+        """What a GPU's memory will hold, in words."""
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        masters = sum(m.numel() * m.element_size() for m in self.optimiser.masters if m.dtype != self.weight.dtype)
+        moments = self.optimiser.bytes_to_come + masters
+        again = ", activations computed twice" if self.budget.recompute else ""
+        return (
+            f"weights {weights / 2**30:.1f} GiB, optimiser and gradients {moments / 2**30:.1f} GiB, "
+            f"key/value cache {cache_bytes / 2**30:.1f} GiB; an update computes up to {self.budget.max_tokens:,} tokens "
+            f"at once{again}"
+        )
+
     @cached_property
     def budget(self) -> Budget:
         """Made when the first update sees how much memory is free."""

@@ -15,13 +15,15 @@ from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt
 from dapo.model.attention import Family, PackedAttention
 from dapo.model.forward import head_weight, hidden_states, key_heads, query_groups
 from dapo.model.products import wide_product
-from dapo.types import FinishReason
+from dapo.types import FinishReason, SamplingParams
 
 _PREFILL_TOKENS = 8192
 
 
 class EagerDecoder:
     """The active responses are the first slots of the cache, in order."""
+
+    cache_bytes = 0
 
     def __init__(self, causal_lm: Any, stop_ids: frozenset[int], max_concurrent: int) -> None:
         self.model = causal_lm
@@ -35,6 +37,9 @@ class EagerDecoder:
         self.device, self.dtype = weight.device, weight.dtype
         self.cache = ResponseCache(config.num_hidden_layers, key_heads(config), head_dim, self.dtype, self.device)
         self.steps, self.places = 0, 0
+
+    def prepare(self, params: SamplingParams) -> None:
+        pass
 
     def room(self, waiting: Iterable[Response]) -> int:
         return min(self.max_concurrent - len(self.active), sum(1 for _ in waiting))

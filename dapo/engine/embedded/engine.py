@@ -60,6 +60,15 @@ class EmbeddedEngine:
     def active(self) -> Collection[Response]:
         return self.decoder.active
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that the key/value cache holds for good; on a CPU it grows and shrinks as needed."""
+        return self.decoder.cache_bytes
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile and capture now what would otherwise be when it is first needed. On a CPU there is nothing to do."""
+        self.decoder.prepare(_kind(params))
+
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             prompt = self.prompts.setdefault(request.prompt, SharedPrompt(request.prompt))

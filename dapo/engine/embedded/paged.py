@@ -109,6 +109,12 @@ class PagedDecoder:
     def cache_bytes(self) -> int:
         return self.store.storage.nbytes
 
+    @torch.no_grad()
+    def prepare(self, params: SamplingParams) -> None:
+        for bucket in self.buckets:
+            self._graph(bucket, params)
+        self.places_changed = True
+
     def room(self, waiting: Iterable[Response]) -> int:
         """A place, and pages for the prompt and the first tokens; a page for each active response is left over."""
         free_pages, free_rows = len(self.store.free) - len(self.active), len(self.free_rows)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dapo.types import FinishReason, Request
+from dapo.types import FinishReason, Request, SamplingParams
 
 
 @dataclass(eq=False, slots=True)
@@ -46,6 +46,13 @@ class Decoder(Protocol):
 
     @property
     def active(self) -> Collection[Response]: ...
+
+    @property
+    def cache_bytes(self) -> int: ...
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile and capture all that drawing with these parameters can need."""
+        ...
 
     def room(self, waiting: Iterable[Response]) -> int:
         """How many of those waiting, from the front, can start now."""
