@@ -93,22 +93,41 @@ class Segments:
             self.copy_bounds, self.copies_K = (_tensor(values, device) for values in layout.copies())
 
 
+@dataclass(frozen=True, slots=True)
+class FixedSize:
+    """Of what a CUDA graph is captured for: each figure is one of a few, so that there are few graphs."""
+
+    tokens: int
+    segments: int
+    keys: int
+    longest_query: int
+    longest_key: int
+
+    @classmethod
+    def of(cls, layout: Layout, tokens: int) -> FixedSize:
+        """The smallest that holds the layout filled up to so many tokens."""
+        padding = tokens - layout.tokens
+        assert padding >= 0
+        longest_query, longest_key = layout.longest
+        return cls(
+            tokens,
+            segments=_power_of_two(len(layout.query_lengths) + -(-padding // _PADDING)),
+            keys=_power_of_two(len(layout.sources_K) + padding),
+            longest_query=_power_of_two(longest_query),
+            longest_key=_power_of_two(longest_key),
+        )
+
+
 class FixedSegments(Segments):
     """Room for any layout up to a size, at addresses that a CUDA graph can keep. At first it holds padding alone."""
 
-    def __init__(self, tokens: int, longest: tuple[int, int], device: torch.device) -> None:
-        self.tokens = tokens
-        self.longest_query, self.longest_key = (max(_PADDING, length) for length in longest)
-        self.query_bounds, self.key_bounds = (_zeros(_most_segments(tokens) + 1, device) for _ in range(2))
-        self.sources_K, self.copies_K = (_zeros(_most_keys(tokens), device) for _ in range(2))
-        self.copy_bounds = _zeros(tokens + 1, device)
+    def __init__(self, size: FixedSize, device: torch.device) -> None:
+        self.tokens = size.tokens
+        self.longest_query, self.longest_key = size.longest_query, size.longest_key
+        self.query_bounds, self.key_bounds = (_zeros(size.segments + 1, device) for _ in range(2))
+        self.sources_K, self.copies_K = (_zeros(size.keys, device) for _ in range(2))
+        self.copy_bounds = _zeros(size.tokens + 1, device)
         self.fill(Layout(*(np.zeros(0, np.int64) for _ in range(3))))
-
-    @staticmethod
-    def fits(layout: Layout, tokens: int) -> bool:
-        padding = tokens - layout.tokens
-        segments = len(layout.query_lengths) + -(-padding // _PADDING)
-        return padding >= 0 and segments <= _most_segments(tokens) and len(layout.sources_K) + padding <= 4 * tokens
 
     def fill(self, layout: Layout) -> None:
         layout = layout.padded(self.tokens)
@@ -127,12 +146,8 @@ class FixedSegments(Segments):
             held.copy_(torch.from_numpy(filled))
 
 
-def _most_segments(tokens: int) -> int:
-    return tokens // 4
-
-
-def _most_keys(tokens: int) -> int:
-    return 4 * tokens
+def _power_of_two(count: int) -> int:
+    return max(_PADDING, 1 << (count - 1).bit_length())
 
 
 def _bounds(lengths: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dapo.model.attention import AttentionPlan
 from dapo.model.graphs import GraphPool
-from dapo.model.varlen import FixedSegments, Layout, VarlenAttention
+from dapo.model.varlen import FixedSegments, FixedSize, Layout, VarlenAttention
 from dapo.policy.head import HeadResult
 from dapo.policy.packing import Batch
 
@@ -38,18 +38,17 @@ class CapturedBackward:
         self.backward = backward
         self.device = device
         self.sizes = [size for size in _SIZES if 6.0 * parameters * size <= _WORTH_IT]
-        self.captured: dict[tuple[int, tuple[int, int], bool], _Captured] = {}
+        self.captured: dict[tuple[FixedSize, bool], _Captured] = {}
         self.pool = GraphPool()
 
     def __call__(self, batch: Batch) -> HeadResult | None:
         """None where the batch is too large to gain from it."""
         layout = Layout.of(batch.families)
         needed = max(len(batch.tokens_T), len(batch.targets_R))
-        size = next((size for size in self.sizes if size >= needed and FixedSegments.fits(layout, size)), None)
-        if size is None or max(layout.longest) > _LONGEST:
+        tokens = next((size for size in self.sizes if size >= needed), None)
+        if tokens is None or max(layout.longest) > _LONGEST:
             return None
-        longest = tuple(1 << (length - 1).bit_length() for length in layout.longest)
-        key = size, (longest[0], longest[1]), batch.ref_logprobs_R is not None
+        key = FixedSize.of(layout, tokens), batch.ref_logprobs_R is not None
         if key not in self.captured:
             self.captured[key] = self._capture(*key)
         captured = self.captured[key]
@@ -58,10 +57,10 @@ class CapturedBackward:
         captured.graph.replay()
         return _own(captured.result, len(batch.targets_R))
 
-    def _capture(self, size: int, longest: tuple[int, int], has_reference: bool) -> _Captured:
+    def _capture(self, size: FixedSize, has_reference: bool) -> _Captured:
         """On a batch of padding: its gradient is zero, so that running it changes nothing."""
-        batch = _padding(size, has_reference, self.device)
-        segments = FixedSegments(size, longest, self.device)
+        batch = _padding(size.tokens, has_reference, self.device)
+        segments = FixedSegments(size, self.device)
         plan = VarlenAttention(segments)
         graph, result = self.pool.capture(lambda: self.backward(batch, plan))
         return _Captured(graph, batch, segments, result)

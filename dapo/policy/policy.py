@@ -93,8 +93,8 @@ class Policy:
         again = ", activations computed twice" if self.budget.recompute else ""
         return (
             f"weights {weights / 2**30:.1f} GiB, optimiser and gradients {moments / 2**30:.1f} GiB, "
-            f"key/value cache {cache_bytes / 2**30:.1f} GiB; an update computes up to {self.budget.max_tokens:,} tokens "
-            f"at once{again}"
+            f"key/value cache {cache_bytes / 2**30:.1f} GiB; an update computes up to {self.budget.max_tokens:,} "
+            f"tokens at once{again}"
         )
 
     @cached_property

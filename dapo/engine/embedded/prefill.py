@@ -17,7 +17,7 @@ from dapo.model.attention import Family
 from dapo.model.forward import hidden_states, packed_plan
 from dapo.model.graphs import GraphPool
 from dapo.model.trunk import FusedTrunk, trunk_of
-from dapo.model.varlen import FixedSegments, Layout, VarlenAttention
+from dapo.model.varlen import FixedSegments, FixedSize, Layout, VarlenAttention
 
 _MOST_TOKENS = 16384  # at once
 _SIZES = (256, 512, 1024, 2048, 4096)
@@ -37,7 +37,7 @@ class Prefill:
         self.model = causal_lm
         self.store = store
         self.device = store.storage.device
-        self.captured: dict[tuple[int, tuple[int, int]], _Captured] = {}
+        self.captured: dict[FixedSize, _Captured] = {}
         self.pool = GraphPool()
         self.can_capture = self.device.type == "cuda" and isinstance(trunk_of(causal_lm), FusedTrunk)
 
@@ -63,9 +63,9 @@ class Prefill:
             np.concatenate([np.repeat(p.cached, PAGE)[: p.length - 1] for p in prompts]),
         )
         layout = Layout.of(families)
-        size = next((size for size in _SIZES if FixedSegments.fits(layout, size)), None)
-        if self.can_capture and size is not None:
-            self._replay(size, layout, inputs)
+        tokens = next((size for size in _SIZES if size >= layout.tokens), None)
+        if self.can_capture and tokens is not None:
+            self._replay(FixedSize.of(layout, tokens), layout, inputs)
         else:
             tokens_T, positions_T, pages_T = (torch.from_numpy(part).to(self.device, torch.long) for part in inputs)
             plan = packed_plan(self.model, families, positions_T)
@@ -74,22 +74,22 @@ class Prefill:
     def _run(self, tokens_T: Tensor, positions_T: Tensor, plan: StoringAttention) -> None:
         hidden_states(self.model, tokens_T, positions_T, plan)
 
-    def _replay(self, size: int, layout: Layout, inputs: Sequence[np.ndarray]) -> None:
-        longest = 1 << (layout.longest[0] - 1).bit_length()
-        key = size, (longest, longest)
-        if key not in self.captured:
-            self.captured[key] = self._capture(*key)
-        captured = self.captured[key]
+    def _replay(self, size: FixedSize, layout: Layout, inputs: Sequence[np.ndarray]) -> None:
+        if size not in self.captured:
+            self.captured[size] = self._capture(size)
+        captured = self.captured[size]
         captured.segments.fill(layout)
         for held, values in zip(captured.inputs, inputs, strict=True):
-            padded = np.zeros(size, np.int64)  # padding goes to page 0, which is nobody's
+            padded = np.zeros(size.tokens, np.int64)  # padding goes to page 0, which is nobody's
             padded[: len(values)] = values
             held.copy_(torch.from_numpy(padded))
         captured.graph.replay()
 
-    def _capture(self, size: int, longest: tuple[int, int]) -> _Captured:
-        tokens_T, positions_T, pages_T = (torch.zeros(size, dtype=torch.long, device=self.device) for _ in range(3))
-        segments = FixedSegments(size, longest, self.device)
+    def _capture(self, size: FixedSize) -> _Captured:
+        tokens_T, positions_T, pages_T = (
+            torch.zeros(size.tokens, dtype=torch.long, device=self.device) for _ in range(3)
+        )
+        segments = FixedSegments(size, self.device)
         plan = VarlenAttention(segments)
         graph, _ = self.pool.capture(
             lambda: self._run(tokens_T, positions_T, StoringAttention(plan, self.store, pages_T, positions_T % PAGE))

@@ -1,0 +1,108 @@
+"""The layout of variable-length attention, with the flash kernel replaced by a loop that says what it computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dapo.model import varlen
+from dapo.model.attention import Family, PackedAttention
+from dapo.model.varlen import FixedSegments, FixedSize, Layout, Segments, VarlenAttention
+
+FAMILIES = [Family((0, 5), ((5, 4), (9, 7), (16, 0), (16, 1))), Family((17, 3), ((20, 6),)), Family((26, 9))]
+POSITIONS = torch.tensor([*range(5), *range(5, 9), *range(5, 12), 5, *range(9), *range(9)])
+
+
+def flash(query, key, value, query_bounds, key_bounds, longest_query, longest_key, *, scale, window_size, **_):
+    """Segment by segment, causal with queries and keys aligned at their ends. Rows of no segment are NaN."""
+    assert window_size == (-1, 0)
+    output = torch.full_like(query, float("nan"))
+    groups = query.shape[1] // key.shape[1]
+    for i in range(len(query_bounds) - 1):
+        q0, q1, k0, k1 = (int(bounds[j]) for bounds in (query_bounds, key_bounds) for j in (i, i + 1))
+        assert q1 - q0 <= longest_query and k1 - k0 <= longest_key
+        if q1 == q0:
+            continue
+        keys = key[k0:k1].repeat_interleave(groups, dim=1)
+        values = value[k0:k1].repeat_interleave(groups, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], keys) * scale
+        sees = torch.arange(k1 - k0)[None, :] <= torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
+        weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
+        output[q0:q1] = torch.einsum("hqk,khd->qhd", weights, values)
+    return output
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch):
+    monkeypatch.setattr(varlen, "_flash", flash)
+
+
+def attended(plan, tokens, seed=0):
+    """Output and gradients of random queries, keys and values."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(1, heads, tokens, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    upstream = torch.randn(1, tokens, 4, 8, generator=generator, dtype=torch.float64)
+    for part in parts:
+        part.requires_grad_()
+    output = plan.attend(0, *parts, 0.3)
+    output.backward(upstream)
+    return [output.detach(), *(part.grad for part in parts)]
+
+
+def expected():
+    return attended(PackedAttention(FAMILIES, POSITIONS, 2, torch.float64), len(POSITIONS))
+
+
+def test_every_response_sees_its_prompt_and_itself_and_gradients_add_up():
+    plan = VarlenAttention(Segments(Layout.of(FAMILIES), torch.device("cpu")))
+    for found, value in zip(attended(plan, len(POSITIONS)), expected(), strict=True):
+        torch.testing.assert_close(found, value)
+
+
+def test_without_shared_prompts_nothing_is_copied():
+    layout = Layout.of([Family((0, 5), ((5, 4),)), Family((9, 6), ((15, 1),))])
+    assert layout.query_lengths.tolist() == [9, 7]
+    assert Segments(layout, torch.device("cpu")).sources_K is None
+
+
+@pytest.mark.parametrize("tokens", [35, 36, 99, 256])
+def test_padding_up_to_a_fixed_size_changes_nothing(tokens):
+    layout = Layout.of(FAMILIES)
+    segments = FixedSegments(FixedSize.of(layout, tokens), torch.device("cpu"))
+    segments.fill(layout)
+    generator = torch.Generator().manual_seed(0)
+    there = len(POSITIONS)
+    found = attended(VarlenAttention(segments), tokens, seed=1)
+    assert all(torch.isfinite(part).all() for part in found)  # padding attends, too: NaN would spread through products
+    real = [torch.randn(1, heads, there, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    upstream = torch.randn(1, there, 4, 8, generator=generator, dtype=torch.float64)
+    filled = [torch.randn(1, part.shape[1], tokens, 8, dtype=torch.float64) for part in real]
+    for part, values in zip(filled, real, strict=True):
+        part[:, :, :there] = values
+        part.requires_grad_()
+    output = VarlenAttention(segments).attend(0, *filled, 0.3)
+    padded = torch.zeros(1, tokens, 4, 8, dtype=torch.float64)
+    padded[:, :there] = upstream
+    output.backward(padded)
+    outcome = [output.detach()[:, :there], *(part.grad[:, :, :there] for part in filled)]
+    for value, reference in zip(outcome, expected(), strict=True):
+        torch.testing.assert_close(value, reference)
+
+
+def test_a_fixed_size_can_be_filled_again_with_less():
+    layout = Layout.of(FAMILIES)
+    segments = FixedSegments(FixedSize.of(layout, 64), torch.device("cpu"))
+    small = [Family((0, 4), ((4, 2), (6, 3)))]
+    segments.fill(layout)
+    segments.fill(Layout.of(small))
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 4, 5, 6])
+    generator = torch.Generator().manual_seed(3)
+    parts = [torch.randn(1, heads, 64, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    found = VarlenAttention(segments).attend(0, *parts, 0.3)[:, :9]
+    plan = PackedAttention(small, positions, 2, torch.float64)
+    torch.testing.assert_close(found, plan.attend(0, *(part[:, :, :9] for part in parts), 0.3))
+
+
+def test_sizes_are_few():
+    layout = Layout.of(FAMILIES)
+    assert FixedSize.of(layout, 512) == FixedSize(512, segments=64, keys=1024, longest_query=64, longest_key=64)
