@@ -46,7 +46,8 @@ def _memory_lines(config: Config) -> list[str]:
     heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
     head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
     per_token = 2 * shape["num_hidden_layers"] * heads * head_dim * (4 if wide else 2)
-    concurrent = min(config.rollout.max_concurrent, config.gen_batch_size * config.rollout.n)
+    most = config.concurrent if _on_gpu(config) else config.rollout.max_concurrent or 64
+    concurrent = min(most, config.gen_batch_size * config.rollout.n)
     cache = concurrent * config.data.max_response_length * per_token
     cache += -(-concurrent // config.rollout.n) * config.data.max_prompt_length * per_token
     parts = {
@@ -82,13 +83,15 @@ def _missing_lines(config: Config) -> list[str]:
 
 
 def _is_float32(config: Config) -> bool:
-    if config.model.dtype != "auto":
-        return config.model.dtype == "float32"
+    return config.model.dtype == "float32" or (config.model.dtype == "auto" and not _on_gpu(config))
+
+
+def _on_gpu(config: Config) -> bool:
     if config.model.device != "auto":
-        return config.model.device == "cpu"
+        return config.model.device != "cpu"
     import torch
 
-    return not torch.cuda.is_available()
+    return torch.cuda.is_available()
 
 
 def _shape(path: str) -> dict[str, Any] | None:

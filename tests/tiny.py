@@ -9,12 +9,21 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -59,6 +68,40 @@ def tiny_qwen2(seed: int = 0, **overrides: Any) -> Qwen2ForCausalLM:
     return model
 
 
+def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
+    model = _seeded(Qwen3ForCausalLM, Qwen3Config(**_shape({"head_dim": 16} | overrides)), seed)
+    _spread_norms(model)
+    return model
+
+
+def tiny_mistral(seed: int = 0, **overrides: Any) -> MistralForCausalLM:
+    return _seeded(MistralForCausalLM, MistralConfig(**_shape({"sliding_window": None} | overrides)), seed)
+
+
+def tiny_smollm3(seed: int = 0, **overrides: Any) -> SmolLM3ForCausalLM:
+    """Every other layer has no positions."""
+    layers = {"num_hidden_layers": 4, "no_rope_layer_interval": 2}
+    model = _seeded(SmolLM3ForCausalLM, SmolLM3Config(**_shape(layers | overrides)), seed)
+    assert {layer.self_attn.use_rope for layer in model.model.layers} == {0, 1}
+    return model
+
+
+def tiny_gemma3(seed: int = 0, **overrides: Any) -> Gemma3ForCausalLM:
+    """Local and global layers, each with its own rotation; the window is longer than any test's sequence."""
+    shape = {"head_dim": 16, "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]}
+    model = _seeded(Gemma3ForCausalLM, Gemma3TextConfig(**_shape(shape | overrides)), seed)
+    _spread_norms(model)
+    return model
+
+
+def _spread_norms(model: PreTrainedModel) -> None:
+    """Norms start at one or zero, where a forgotten weight would not show."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data += 0.5 * torch.rand(parameter.shape, generator=generator) - 0.25
+
+
 def save_tiny(directory: Path, kind: str = "llama", **overrides: Any) -> Path:
     """Write a Hugging Face directory with model, tokenizer and chat template, and return it."""
     build = {"llama": tiny_llama, "qwen2": tiny_qwen2}[kind]
@@ -85,7 +128,7 @@ def _shape(overrides: dict[str, Any]) -> dict[str, Any]:
     return shape | overrides
 
 
-def _seeded(build: type[Model], config: LlamaConfig | Qwen2Config, seed: int) -> Model:
+def _seeded(build: type[Model], config: PreTrainedConfig, seed: int) -> Model:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build(config).eval()

@@ -16,6 +16,7 @@ from dapo.model.trunk import trunk_of
 from dapo.model.varlen import Layout, Segments, VarlenAttention
 
 CHECKED_TOKENS = 16
+_ELSEWHERE = "it needs the vLLM engine, which this version does not have yet"
 
 
 def query_groups(causal_lm: Any) -> int:
@@ -73,14 +74,14 @@ def check_model(causal_lm: Any, max_length: int) -> None:
         found, expected = _logits_both_ways(causal_lm)
     except (AttributeError, TypeError, RuntimeError, IndexError) as error:
         raise ModelError(
-            f"{name} does not run through transformers' attention interface as needed ({error})"
+            f"{name} does not run through transformers' attention interface as needed ({error}); {_ELSEWHERE}"
         ) from error
     # In bf16 single positions can be far off either way, where activations are huge; a wrong formula shows in most.
     error_T = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     is_narrow = head_weight(causal_lm).dtype == torch.bfloat16
     if not (error_T.median() < 0.1 if is_narrow else error_T.max() < 1e-3):
         raise ModelError(
-            f"{name} computes its logits in a way that the embedded engine does not reproduce; use the vLLM engine"
+            f"{name} computes its logits in a way that the embedded engine does not reproduce; {_ELSEWHERE}"
         )
 
 

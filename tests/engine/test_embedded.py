@@ -8,10 +8,20 @@ from dapo.engine.embedded.eager import EagerDecoder
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.embedded.paged import BURST, PagedDecoder
 from dapo.model.attention import ATTENTION_NAME
-from dapo.model.trunk import _TRUNKS, FusedTrunk
+from dapo.model.trunk import _TRUNKS, FusedTrunk, can_fuse
 from dapo.types import Request, SamplingParams
 from tests import plain
-from tests.tiny import EOS_ID, PAD_ID, tiny_llama, tiny_qwen2, tiny_tokenizer
+from tests.tiny import (
+    EOS_ID,
+    PAD_ID,
+    tiny_gemma3,
+    tiny_llama,
+    tiny_mistral,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_smollm3,
+    tiny_tokenizer,
+)
 
 
 @pytest.fixture(params=["eager", "paged", "paged and fused"])
@@ -22,6 +32,8 @@ def engine_for(request):
         model.set_attn_implementation(ATTENTION_NAME)
         engine = EmbeddedEngine(model, tiny_tokenizer(), frozenset(stop), seed, max_concurrent)
         if "fused" in request.param and model not in _TRUNKS:
+            if not can_fuse(model):
+                pytest.skip("transformers computes this one")
             _TRUNKS[model] = FusedTrunk.of(model)
         if "paged" in request.param:
             engine.decoder = PagedDecoder(model, frozenset(stop), max_concurrent, max_length=128, pages=pages)
@@ -43,8 +55,13 @@ def prompts(count, seed=0, longest=30):
     return [tuple(rng.integers(4, 130, rng.integers(1, longest)).tolist()) for _ in range(count)]
 
 
-@pytest.mark.parametrize("max_concurrent", [1, 3, 64])
-@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2])
+@pytest.mark.parametrize(
+    ("build", "max_concurrent"),
+    [
+        *((build, count) for build in (tiny_llama, tiny_qwen2) for count in (1, 3, 64)),
+        *((build, 7) for build in (tiny_qwen3, tiny_mistral, tiny_smollm3, tiny_gemma3)),
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers_generate_for_mixed_lengths_and_groups(
     engine_for, build, max_concurrent
 ):
@@ -72,7 +89,7 @@ def test_greedy_tokens_are_those_of_transformers_generate_for_mixed_lengths_and_
             assert found[i, index].tokens.tolist() == expected
             assert found[i, index].finish_reason == ("stop" if expected[-1] in stop else "length")
     assert len(found) == sum(request.n for request in requests)
-    assert len(lengths) > 2  # otherwise nothing entered and left at different times
+    assert len(lengths) > 1  # otherwise nothing entered and left at different times
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])

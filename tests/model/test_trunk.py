@@ -4,41 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import (
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 
 from dapo.model.attention import ATTENTION_NAME, Family, PackedAttention
 from dapo.model.forward import query_groups
 from dapo.model.trunk import FusedTrunk, PlainTrunk, Weight, can_fuse, trunk_of
 from tests import plain
-from tests.tiny import _seeded, _shape, tiny_llama, tiny_qwen2
-
-
-def tiny_qwen3():
-    model = _seeded(Qwen3ForCausalLM, Qwen3Config(**_shape({"head_dim": 16})), 0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):  # they start at one, where a forgotten norm would not show
-                parameter.copy_(0.5 + torch.rand(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
-    return model
-
-
-def tiny_mistral():
-    return _seeded(MistralForCausalLM, MistralConfig(**_shape({"sliding_window": None})), 0)
-
-
-def tiny_smollm3():
-    layers = {"num_hidden_layers": 4, "no_rope_layer_interval": 2}
-    model = _seeded(SmolLM3ForCausalLM, SmolLM3Config(**_shape(layers)), 0)
-    assert {layer.self_attn.use_rope for layer in model.model.layers} == {0, 1}
-    return model
-
+from tests.tiny import tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3, tiny_smollm3
 
 MODELS = [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_mistral, tiny_smollm3]
 

@@ -37,7 +37,7 @@ def fork_and_stay():
 def grow():
     kept = []
     while True:
-        kept.append(bytearray(50_000_000))
+        kept.append(bytearray(200_000_000))
 
 def deeper(n):
     return deeper(n + 1) + 1
