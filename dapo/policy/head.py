@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from dapo.model.products import add_weight_grad, wide_product
 from dapo.policy.kernels import logits_gradient, logprobs_and_entropy
@@ -20,6 +22,28 @@ _GPU_CHUNK_BYTES = 1 << 31  # of float32 logits: a GPU is kept busy by larger ch
 
 # (log-probabilities of a chunk, the chunk's slice of the batch) -> (weighted loss, to be summed; figures per token)
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
+
+
+def picked(hidden_T: Tensor, predictors_R: Tensor) -> Tensor:
+    """The hidden states that predict. The first tokens of a group's responses have one in common: its gradient is the
+    sum of theirs, which bf16 would round at every step."""
+    if hidden_T.dtype != torch.bfloat16:
+        return hidden_T.index_select(0, predictors_R)
+    return _Pick.apply(hidden_T, predictors_R)
+
+
+class _Pick(Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_T: Tensor, predictors_R: Tensor) -> Tensor:
+        ctx.save_for_backward(predictors_R)
+        ctx.tokens = len(hidden_T)
+        return hidden_T.index_select(0, predictors_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (predictors_R,), grad_R = ctx.saved_tensors, grads[0]
+        total = torch.zeros(ctx.tokens, grad_R.shape[1], device=grad_R.device)
+        return total.index_add_(0, predictors_R, grad_R.float()).to(grad_R.dtype), None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ from dapo.model.meter import peak_flops, training_flops
 from dapo.model.trunk import joined_weights, trunk_of
 from dapo.policy.budget import Budget
 from dapo.policy.captured import CapturedBackward
-from dapo.policy.head import HeadResult, chunked_logprobs, fused_head_loss
+from dapo.policy.head import HeadResult, chunked_logprobs, fused_head_loss, picked
 from dapo.policy.optimiser import Optimiser
 from dapo.policy.packing import Batch, micro_batches, mini_batches, reference_batches
 from dapo.types import Group, Rollout, TokenStats
@@ -195,7 +195,7 @@ class Policy:
 
     def _hidden(self, model: Any, batch: Batch, plan: AttentionPlan) -> Tensor:
         hidden_T = hidden_states(model, batch.tokens_T, batch.positions_T, plan, recompute=self.budget.recompute)
-        return hidden_T.index_select(0, batch.predictors_R)
+        return picked(hidden_T, batch.predictors_R)
 
     @torch.no_grad()
     def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:

@@ -90,6 +90,18 @@ def test_when_pages_run_out_the_youngest_start_again_and_every_rollout_is_the_sa
     assert len(engine.decoder.store.free) == 14
 
 
+def test_long_prompts_of_responses_that_made_room_do_not_keep_their_pages():
+    model = tiny_llama()
+    params = SamplingParams(max_tokens=2 * PAGE)
+    requests = [Request(i, prompt(2 * PAGE + 1, seed=i), 2, params) for i in range(4)]
+    roomy = drain(paged_engine(model, stop=()), *requests)
+    engine = paged_engine(model, stop=(), max_length=4 * PAGE + 1, pages=1 + 7)
+    tight = drain(engine, *requests)
+    assert engine.figures()["engine/restarts"] > 0
+    assert all(np.array_equal(tight[key].tokens, roomy[key].tokens) for key in roomy)
+    assert len(engine.decoder.store.free) == 7
+
+
 def test_a_single_response_that_just_fits_is_drawn_to_its_end():
     model = tiny_llama()
     engine = paged_engine(model, stop=(), max_length=PAGE + 40, pages=1 + 3)

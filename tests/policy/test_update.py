@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import dapo.model.attention as attention
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.config import Config
+from dapo.policy.head import picked
 from dapo.policy.policy import Policy
 from dapo.types import Group, Score
 from tests import make, plain
@@ -294,3 +295,12 @@ def test_entropy_is_that_of_the_whole_distribution():
     expected = torch.distributions.Categorical(logits=logits).entropy()
     metrics = Policy(model, config(algorithm__max_logprob_gap=100.0)).update([group], 1, 0).metrics
     assert metrics["entropy"] == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+def test_gradients_of_a_shared_predictor_add_up_in_float32():
+    hidden = torch.randn(3, 4).to(torch.bfloat16).requires_grad_()
+    predictors = torch.tensor([1] * 300 + [2])
+    upstream = torch.full((301, 4), 1.0, dtype=torch.bfloat16)
+    picked(hidden, predictors).backward(upstream)
+    # One by one in bf16 the sum would stop at 256, where adding 1 rounds to nothing.
+    assert hidden.grad.tolist() == [[0.0] * 4, [300.0] * 4, [1.0] * 4]

@@ -138,7 +138,8 @@ class PagedDecoder:
             prompt.cached = self.store.take(pages_for(prompt.length - 1))
         self.prefill(prompts)
         for response in newcomers:
-            assert response.prompt.length + response.request.params.max_tokens <= self.max_length + 1
+            length = response.prompt.length + response.request.params.max_tokens
+            assert length <= self.max_length + 1, f"a sequence of {length} tokens, longer than max_length"
             self.active[response] = _Row(self.free_rows.pop(), self.store.take(1))
         self._write_rows(newcomers)
         if self.active and not self.is_computing:
@@ -302,6 +303,8 @@ class PagedDecoder:
 
     def _push_out(self, response: Response) -> None:
         self.remove([response])
+        if not any(other.prompt is response.prompt for other in self.active):
+            self.forget(response.prompt)  # it will be computed again
         response.switches.clear()
         self.restarts += 1
         self.pushed_out.insert(0, response)
