@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dapo.algorithm.loss import LossConfig, policy_loss
 from dapo.config import Config
+from dapo.errors import ModelError
 from dapo.model.attention import AttentionPlan
 from dapo.model.forward import head_weight, hidden_states, packed_plan
 from dapo.model.lora import causal_lm, reference_mode
@@ -145,9 +146,12 @@ class Policy:
             self.optimiser.open_grads()
             try:
                 return [(batch, self._backward(batch)) for batch in self._micro_batches(groups, version)]
-            except torch.cuda.OutOfMemoryError:
+            except torch.cuda.OutOfMemoryError as error:
                 if attempt == 1:
-                    raise
+                    raise ModelError(
+                        f"an update does not fit into the GPU's memory even with {self.budget.max_tokens} tokens at "
+                        "once; lower rollout.kv_memory_fraction, or optim.max_tokens_per_micro_batch further"
+                    ) from error
             tally.notes.append(
                 f"an update ran out of memory with {self.budget.max_tokens} tokens at once; "
                 f"from now on {self.budget.max_tokens // 2}"

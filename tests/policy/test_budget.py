@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dapo.config import OptimConfig
+from dapo.errors import ModelError
+from dapo.model.trunk import FusedTrunk, PlainTrunk
+from dapo.policy import budget
+from dapo.policy.budget import Budget, activation_bytes
+from dapo.policy.policy import Policy
+from tests.policy.test_update import config, for_dapo, random_groups
+from tests.tiny import tiny_llama
+
+
+class OnGpu:
+    """A tiny model that says it is on a GPU with so much memory; nothing is computed with it."""
+
+    def __init__(self, monkeypatch, free: int) -> None:
+        self.model = tiny_llama().to(torch.bfloat16)
+        self.trunk = FusedTrunk.of(self.model)
+        weight = self.model.lm_head.weight
+        monkeypatch.setattr(budget, "free_memory", lambda device: free)
+        monkeypatch.setattr(budget, "head_weight", lambda model: _Cuda(weight))
+
+    def budget(self, to_come=0, **options) -> Budget:
+        return Budget.of(self.model, self.trunk, OptimConfig(**options), to_come)
+
+
+class _Cuda:
+    def __init__(self, weight) -> None:
+        self.device, self.dtype = torch.device("cuda"), weight.dtype
+
+
+GIB = 2**30
+
+
+def test_on_a_cpu_it_is_what_the_option_says_or_a_default():
+    model = tiny_llama()
+    assert Budget.of(model, PlainTrunk(model), OptimConfig(), 0) == Budget(4096)
+    assert Budget.of(model, PlainTrunk(model), OptimConfig(max_tokens_per_micro_batch=77), 0) == Budget(77)
+
+
+def test_on_a_gpu_it_follows_the_free_memory_and_what_is_still_to_come(monkeypatch):
+    gpu = OnGpu(monkeypatch, free=100 * GIB)
+    assert gpu.budget() == Budget(budget._MOST_TOKENS)
+    per_token = activation_bytes(gpu.model, gpu.trunk, recompute=False)
+    wanted = 40_000
+    spare = (wanted + 0.5) * per_token
+    gpu = OnGpu(monkeypatch, free=int((spare + budget._HEAD_BYTES + 3 * GIB) / budget._SHARE))
+    found = gpu.budget(to_come=3 * GIB)
+    assert abs(found.max_tokens - wanted) <= 1 and not found.recompute
+
+
+def test_where_too_few_tokens_fit_activations_are_computed_twice_unless_forbidden(monkeypatch):
+    probe = OnGpu(monkeypatch, free=0)
+    per_token = activation_bytes(probe.model, probe.trunk, recompute=False)
+    assert activation_bytes(probe.model, probe.trunk, recompute=True) < per_token
+    gpu = OnGpu(monkeypatch, free=int((budget._HEAD_BYTES + 5000 * per_token) / budget._SHARE))
+    assert gpu.budget().recompute
+    assert gpu.budget().max_tokens > 5000
+    never = gpu.budget(recompute_activations="never")
+    assert not never.recompute and abs(never.max_tokens - 5000) <= 1
+    assert gpu.budget(max_tokens_per_micro_batch=6000) == Budget(6000, recompute=True)
+    assert gpu.budget(max_tokens_per_micro_batch=4000) == Budget(4000)
+    assert OnGpu(monkeypatch, free=100 * GIB).budget(recompute_activations="always").recompute
+
+
+def test_an_update_that_runs_out_of_memory_is_done_in_halves_with_the_same_result(monkeypatch):
+    groups = random_groups(3, 5, 4)
+    plain, short = (Policy(for_dapo(tiny_llama()), config(optim__max_tokens_per_micro_batch=60)) for _ in range(2))
+    expected = plain.update(groups, step=1, version=0)
+    backward, sizes = short._backward, []
+
+    def small_memory(batch):
+        if len(batch.tokens_T) > 40:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        sizes.append(len(batch.tokens_T))
+        return backward(batch)
+
+    monkeypatch.setattr(short, "_backward", small_memory)
+    found = short.update(groups, step=1, version=0)
+    assert max(sizes) <= 40 and short.budget.max_tokens == 30
+    assert found.notes == ("an update ran out of memory with 60 tokens at once; from now on 30",)
+    for name in ("loss", "grad_norm", "entropy"):
+        assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-5)
+    for first, second in zip(plain.model.parameters(), short.model.parameters(), strict=True):
+        torch.testing.assert_close(first, second, atol=1e-6, rtol=0)
+
+
+def test_out_of_memory_twice_is_an_error_in_one_sentence(monkeypatch):
+    policy = Policy(for_dapo(tiny_llama()), config())
+
+    def no_memory(batch):
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(policy, "_backward", no_memory)
+    with pytest.raises(ModelError, match="does not fit into the GPU's memory even with 2048 tokens at once"):
+        policy.update(random_groups(3, 2, 4), step=1, version=0)
