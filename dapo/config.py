@@ -277,6 +277,10 @@ class RunConfig(Section):
     store_tokens: Literal["all", "kept", "none"] = Field(
         default="kept", description="Whose tokens, log-probabilities and entropies go into the run database."
     )
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], FromList] = Field(
+        default=(),
+        description="Programs that get the figures too; nothing leaves the machine unless their own settings say so.",
+    )
 
 
 class Config(Section):

@@ -34,6 +34,7 @@ from dapo.rewards.judge import build_judge
 from dapo.sampling import DynamicSampler, Sampled
 from dapo.store.console import Reporter
 from dapo.store.database import RunDatabase, versions
+from dapo.store.trackers import Trackers, require_trackers
 from dapo.types import EvalReport, Event, SamplingParams, StepReport
 
 MAX_EMPTY_BATCHES = 3
@@ -73,6 +74,7 @@ class Trainer:
         self.config = config
         self.reporter = reporter or Reporter()
         self.run_dir = config.run_dir
+        require_trackers(config.run.trackers)
         goes_on = self._holds_run()
         if goes_on and not resume:
             raise CheckpointError(
@@ -110,6 +112,7 @@ class Trainer:
             self.reporter.event(Event("resumed", f"after step {self.step}, {undone} later steps undone", self.step))
         elif resume:
             self.reporter.event(Event("resumed", f"nothing to go on with in {self.run_dir}, starting anew", 0))
+        self.trackers = Trackers(config, self.step, on_failure=lambda message: self._event("tracker", message))
         self.before: tuple[EvalReport, ...] = ()
         self.latest: tuple[EvalReport, ...] = ()
         self.signal: int | None = None
@@ -138,6 +141,7 @@ class Trainer:
         self.engine.close()
         self.judge.close()
         try:
+            self.trackers.close()
             self._wait_for_records()
         finally:
             self.writer.shutdown()
@@ -163,6 +167,8 @@ class Trainer:
         self.empty_in_a_row = self.empty_in_a_row + 1 if found_nothing else 0
         updating = time.perf_counter()
         self.reporter.phase("training")
+        if self.policy.budget.needs_cache and not self.sampler.pending:
+            self.engine.release_cache()
         update = self.policy.update(sampled.batch, step, self.version)
         if update.metrics["updates"] > 0:
             self.version += 1
@@ -176,6 +182,7 @@ class Trainer:
         self._record(report)
         self.step = step
         self.reporter.step(report)
+        self.trackers.step(report)
         stop = sampled.stop or update.stop
         if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
             stop = (
@@ -201,6 +208,7 @@ class Trainer:
             self._wait_for_records()
             self.database.record_eval(report)
             self.reporter.evaluation(report)
+            self.trackers.evaluation(report)
             reports.append(report)
         return tuple(reports)
 
@@ -316,6 +324,8 @@ class Trainer:
             kv_memory_fraction=config.rollout.kv_memory_fraction,
             reserved=self.policy.optimiser.bytes_to_come,
         )
+        if config.rollout.mode == "strict":  # in flight the cache is never empty
+            self.policy.cache_bytes = self.engine.cache_bytes
         build_sampler = InflightSampler if config.rollout.mode == "inflight" else DynamicSampler
         self.sampler = build_sampler(
             config,

@@ -25,7 +25,7 @@ SMALLEST = "model: {path: m}\ndata: {train: d.jsonl}\n"
 
 # Adding, renaming or removing an option is a decision: it changes this list, docs/configuration.md and the recipes.
 OPTIONS = [
-    "run.name", "run.dir", "run.steps", "run.seed", "run.save_every", "run.store_tokens",
+    "run.name", "run.dir", "run.steps", "run.seed", "run.save_every", "run.store_tokens", "run.trackers",
     "model.path", "model.dtype", "model.device", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules",
     "data.train", "data.train_batch_size", "data.gen_batch_size", "data.max_prompt_length", "data.max_response_length",
     "data.overlong_prompts", "data.prompt_template", "data.system_prompt",

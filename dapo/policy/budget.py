@@ -14,6 +14,7 @@ from dapo.model.trunk import FusedTrunk, Trunk
 _CPU_TOKENS = 4096
 _MOST_TOKENS = 1 << 17
 _ENOUGH_TOKENS = 1 << 14  # with fewer at once a large GPU is not kept busy: then activations are computed twice
+_TOO_FEW_TOKENS = 1 << 11  # with fewer still the sampler's cache makes room during the update
 _SHARE = 0.8  # of the free memory; the rest is for what is not counted here
 _HEAD_BYTES = 4 << 30  # logits of a chunk, and their gradient
 
@@ -22,22 +23,25 @@ _HEAD_BYTES = 4 << 30  # logits of a chunk, and their gradient
 class Budget:
     max_tokens: int
     recompute: bool = False
+    needs_cache: bool = False  # only with the memory of the sampler's cache
 
     @classmethod
-    def of(cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, to_come: int) -> Budget:
-        """`to_come`: bytes that the update will need beside the activations."""
+    def of(cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, to_come: int, cache_bytes: int = 0) -> Budget:
+        """`to_come`: bytes that the update will need beside the activations; `cache_bytes` can be had if need be."""
         given = config.max_tokens_per_micro_batch
         can_recompute = isinstance(trunk, FusedTrunk)
         always = config.recompute_activations == "always" and can_recompute
         device = head_weight(causal_lm).device
         if device.type != "cuda":
             return cls(given or _CPU_TOKENS, always)
-        free = max(0, _SHARE * free_memory(device) - to_come - _HEAD_BYTES)
-        keep, recompute = (int(free / activation_bytes(causal_lm, trunk, recompute=r)) for r in (False, True))
-        needs = given > keep if given else keep < _ENOUGH_TOKENS
-        if always or (can_recompute and config.recompute_activations == "auto" and needs):
-            return cls(given or _within(recompute), recompute=True)
-        return cls(given or _within(keep))
+        may_recompute = can_recompute and config.recompute_activations != "never"
+        least = activation_bytes(causal_lm, trunk, recompute=may_recompute)
+        free = _SHARE * free_memory(device) - to_come - _HEAD_BYTES
+        needs_cache = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * least
+        free = max(0.0, free + _SHARE * cache_bytes * needs_cache)
+        keep = int(free / activation_bytes(causal_lm, trunk, recompute=False))
+        recompute = always or (may_recompute and (given > keep if given else keep < _ENOUGH_TOKENS))
+        return cls(given or _within(int(free / least) if recompute else keep), recompute, needs_cache)
 
     def halved(self) -> Budget:
         return replace(self, max_tokens=max(1, self.max_tokens // 2))

@@ -73,6 +73,7 @@ class Policy:
         self.trunk = trunk_of(self.causal_lm)
         joined = joined_weights(self.trunk, self.weight)
         self.optimiser = Optimiser(trainable, config.optim, joined)
+        self.cache_bytes = 0  # of the sampler, which an update may have where memory is short
         self.captured: CapturedBackward | None = None
         if joined and self.weight.is_cuda:
             parameters = sum(parameter.numel() for _, parameter in trainable)
@@ -92,6 +93,7 @@ class Policy:
         masters = sum(m.numel() * m.element_size() for m in self.optimiser.masters if m.dtype != self.weight.dtype)
         moments = self.optimiser.bytes_to_come + masters
         again = ", activations computed twice" if self.budget.recompute else ""
+        again += ", in the memory of the cache, which is given back and taken every step" * self.budget.needs_cache
         return (
             f"weights {weights / 2**30:.1f} GiB, optimiser and gradients {moments / 2**30:.1f} GiB, "
             f"key/value cache {cache_bytes / 2**30:.1f} GiB; an update computes up to {self.budget.max_tokens:,} "
@@ -101,7 +103,8 @@ class Policy:
     @cached_property
     def budget(self) -> Budget:
         """Made when the first update sees how much memory is free."""
-        return Budget.of(self.causal_lm, self.trunk, self.config.optim, self.optimiser.bytes_to_come)
+        to_come = self.optimiser.bytes_to_come
+        return Budget.of(self.causal_lm, self.trunk, self.config.optim, to_come, self.cache_bytes)
 
     def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
         """All mini-batches and epochs over one batch of groups that `version` of the weights is about to learn from."""

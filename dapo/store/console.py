@@ -15,7 +15,7 @@ from dapo.config import Config
 from dapo.store.evaltable import DifferenceRow, heading, summary, with_interval, with_sign
 from dapo.types import EvalReport, Event, Group, StepReport
 
-WARNINGS = ("exhausted", "unjudged", "stopped")
+WARNINGS = ("exhausted", "unjudged", "stopped", "memory", "tracker")
 
 
 class Reporter:

@@ -155,3 +155,16 @@ def test_evaluation_may_be_greedy_or_truncated(params):
     eager = drain(EmbeddedEngine(model, tiny_tokenizer(), frozenset({EOS_ID}), 0, 64), request)
     paged = drain(paged_engine(model), request)
     assert all(np.array_equal(eager[key].tokens, paged[key].tokens) for key in eager)
+
+
+def test_the_cache_can_be_given_back_between_rounds():
+    model = tiny_llama()
+    request = Request(0, prompt(PAGE + 5), 3, SamplingParams(max_tokens=PAGE + 9))
+    engine = paged_engine(model, stop=())
+    before = drain(engine, request)
+    storage = engine.decoder.store.storage
+    assert engine.cache_bytes == storage.untyped_storage().nbytes() > 0
+    engine.release_cache()
+    assert storage.untyped_storage().nbytes() == 0
+    after = drain(engine, request)
+    assert all(np.array_equal(before[key].tokens, after[key].tokens) for key in before)

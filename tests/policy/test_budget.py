@@ -23,8 +23,8 @@ class OnGpu:
         monkeypatch.setattr(budget, "free_memory", lambda device: free)
         monkeypatch.setattr(budget, "head_weight", lambda model: _Cuda(weight))
 
-    def budget(self, to_come=0, **options) -> Budget:
-        return Budget.of(self.model, self.trunk, OptimConfig(**options), to_come)
+    def budget(self, to_come=0, cache_bytes=0, **options) -> Budget:
+        return Budget.of(self.model, self.trunk, OptimConfig(**options), to_come, cache_bytes)
 
 
 class _Cuda:
@@ -64,6 +64,14 @@ def test_where_too_few_tokens_fit_activations_are_computed_twice_unless_forbidde
     assert gpu.budget(max_tokens_per_micro_batch=6000) == Budget(6000, recompute=True)
     assert gpu.budget(max_tokens_per_micro_batch=4000) == Budget(4000)
     assert OnGpu(monkeypatch, free=100 * GIB).budget(recompute_activations="always").recompute
+
+
+def test_where_hardly_anything_fits_the_update_has_the_memory_of_the_cache(monkeypatch):
+    gpu = OnGpu(monkeypatch, free=int((budget._HEAD_BYTES + 1000) / budget._SHARE))
+    assert gpu.budget().max_tokens == 1
+    found = gpu.budget(cache_bytes=GIB)
+    assert found.needs_cache and found.max_tokens > budget._ENOUGH_TOKENS
+    assert not OnGpu(monkeypatch, free=100 * GIB).budget(cache_bytes=GIB).needs_cache
 
 
 def test_an_update_that_runs_out_of_memory_is_done_in_halves_with_the_same_result(monkeypatch):

@@ -38,6 +38,9 @@ class EagerDecoder:
         self.cache = ResponseCache(config.num_hidden_layers, key_heads(config), head_dim, self.dtype, self.device)
         self.steps, self.places = 0, 0
 
+    def release_cache(self) -> None:
+        pass
+
     def prepare(self, params: SamplingParams) -> None:
         pass
 

@@ -65,6 +65,11 @@ class EmbeddedEngine:
         """Memory that the key/value cache holds for good; on a CPU it grows and shrinks as needed."""
         return self.decoder.cache_bytes
 
+    def release_cache(self) -> None:
+        """Give the cache's memory back until something is sampled again; graphs are then captured anew."""
+        assert not self.active and not self.waiting
+        self.decoder.release_cache()
+
     def prepare(self, params: SamplingParams) -> None:
         """Compile and capture now what would otherwise be when it is first needed. On a CPU there is nothing to do."""
         self.decoder.prepare(_kind(params))

@@ -109,8 +109,15 @@ class PagedDecoder:
     def cache_bytes(self) -> int:
         return self.store.storage.nbytes
 
+    def release_cache(self) -> None:
+        self.graphs.clear()
+        self.prefill.captured.clear()
+        self.pool, self.prefill.pool = GraphPool(), GraphPool()
+        self.store.release()
+
     @torch.no_grad()
     def prepare(self, params: SamplingParams) -> None:
+        self.store.restore()
         for bucket in self.buckets:
             self._graph(bucket, params)
         self.places_changed = True
@@ -133,6 +140,7 @@ class PagedDecoder:
 
     def start(self, newcomers: Sequence[Response]) -> list[Finished]:
         """Newcomers enter, and the next burst starts."""
+        self.store.restore()
         prompts = [prompt for prompt in dict.fromkeys(r.prompt for r in newcomers) if prompt.cached is None]
         for prompt in prompts:
             prompt.cached = self.store.take(pages_for(prompt.length - 1))

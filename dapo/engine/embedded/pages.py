@@ -36,6 +36,16 @@ class PageStore:
         there = self.storage.shape[2] - 1
         return 1 - len(self.free) / there
 
+    def release(self) -> None:
+        """Give the memory back; what was in it is gone, and whoever has captured its address must capture again."""
+        assert len(self.free) == self.storage.shape[2] - 1, "a page is in use"
+        self.storage.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        if self.storage.untyped_storage().nbytes() == 0:
+            self.storage.untyped_storage().resize_(self.storage.nbytes)
+            self.storage.zero_()
+
     def take(self, count: int) -> list[int]:
         assert count <= len(self.free), "whoever takes pages looks first whether there are enough"
         return [self.free.pop() for _ in range(count)]

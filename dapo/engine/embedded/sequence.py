@@ -50,6 +50,10 @@ class Decoder(Protocol):
     @property
     def cache_bytes(self) -> int: ...
 
+    def release_cache(self) -> None:
+        """Give its memory back until it is needed again. Nothing is active."""
+        ...
+
     def prepare(self, params: SamplingParams) -> None:
         """Compile and capture all that drawing with these parameters can need."""
         ...
