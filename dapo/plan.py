@@ -39,17 +39,14 @@ def _memory_lines(config: Config) -> list[str]:
         return [f"  memory    not known for {config.model.path}: it has not been fetched yet, or is of an unusual kind"]
     parameters = _parameters(shape)
     full = config.model.lora.rank == 0
-    # float32: weights, gradients, two moments. bfloat16: weights, gradients, float32 masters and two moments.
+    # float32: weights, gradients, two moments. bfloat16: float32 masters, gradients and two moments.
     wide = _is_float32(config)
     weights = parameters * (4 if wide else 2)
-    training = parameters * (12 if wide else 14) if full else 0
+    training = parameters * (12 if wide else 16) if full else 0
     heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
     head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
     per_token = 2 * shape["num_hidden_layers"] * heads * head_dim * (4 if wide else 2)
-    most = config.concurrent if _on_gpu(config) else config.rollout.max_concurrent or 64
-    concurrent = min(most, config.gen_batch_size * config.rollout.n)
-    cache = concurrent * config.data.max_response_length * per_token
-    cache += -(-concurrent // config.rollout.n) * config.data.max_prompt_length * per_token
+    cache = _cached_tokens(config) * per_token
     parts = {
         "weights": weights,
         "gradients and optimiser": training,
@@ -62,6 +59,17 @@ def _memory_lines(config: Config) -> list[str]:
         f"  memory    about {total:.1f} GiB and the activations of a micro-batch: {listed} "
         f"({parameters / 1e6:.0f}M parameters)"
     ]
+
+
+def _cached_tokens(config: Config) -> int:
+    """That the key/value cache has room for: on a GPU for every response with a prompt of its own, in whole pages."""
+    data, n = config.data, config.rollout.n
+    if _on_gpu(config):
+        from dapo.engine.embedded.pages import PAGE, longest_pages
+
+        return PAGE * (1 + config.concurrent * longest_pages(data.max_prompt_length + data.max_response_length))
+    concurrent = min(config.rollout.max_concurrent or 64, config.gen_batch_size * n)
+    return concurrent * data.max_response_length + -(-concurrent // n) * data.max_prompt_length
 
 
 def _missing_lines(config: Config) -> list[str]:

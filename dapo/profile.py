@@ -67,12 +67,14 @@ def profile(config: Config, out: Path, steps: int = 1) -> tuple[Phase, Phase]:
         try:
             for _ in range(WARM_UP_STEPS):
                 trainer.train_step()
+                trainer.empty_in_a_row = 0  # steps that found nothing to learn from are worth looking at, too
             sampling = _Recorder(Phase("sampling"), out, steps)
             training = _Recorder(Phase("training"), out, steps)
             trainer.sampler.fill = sampling.around(trainer.sampler.fill)
             trainer.policy.update = training.around(trainer.policy.update)
             for _ in range(steps):
                 trainer.train_step()
+                trainer.empty_in_a_row = 0
         finally:
             trainer.close()
     return sampling.phase, training.phase

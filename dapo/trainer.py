@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -106,7 +106,7 @@ class Trainer:
         for note in self.notes:
             self._event("data", note)
         if self.policy.weight.is_cuda:
-            self._event("memory", self.policy.memory_plan(self.engine.cache_bytes))
+            self._event("plan", self.policy.memory_plan(self.engine.cache_bytes))
         if goes_on:
             undone = self.database.rewind(self.step)
             self.reporter.event(Event("resumed", f"after step {self.step}, {undone} later steps undone", self.step))
@@ -138,15 +138,14 @@ class Trainer:
         return RunResult(self.run_dir, self.step, self.before, self.latest, self.signal, self.seconds)
 
     def close(self) -> None:
-        self.engine.close()
-        self.judge.close()
-        try:
-            self.trackers.close()
-            self._wait_for_records()
-        finally:
-            self.writer.shutdown()
-            self.database.close()
-            self.lock.close()
+        with ExitStack() as stack:  # in the opposite order; one that fails does not keep the others
+            stack.callback(self.lock.close)
+            stack.callback(self.database.close)
+            stack.callback(self.writer.shutdown)
+            stack.callback(self._wait_for_records)
+            stack.callback(self.trackers.close)
+            stack.callback(self.judge.close)
+            stack.callback(self.engine.close)
 
     def _record(self, report: StepReport) -> None:
         """In the background: the next step's sampling need not wait for the disk. Whatever else is written does."""

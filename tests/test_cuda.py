@@ -15,7 +15,7 @@ from dapo.policy.policy import Policy
 from dapo.types import Request, SamplingParams
 from tests import plain
 from tests.policy.test_update import config, packed_gradients, random_groups
-from tests.tiny import EOS_ID, tiny_llama, tiny_qwen2, tiny_tokenizer
+from tests.tiny import EOS_ID, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3, tiny_smollm3, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -33,11 +33,12 @@ def engine_for(model, **options):
     return EmbeddedEngine(model, tiny_tokenizer(), frozenset({EOS_ID}), seed=0, max_length=400, **options)
 
 
+FUSED = [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_mistral, tiny_smollm3]
 PROMPTS = [tuple(range(5, 5 + 3 * i)) for i in range(1, 20, 4)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15)])
-@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2])
+@pytest.mark.parametrize("build", FUSED)
 def test_recorded_log_probabilities_on_the_gpu_are_those_of_transformers(build, dtype, tolerance):
     model = build()
     twin = plain.plain_copy(model.to(dtype), torch.float32).cpu()
@@ -86,7 +87,7 @@ def test_the_update_on_the_gpu_has_the_oracle_s_gradient():
 
 
 @pytest.mark.parametrize("how", ["captured", "eager", "recompute"])
-@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2])
+@pytest.mark.parametrize("build", FUSED)
 def test_the_fused_update_in_bf16_has_the_oracle_s_gradient_up_to_rounding(build, how):
     model = build().to(torch.bfloat16)
     twin = plain.plain_copy(model)

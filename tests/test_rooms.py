@@ -22,6 +22,7 @@ MAY_USE = {
     "model": set(),
     "engine": {"model"},
     "policy": {"algorithm", "model"},
+    "view": {"store"},
 }
 
 

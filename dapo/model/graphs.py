@@ -24,7 +24,8 @@ class GraphPool:
             run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # A reward model may be at work in another thread: what it allocates is none of this capture's business.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         self._pool = graph.pool()
         return graph, result

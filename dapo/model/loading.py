@@ -35,6 +35,8 @@ def load_model(config: ModelConfig, attention: str = ATTENTION_NAME) -> LoadedMo
     """In evaluation mode, since the sampler and the trainer must compute the same thing; all weights want gradients."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
+    if device.type == "cuda":  # streams, graphs and kernels go to the current device
+        torch.cuda.set_device(device)
     directory = resolve_path(config.path)
     with progress(f"Loading {config.path}"), quiet():
         _check_config(directory, config.path)

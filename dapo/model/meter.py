@@ -64,7 +64,13 @@ def _causal_pairs(length: int) -> int:
 def _trunk_parameters(config: Any) -> int:
     heads = config.num_attention_heads
     attention = 2 * config.hidden_size * _head_dim(config) * (heads + _kv_heads(config))
-    return config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    return config.num_hidden_layers * (attention + 3 * config.hidden_size * inner_width(config))
+
+
+def inner_width(config: Any) -> int:
+    """Of the feed-forward layers, under the names that models have for it."""
+    names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    return next((width for name in names if (width := getattr(config, name, None))), 4 * config.hidden_size)
 
 
 def _head_parameters(config: Any) -> int:

@@ -200,12 +200,19 @@ def can_fuse(causal_lm: Any) -> bool:
     config = causal_lm.config
     if type(causal_lm).__name__ not in FUSED_MODELS or config.hidden_act != "silu":
         return False
-    first = causal_lm.base_model.layers[0]
-    linear = [first.self_attn.q_proj, first.self_attn.o_proj, first.mlp.gate_proj, first.mlp.down_proj]
-    is_plain = all(type(part) is nn.Linear for part in linear)  # adapters wrap them
-    has_other_biases = any(part.bias is not None for part in linear[1:]) if is_plain else True
-    rotary_type = getattr(causal_lm.base_model.rotary_emb, "rope_type", None)
-    return is_plain and not has_other_biases and rotary_type in _STATIC_ROTARY
+    if getattr(causal_lm.base_model.rotary_emb, "rope_type", None) not in _STATIC_ROTARY:
+        return False
+    return all(_is_plain(layer) for layer in causal_lm.base_model.layers)
+
+
+def _is_plain(layer: Any) -> bool:
+    """Plain products, which adapters are not, and no biases but those of queries, keys and values."""
+    attention, feed_forward = layer.self_attn, layer.mlp
+    inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
+    others = [attention.o_proj, feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj]
+    if any(type(part) is not nn.Linear for part in (*inputs, *others)):
+        return False
+    return all(part.bias is None for part in others) and len({part.bias is None for part in inputs}) == 1
 
 
 def _join(layer: Any, table: Tensor, eps: float) -> _Layer:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dapo.config import OptimConfig
 from dapo.model.forward import free_memory, head_weight, key_heads
+from dapo.model.meter import inner_width
 from dapo.model.trunk import FusedTrunk, Trunk
 
 _CPU_TOKENS = 4096
@@ -43,9 +44,6 @@ class Budget:
         recompute = always or (may_recompute and (given > keep if given else keep < _ENOUGH_TOKENS))
         return cls(given or _within(int(free / least) if recompute else keep), recompute, needs_cache)
 
-    def halved(self) -> Budget:
-        return replace(self, max_tokens=max(1, self.max_tokens // 2))
-
 
 def _within(tokens: int) -> int:
     return max(1, min(_MOST_TOKENS, tokens))
@@ -54,7 +52,7 @@ def _within(tokens: int) -> int:
 def activation_bytes(causal_lm: Any, trunk: Trunk, *, recompute: bool) -> int:
     """Held per packed token between forward and backward: an estimate by counting what each layer saves."""
     config = causal_lm.config.get_text_config()
-    width, inner = config.hidden_size, config.intermediate_size
+    width, inner = config.hidden_size, inner_width(config)
     head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
     kv_width, query_width = key_heads(config) * head_dim, config.num_attention_heads * head_dim
     size = torch.finfo(head_weight(causal_lm).dtype).bits // 8

@@ -101,5 +101,4 @@ def _own(result: HeadResult, tokens: int) -> HeadResult:
         logprobs_R=result.logprobs_R[:tokens].clone(),
         entropy_R=result.entropy_R[:tokens].clone(),
         metrics={name: values[:tokens].clone() for name, values in result.metrics.items()},
-        grad_hidden_R=result.grad_hidden_R[:tokens],
     )

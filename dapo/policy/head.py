@@ -52,12 +52,11 @@ class HeadResult:
     logprobs_R: Tensor
     entropy_R: Tensor
     metrics: dict[str, Tensor]  # per token
-    grad_hidden_R: Tensor  # of the loss with respect to the hidden states
 
 
 def fused_head_loss(
     hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss, weight_grad: Tensor | None
-) -> HeadResult:
+) -> tuple[HeadResult, Tensor]:
     """Adds the gradient of the head's weight to `weight_grad`, where given, and returns that of the hidden states."""
     grad_hidden_R = torch.empty_like(hidden_R)
     parts: list[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] = []
@@ -76,13 +75,13 @@ def fused_head_loss(
             if weight_grad is not None:
                 add_weight_grad(weight_grad, grad_logits, hidden)
         parts.append((total.detach(), logprobs.detach(), distribution.entropy, metrics))
-    return HeadResult(
+    result = HeadResult(
         loss=torch.stack([part[0] for part in parts]).sum(),
         logprobs_R=torch.cat([part[1] for part in parts]),
         entropy_R=torch.cat([part[2] for part in parts]),
         metrics={name: torch.cat([part[3][name] for part in parts]) for name in parts[0][3]},
-        grad_hidden_R=grad_hidden_R,
     )
+    return result, grad_hidden_R
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -91,7 +91,8 @@ class Policy:
         """What a GPU's memory will hold, in words."""
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         masters = sum(m.numel() * m.element_size() for m in self.optimiser.masters if m.dtype != self.weight.dtype)
-        moments = self.optimiser.bytes_to_come + masters
+        trained = sum(m.numel() * m.element_size() for m in self.optimiser.masters)
+        moments = 3 * trained + masters
         again = ", activations computed twice" if self.budget.recompute else ""
         again += ", in the memory of the cache, which is given back and taken every step" * self.budget.needs_cache
         return (
@@ -143,25 +144,23 @@ class Policy:
         tally.norms.append(norm)
 
     def _gradients(self, groups: list[Group], version: int, tally: _Tally) -> list[tuple[Batch, HeadResult]]:
-        """Of a whole mini-batch. What does not fit into memory is cut into halves once; the gradient is the same."""
-        for attempt in range(2):
+        """Of a whole mini-batch. What does not fit into memory is cut into halves; the gradient is the same."""
+        while True:
             self.optimiser.zero_grad()
             self.optimiser.open_grads()
+            batches = self._micro_batches(groups, version)
+            largest = max(len(batch.tokens_T) for batch in batches)
             try:
-                return [(batch, self._backward(batch)) for batch in self._micro_batches(groups, version)]
+                return [(batch, self._backward(batch)) for batch in batches]
             except torch.cuda.OutOfMemoryError as error:
-                if attempt == 1:
+                if all(len(batch.rollouts) == 1 for batch in batches):
                     raise ModelError(
-                        f"an update does not fit into the GPU's memory even with {self.budget.max_tokens} tokens at "
-                        "once; lower rollout.kv_memory_fraction, or optim.max_tokens_per_micro_batch further"
+                        f"a single response of {largest} tokens with its prompt does not fit into the GPU's memory; "
+                        "lower rollout.kv_memory_fraction, or data.max_response_length"
                     ) from error
-            tally.notes.append(
-                f"an update ran out of memory with {self.budget.max_tokens} tokens at once; "
-                f"from now on {self.budget.max_tokens // 2}"
-            )
-            self.budget = self.budget.halved()
+            tally.notes.append(f"an update ran out of memory with {largest} tokens at once; from now on {largest // 2}")
+            self.budget = replace(self.budget, max_tokens=max(1, largest // 2))
             torch.cuda.empty_cache()
-        raise AssertionError("the second attempt returns or raises")
 
     def _micro_batches(self, groups: list[Group], version: int) -> list[Batch]:
         return micro_batches(
@@ -196,8 +195,10 @@ class Policy:
 
         hidden_R = self._hidden(self.causal_lm, batch, plan)
         temperature, weight_grad = self.config.rollout.temperature, self.optimiser.grad_of(self.weight)
-        result = fused_head_loss(hidden_R, self.weight, batch.targets_R, temperature, chunk_loss, weight_grad)
-        hidden_R.backward(result.grad_hidden_R)
+        result, grad_hidden_R = fused_head_loss(
+            hidden_R, self.weight, batch.targets_R, temperature, chunk_loss, weight_grad
+        )
+        hidden_R.backward(grad_hidden_R)
         return result
 
     def _hidden(self, model: Any, batch: Batch, plan: AttentionPlan) -> Tensor:
@@ -237,6 +238,7 @@ class Policy:
             int(update.metrics["tokens/computed"]),
             [len(group.prompt.tokens) + len(rollout) - 1 for group, rollout in trained] * epochs,
             head_tokens=epochs * sum(len(rollout) for _, rollout in trained),
+            spared_prompts=[n for g in batch for n in [len(g.prompt.tokens)] * (int(g.trains.sum()) - 1)] * epochs,
         )
         return {"throughput/mfu": flops / max(seconds, 1e-9) / peak}
 

@@ -168,3 +168,49 @@ def test_the_cache_can_be_given_back_between_rounds():
     assert storage.untyped_storage().nbytes() == 0
     after = drain(engine, request)
     assert all(np.array_equal(before[key].tokens, after[key].tokens) for key in before)
+
+
+def crowded():
+    """An engine in which the responses of group 1 have just made room for those of group 0."""
+    engine = paged_engine(tiny_llama(), stop=(), max_concurrent=4, pages=1 + 5)
+    params = SamplingParams(max_tokens=3 * PAGE)
+    engine.submit([Request(i, prompt(10), 2, params) for i in range(2)])
+    with torch.no_grad():
+        while engine.decoder.restarts == 0:
+            engine.decoder.advance()
+            engine._start_waiting()
+            engine._put_back(engine.decoder.displaced())
+    return engine
+
+
+def test_a_response_that_made_room_can_be_cancelled():
+    engine = crowded()
+    assert {response.request.serial for response in engine.waiting} == {1}
+    engine.cancel([1])
+    found = []
+    while finished := engine.poll():
+        found += finished
+    assert {rollout.serial for rollout in found} == {0}
+
+
+def test_a_response_that_made_room_starts_again_from_a_prompt_of_the_new_weights():
+    engine = crowded()
+    (old,) = {response.prompt for response in engine.active}
+    engine.sync_weights(1)
+    with torch.no_grad():
+        engine.decoder.model.lm_head.weight.mul_(0.5)
+    displaced = [*engine.waiting]
+    assert all(response.prompt is not old for response in displaced)
+    found = {}
+    while finished := engine.poll():
+        found |= {(rollout.serial, rollout.index): rollout for rollout in finished}
+    twin = plain.plain_copy(engine.decoder.model, torch.float32)
+    started_later = [rollout for rollout in found.values() if rollout.weight_version == 1]
+    # Also one that made room after the change, while another response keeps the old prompt.
+    assert {(rollout.serial, rollout.index) for rollout in started_later} > {(1, 0), (1, 1)}
+    for rollout in started_later:
+        assert rollout.switches == ()
+        with torch.no_grad():
+            (expected,) = plain.logprobs(twin, prompt(10), [rollout.tokens.tolist()])
+        np.testing.assert_allclose(rollout.logprobs, expected.numpy(), atol=2e-5)
+    assert found[0, 0].weight_version == 0

@@ -89,8 +89,8 @@ class EmbeddedEngine:
         finished: list[Finished] = []
         while not finished and (self.active or self.waiting):
             finished += self.decoder.advance()
-            self.waiting.extendleft(reversed(self.decoder.displaced()))
             finished += self._start_waiting()
+            self._put_back(self.decoder.displaced())
         for response, _ in finished:
             self._leave_prompt(response.prompt)
         if not self.active and not self.waiting:
@@ -139,6 +139,15 @@ class EmbeddedEngine:
         for response in newcomers:
             response.version = self.version
         return self.decoder.start(newcomers)
+
+    def _put_back(self, displaced: Sequence[Response]) -> None:
+        """They start again with the weights of then, so not from what older ones made of their prompt."""
+        for response in displaced:
+            prompt = self.prompts.setdefault(response.prompt.tokens, SharedPrompt(response.prompt.tokens))
+            prompt.users += 1
+            self._leave_prompt(response.prompt)
+            response.prompt = prompt
+        self.waiting.extendleft(reversed(displaced))
 
     def _leave_prompt(self, prompt: SharedPrompt) -> None:
         prompt.users -= 1

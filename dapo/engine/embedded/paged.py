@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dapo.engine.embedded.kernels.attention import PAGE, PagedState
 from dapo.engine.embedded.kernels.draw import DrawState, draw_and_advance
-from dapo.engine.embedded.pages import PagedAttention, PageStore, pages_for
+from dapo.engine.embedded.pages import PagedAttention, PageStore, longest_pages, pages_for
 from dapo.engine.embedded.prefill import Prefill
 from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt
 from dapo.errors import ModelError
@@ -28,7 +28,9 @@ from dapo.types import FinishReason, SamplingParams
 
 BURST = 8  # steps without looking: more leave finished rows idle for longer, fewer make the GPU wait for the host
 MAX_CONCURRENT = 1024
-_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768)
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, *range(1024, 1 << 16, 512))
+_TRUNCATED_ROWS = 128  # sorted at once: all at once would take gigabytes that a graph keeps for good
+assert PAGE % BURST == 0  # a row that ends with a page ends with a burst, and has no page beyond
 _PADDING_ROW = 0
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length"}
 
@@ -57,7 +59,7 @@ class PagedDecoder:
         rows, integers = max_concurrent + 1, {"dtype": torch.int32, "device": device}
         self.buckets = [bucket for bucket in _BUCKETS if bucket < max_concurrent] + [max_concurrent]
         self.rows_B = torch.zeros(max_concurrent, **integers)
-        self.table = torch.zeros(rows, 2 + pages_for(max_length), **integers)
+        self.table = torch.zeros(rows, longest_pages(max_length), **integers)
         self.prompt_lengths = torch.zeros(rows, **integers)
         self.draw_state = DrawState(
             keys=torch.zeros(rows, dtype=torch.int64, device=device),
@@ -78,7 +80,8 @@ class PagedDecoder:
         self.rows = np.zeros(0, np.int32)  # of the places in use
         self.bucket, self.params = 0, SamplingParams()
         self.is_computing, self.burst, self.drawn_before = False, 0, 0
-        self.graphs: dict[tuple[int, SamplingParams], torch.cuda.CUDAGraph] = {}
+        self.can_capture = _can_capture(causal_lm)
+        self.graphs: dict[tuple[int, SamplingParams | None], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self.pool = GraphPool()
         self.pushed_out: list[Response] = []
         self.looks = _Looks(rows, device)
@@ -92,7 +95,7 @@ class PagedDecoder:
         """With a cache for `max_concurrent` of the longest responses, or what the memory allows."""
         weight = head_weight(causal_lm)
         layers, _, kv_heads, head_dim = _cache_shape(causal_lm, 0)
-        longest = 2 + pages_for(max_length)
+        longest = longest_pages(max_length)
         max_concurrent = max_concurrent or MAX_CONCURRENT
         room = int(fraction * max(0, free_memory(weight.device) - reserved))
         pages = min(
@@ -242,6 +245,7 @@ class PagedDecoder:
         state.tokens[rows, 0] = last.to(self.device)
         for response, place in zip(newcomers, places, strict=True):
             listed = [*response.prompt.cached, *place.pages]
+            self.host_table[place.row] = 0
             self.host_table[place.row, : len(listed)] = listed
             self.limits[place.row] = response.request.params.max_tokens
             self.own_pages[place.row] = len(place.pages)
@@ -255,16 +259,12 @@ class PagedDecoder:
         own, limits = self.looks.own_lengths[self.rows], self.limits[self.rows]
         self.burst = steps = max(1, min(BURST, int((limits - own).max()) + 1))
         self.drawn_before = int(own.sum())
-        graph = self._graph(self.bucket, self.params)
         if self.table_changed:
             self.table.copy_(torch.from_numpy(self.host_table))
             self.table_changed = False
         for _ in range(steps):
-            if graph is None:
-                self._step(self.bucket, self.params)
-            else:
-                graph.replay()
-        self.replays += steps if graph is not None else 0
+            self._run_step()
+        self.replays += steps if self.can_capture else 0
         self.most_used = max(self.most_used, self.store.used)
         self.looks.request(self.draw_state)
         self.is_computing = True
@@ -317,17 +317,34 @@ class PagedDecoder:
         self.restarts += 1
         self.pushed_out.insert(0, response)
 
-    def _graph(self, bucket: int, params: SamplingParams) -> torch.cuda.CUDAGraph | None:
-        """Of one step. Captured on padding rows, which draw nothing, when a size is first needed."""
-        if self.device.type != "cuda":
+    def _graph(self, bucket: int, params: SamplingParams) -> tuple[torch.cuda.CUDAGraph, Tensor | None] | None:
+        """Of one step, without the drawing where it is truncated: then with the logits to draw from.
+
+        Captured on padding rows, which draw nothing, when a size is first needed.
+        """
+        if not self.can_capture:
             return None
-        if (bucket, params) not in self.graphs:
+        key = bucket, None if _is_truncated(params) else params
+        if key not in self.graphs:
             self.rows_B.zero_()
-            self.graphs[bucket, params], _ = self.pool.capture(lambda: self._step(bucket, params))
-        return self.graphs[bucket, params]
+            run = self._logits if _is_truncated(params) else self._step
+            self.graphs[key] = self.pool.capture(lambda: run(bucket, params))
+        return self.graphs[key]
+
+    def _run_step(self) -> None:
+        graph = self._graph(self.bucket, self.params)
+        if graph is None:
+            self._step(self.bucket, self.params)
+            return
+        graph[0].replay()
+        if graph[1] is not None:
+            self._draw(graph[1], self.params)
 
     @torch.no_grad()
     def _step(self, bucket: int, params: SamplingParams) -> None:
+        self._draw(self._logits(bucket, params), params)
+
+    def _logits(self, bucket: int, params: SamplingParams) -> Tensor:
         state, rows_B = self.draw_state, self.rows_B[:bucket]
         index = rows_B.long()
         own_B = state.own_lengths[index].long()
@@ -335,7 +352,25 @@ class PagedDecoder:
         positions_B = self.prompt_lengths[index] + own_B - 1
         paged = PagedState(rows_B, self.table, self.prompt_lengths, state.own_lengths)
         hidden_B = hidden_states(self.model, tokens_B, positions_B, PagedAttention(self.store, paged))
-        draw_and_advance(wide_product(hidden_B, self.weight.t()), rows_B, state, params)
+        return wide_product(hidden_B, self.weight.t())
+
+    def _draw(self, logits_BV: Tensor, params: SamplingParams) -> None:
+        bucket = len(logits_BV)
+        size = _TRUNCATED_ROWS if _is_truncated(params) else bucket
+        for start in range(0, bucket, size):
+            rows = slice(start, start + size)
+            draw_and_advance(logits_BV[rows], self.rows_B[:bucket][rows], self.draw_state, params)
+
+
+def _is_truncated(params: SamplingParams) -> bool:
+    return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
+
+
+def _can_capture(causal_lm: Any) -> bool:
+    """Not where transformers looks at the positions in every step to choose the angles of a rotation."""
+    kinds = [getattr(module, "rope_type", None) for module in causal_lm.modules()]
+    named = {name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])}
+    return head_weight(causal_lm).is_cuda and not named & {"dynamic", "longrope"}
 
 
 class _Looks:

@@ -17,6 +17,11 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+def longest_pages(max_length: int) -> int:
+    """Of a sequence, whose prompt and response each begin a page."""
+    return 2 + pages_for(max_length)
+
+
 class PageStore:
     """Keys and values [layers, 2, pages, Hkv, PAGE, D]. Page 0 is never given away: padding writes there."""
 

@@ -1,0 +1,197 @@
+"""What becomes of figures over the steps of a run, few enough points to be drawn."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from dapo.store.encoding import to_json
+from dapo.view.source import Run, configuration
+
+MAX_POINTS = 1_000
+MAX_BANDS = 200
+
+TOKENS_IN = ("carried_in", "generated")
+_TOKENS = (*TOKENS_IN, "trained", "masked", "stale", "cancelled", "carried_out")  # and dropped/REASON
+
+# Names in order, each found by one step down the primary key: as quick for a million rows as for a hundred.
+_NAMES = """
+WITH RECURSIVE names (name) AS (
+    SELECT min(name) FROM metrics
+    UNION ALL SELECT (SELECT min(name) FROM metrics WHERE name > names.name) FROM names WHERE name IS NOT NULL
+)
+SELECT name FROM names WHERE name IS NOT NULL
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curve:
+    """One figure. NaN is a step in which it was not a number."""
+
+    name: str
+    steps: np.ndarray  # int64 [points]
+    values: np.ndarray  # float64 [points]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Band:
+    """How a figure of single responses was spread in each of some steps."""
+
+    steps: np.ndarray  # int64 [points]
+    mean: np.ndarray  # float64 [points]
+    levels: tuple[float, ...]
+    quantiles: np.ndarray  # float64 [levels, points]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """What a whole consists of, step by step. A point is the mean over the steps up to it from the one before."""
+
+    steps: np.ndarray  # int64 [points]
+    parts: Mapping[str, np.ndarray]  # float64 [points] each
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvalCurve:
+    """One figure of one evaluation set with its 95 % interval, NaN where none was recorded."""
+
+    dataset: str
+    figure: str
+    steps: np.ndarray  # int64 [points]
+    values: np.ndarray  # float64 [points], as are the bounds
+    low: np.ndarray
+    high: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An option that is not the same in all runs: its value in each as JSON, None where a run does not know it."""
+
+    key: str
+    values: tuple[str | None, ...]
+
+
+def metric_names(run: Run) -> list[str]:
+    with run.snapshot() as database:
+        return [name for (name,) in database.execute(_NAMES)]
+
+
+def curves(run: Run, names: Iterable[str], max_points: int = MAX_POINTS) -> list[Curve]:
+    """Those of the names that the run has."""
+    with run.snapshot() as database:
+        found = [read_curve(database, name) for name in names]
+    return [thinned(curve, max_points) for curve in found if len(curve.steps)]
+
+
+def spread(
+    run: Run,
+    column: Literal["reward", "score", "acc", "length"] = "reward",
+    levels: Sequence[float] = (0.1, 0.5, 0.9),
+    max_points: int = MAX_BANDS,
+) -> Band:
+    """Mean and quantiles over the responses sampled in a step; of many steps, evenly spaced ones and the last."""
+    if column not in ("reward", "score", "acc", "length"):
+        raise ValueError(f"{column} is not a figure of a response")
+    query = (
+        f"SELECT {column} FROM groups CROSS JOIN rollouts USING (serial)"
+        f" WHERE generated_step = ? AND {column} IS NOT NULL"
+    )
+    means, quantiles, kept = [], [], []
+    with run.snapshot() as database:
+        for step in _evenly(_steps(database), max_points):
+            values = np.array([value for (value,) in database.execute(query, (int(step),))], dtype=np.float64)
+            if len(values):
+                kept.append(step)
+                means.append(values.mean())
+                quantiles.append(np.quantile(values, levels))
+    table = np.array(quantiles, dtype=np.float64).reshape(len(kept), len(levels)).T
+    return Band(np.array(kept, dtype=np.int64), np.array(means, dtype=np.float64), tuple(levels), table)
+
+
+def verdicts_over_steps(run: Run, max_points: int = MAX_POINTS) -> Parts:
+    """What became of the groups sampled in each step: how many have which verdict now."""
+    query = "SELECT generated_step, verdict, count(*) FROM groups GROUP BY generated_step, verdict"
+    with run.snapshot() as database:
+        return _parts(_steps(database), database.execute(query).fetchall(), max_points)
+
+
+def tokens_over_steps(run: Run, max_points: int = MAX_POINTS) -> Parts:
+    """Where response tokens came from (`TOKENS_IN`) and went (all other parts): the sums of both are the same."""
+    query = "SELECT step, substr(name, 8), value FROM metrics WHERE name > 'tokens/' AND name < 'tokens0'"
+    with run.snapshot() as database:
+        rows = [row for row in database.execute(query) if row[1] in _TOKENS or row[1].startswith("dropped/")]
+        return _parts(_steps(database), rows, max_points)
+
+
+def evaluations(run: Run) -> list[EvalCurve]:
+    found: dict[tuple[str, str], list[tuple[int, float, float, float]]] = {}
+    with run.snapshot() as database:
+        for step, name, metrics in database.execute("SELECT step, name, metrics FROM evaluations ORDER BY step"):
+            figures = {figure: float(value) for figure, value in json.loads(metrics).items()}
+            bounds = {f"{figure}/{end}" for figure in figures for end in ("low", "high")}
+            for figure in figures.keys() - bounds:
+                low, high = (figures.get(f"{figure}/{end}", np.nan) for end in ("low", "high"))
+                found.setdefault((name, figure), []).append((step, figures[figure], low, high))
+    return [
+        EvalCurve(*key, table[:, 0].astype(np.int64), *table[:, 1:].T)
+        for key, points in sorted(found.items())
+        for table in [np.array(points, dtype=np.float64)]
+    ]
+
+
+def differences(runs: Sequence[Run]) -> list[Difference]:
+    """The options in which the runs differ, but for their names."""
+    options = [{key: to_json(value) for key, value in configuration(run).items()} for run in runs]
+    keys = dict.fromkeys(key for each in options for key in each if key != "run.name")
+    rows = [Difference(key, tuple(each.get(key) for each in options)) for key in keys]
+    return [row for row in rows if len(set(row.values)) > 1]
+
+
+def read_curve(database: sqlite3.Connection, name: str) -> Curve:
+    rows = database.execute("SELECT step, value FROM metrics WHERE name = ? ORDER BY step", (name,)).fetchall()
+    steps = np.array([row[0] for row in rows], dtype=np.int64)
+    return Curve(name, steps, np.array([row[1] for row in rows], dtype=np.float64))  # None becomes NaN
+
+
+def thinned(curve: Curve, max_points: int) -> Curve:
+    """The same curve with at most so many points (4 or more): the first, and each stretch's smallest, largest, last."""
+    if len(curve.steps) <= max_points:
+        return curve
+    chosen = {0}
+    for stretch in np.array_split(np.arange(len(curve.steps)), max(1, (max_points - 1) // 3)):
+        chosen.add(int(stretch[-1]))
+        numbers = stretch[~np.isnan(curve.values[stretch])]
+        if len(numbers):
+            values = curve.values[numbers]
+            chosen |= {int(numbers[values.argmin()]), int(numbers[values.argmax()])}
+    kept = np.array(sorted(chosen))
+    return Curve(curve.name, curve.steps[kept], curve.values[kept])
+
+
+def _steps(database: sqlite3.Connection) -> np.ndarray:
+    return np.array([step for (step,) in database.execute("SELECT step FROM steps ORDER BY step")], dtype=np.int64)
+
+
+def _evenly(steps: np.ndarray, at_most: int) -> np.ndarray:
+    if len(steps) <= at_most:
+        return steps
+    return steps[np.linspace(0, len(steps) - 1, at_most).astype(np.int64)]
+
+
+def _parts(steps: np.ndarray, rows: Sequence[tuple[int, str, float | None]], max_points: int) -> Parts:
+    places = {int(step): place for place, step in enumerate(steps)}
+    parts: dict[str, np.ndarray] = {}
+    for step, name, value in rows:
+        if step in places and value is not None:
+            parts.setdefault(name, np.zeros(len(steps)))[places[step]] = value
+    if len(steps) <= max_points:
+        return Parts(steps, dict(sorted(parts.items())))
+    starts = np.linspace(0, len(steps), max_points + 1).astype(np.int64)
+    sizes = np.diff(starts)
+    means = {name: np.add.reduceat(values, starts[:-1]) / sizes for name, values in sorted(parts.items())}
+    return Parts(steps[starts[1:] - 1], means)

@@ -1,0 +1,240 @@
+"""The groups of a run: which there are, and one of them in full."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dapo.errors import CheckpointError
+from dapo.view.search import TextSearch
+from dapo.view.source import Run
+
+SEARCH_S = 0.5
+_QUESTION = 300
+_CHUNK = 64  # groups looked at together; older versions of SQLite take 999 values at most
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFilter:
+    """What a group must be like. Steps are those in which it was sampled; all bounds are included."""
+
+    first_step: int | None = None
+    last_step: int | None = None
+    verdicts: tuple[str, ...] = ()  # any of them; none: all
+    min_accuracy: float | None = None  # share of right responses among those where the judge says
+    max_accuracy: float | None = None
+    data_source: str | None = None
+    prompt_uid: str | None = None
+    error: str | None = None  # a response could not be judged for this reason
+    text: str = ""  # in the prompt or a response, upper and lower case alike
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """One line about a group. Means are over the responses that have the figure."""
+
+    serial: int
+    prompt_uid: str
+    data_source: str
+    question: str  # how the last message of the prompt begins
+    generated_step: int
+    decided_step: int | None
+    verdict: str
+    responses: int
+    judged: int
+    accuracy: float | None
+    reward: float | None
+    length: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPage:
+    """Some groups, and where to go on: None at the end. A search that ran out of time has found few so far, or none."""
+
+    rows: tuple[GroupRow, ...]
+    after: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    sample: int
+    text: str
+    score: float | None
+    acc: bool | None
+    reward: float | None
+    advantage: float | None
+    trains: bool
+    length: int
+    finish_reason: str
+    weight_version: int
+    switches: tuple[int, ...]
+    error: str | None
+    extracted: str | None
+    extras: Mapping[str, Any]
+    has_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDetail:
+    """A group with all that was recorded of it, but the numbers behind single tokens."""
+
+    serial: int
+    prompt_uid: str
+    data_source: str
+    generated_step: int
+    decided_step: int | None
+    verdict: str
+    messages: tuple[Mapping[str, Any], ...]
+    answer: Any
+    extra: Mapping[str, Any]
+    responses: tuple[Response, ...]
+
+
+def groups(
+    run: Run,
+    wanted: GroupFilter | None = None,
+    after: int | None = None,
+    limit: int = 50,
+    *,
+    newest_first: bool = False,
+    search_seconds: float = SEARCH_S,
+) -> GroupPage:
+    """Groups in the order of their serials, from the one that follows `after`.
+
+    A text is looked for in what the other conditions leave, for about `search_seconds` and not longer: a run may hold
+    gigabytes. `after` of the page is then where to go on.
+    """
+    wanted = wanted or GroupFilter()
+    conditions, values = _conditions(wanted)
+    if after is not None:
+        conditions.append("serial < ?" if newest_first else "serial > ?")
+        values.append(after)
+    query = (
+        f"SELECT serial, prompt_uid FROM groups WHERE {' AND '.join(conditions)}"
+        f" ORDER BY serial {'DESC' if newest_first else 'ASC'}"
+    )
+    deadline = time.monotonic() + search_seconds
+    found: list[int] = []
+    with run.snapshot() as database:
+        search = TextSearch(database, wanted.text)
+        candidates = database.execute(query, values)
+        while chunk := candidates.fetchmany(_CHUNK):
+            hits = search.hits(chunk)
+            for serial, _ in chunk:
+                found += [serial] if serial in hits else []
+                if len(found) >= limit:
+                    return GroupPage(_rows(database, found), serial)
+            if wanted.text and time.monotonic() > deadline:
+                return GroupPage(_rows(database, found), chunk[-1]["serial"])
+        return GroupPage(_rows(database, found), None)
+
+
+def count_groups(run: Run, wanted: GroupFilter | None = None) -> int | None:
+    """How many there are; None with a text, because every response would have to be read."""
+    wanted = wanted or GroupFilter()
+    if wanted.text:
+        return None
+    conditions, values = _conditions(wanted)
+    with run.snapshot() as database:
+        query = f"SELECT count(*) FROM groups WHERE {' AND '.join(conditions)}"
+        return database.execute(query, values).fetchone()[0]
+
+
+def verdicts(run: Run) -> dict[str, int]:
+    """The verdicts there are, and how many groups have each."""
+    with run.snapshot() as database:
+        return dict(
+            map(tuple, database.execute("SELECT verdict, count(*) FROM groups GROUP BY verdict ORDER BY verdict"))
+        )
+
+
+def data_sources(run: Run) -> list[str]:
+    with run.snapshot() as database:
+        return [source for (source,) in database.execute("SELECT DISTINCT data_source FROM prompts ORDER BY 1")]
+
+
+def group(run: Run, serial: int) -> GroupDetail:
+    with run.snapshot() as database:
+        row = database.execute(
+            "SELECT serial, prompt_uid, data_source, generated_step, decided_step, verdict, messages, answer, extra"
+            " FROM groups JOIN prompts ON uid = prompt_uid WHERE serial = ?",
+            (serial,),
+        ).fetchone()
+        if row is None:
+            raise CheckpointError(f"{run.path}: there is no group {serial} (any more)")
+        responses = database.execute(
+            "SELECT *, EXISTS (SELECT 1 FROM rollout_tokens AS stored"
+            "   WHERE (stored.serial, stored.sample) = (rollouts.serial, rollouts.sample)) AS has_tokens"
+            " FROM rollouts WHERE serial = ? ORDER BY sample",
+            (serial,),
+        )
+        stored = {name: json.loads(row[name]) for name in ("messages", "answer", "extra")}
+        return GroupDetail(
+            **{**dict(row), **stored, "messages": tuple(stored["messages"])}, responses=tuple(map(_response, responses))
+        )
+
+
+def question(messages: str) -> str:
+    """How the last message begins, of messages as they are stored."""
+    parsed = json.loads(messages)
+    return str(parsed[-1].get("content", ""))[:_QUESTION] if parsed else ""
+
+
+def _conditions(wanted: GroupFilter) -> tuple[list[str], list[Any]]:
+    """In SQL, all but the text."""
+    accuracy = "(SELECT avg(acc) FROM rollouts WHERE rollouts.serial = groups.serial)"
+    parts: list[tuple[str, tuple[Any, ...] | None]] = [
+        ("generated_step >= ?", _given(wanted.first_step)),
+        ("generated_step <= ?", _given(wanted.last_step)),
+        (f"verdict IN ({', '.join('?' * len(wanted.verdicts))})", wanted.verdicts or None),
+        (f"{accuracy} >= ?", _given(wanted.min_accuracy)),
+        (f"{accuracy} <= ?", _given(wanted.max_accuracy)),
+        ("prompt_uid IN (SELECT uid FROM prompts WHERE data_source = ?)", _given(wanted.data_source)),
+        ("prompt_uid = ?", _given(wanted.prompt_uid)),
+        ("serial IN (SELECT serial FROM rollouts WHERE error = ?)", _given(wanted.error)),
+    ]
+    asked = [(condition, values) for condition, values in parts if values is not None]
+    return ["1", *(condition for condition, _ in asked)], [value for _, values in asked for value in values]
+
+
+def _given(value: Any) -> tuple[Any, ...] | None:
+    return None if value is None else (value,)
+
+
+def _rows(database: sqlite3.Connection, serials: list[int]) -> tuple[GroupRow, ...]:
+    query = (
+        "SELECT serial, prompt_uid, data_source, messages, generated_step, decided_step, verdict,"
+        " count(*) AS responses, sum(error IS NULL) AS judged, avg(acc) AS accuracy, avg(reward) AS reward,"
+        " avg(length) AS length"
+        " FROM groups JOIN prompts ON uid = prompt_uid JOIN rollouts USING (serial) WHERE serial = ? GROUP BY serial"
+    )
+    rows = [row for serial in serials for row in database.execute(query, (serial,))]
+    return tuple(_row(**dict(row)) for row in rows)
+
+
+def _row(messages: str, **known: Any) -> GroupRow:
+    return GroupRow(question=question(messages), **known)
+
+
+def _response(row: sqlite3.Row) -> Response:
+    return Response(
+        sample=row["sample"],
+        text=row["text"],
+        score=row["score"],
+        acc=None if row["acc"] is None else bool(row["acc"]),
+        reward=row["reward"],
+        advantage=row["advantage"],
+        trains=bool(row["trains"]),
+        length=row["length"],
+        finish_reason=row["finish_reason"],
+        weight_version=row["weight_version"],
+        switches=tuple(json.loads(row["switches"])),
+        error=row["error"],
+        extracted=row["extracted"],
+        extras=json.loads(row["extras"]),
+        has_tokens=bool(row["has_tokens"]),
+    )

@@ -1,0 +1,67 @@
+"""What a person should know about a run: its events, and why responses could not be judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dapo.view.source import Run
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    id: int
+    step: int
+    time: float  # seconds since 1970
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnjudgedReason:
+    """Why responses could not be judged, how many, and the first and last of their groups."""
+
+    reason: str
+    responses: int
+    first_serial: int
+    last_serial: int
+    first_step: int  # in which the first of these groups was sampled
+    last_step: int
+
+
+def events(
+    run: Run, kinds: Sequence[str] = (), after: int | None = None, limit: int = 100, *, newest_first: bool = False
+) -> list[EventRow]:
+    """Those of the given kinds (none: all) that follow the event with the id `after`."""
+    conditions, values = ["1"], []
+    if kinds:
+        conditions.append(f"kind IN ({', '.join('?' * len(kinds))})")
+        values += kinds
+    if after is not None:
+        conditions.append("id < ?" if newest_first else "id > ?")
+        values.append(after)
+    query = (
+        f"SELECT id, step, time, kind, message FROM events WHERE {' AND '.join(conditions)}"
+        f" ORDER BY id {'DESC' if newest_first else 'ASC'} LIMIT ?"
+    )
+    with run.snapshot() as database:
+        return [EventRow(*row) for row in database.execute(query, (*values, limit))]
+
+
+def event_kinds(run: Run) -> dict[str, int]:
+    """The kinds there are, and how many events of each."""
+    with run.snapshot() as database:
+        return dict(map(tuple, database.execute("SELECT kind, count(*) FROM events GROUP BY kind")))
+
+
+def unjudged(run: Run, offset: int = 0, limit: int = 100) -> list[UnjudgedReason]:
+    """The commonest reason first."""
+    query = (
+        "SELECT reasons.*, earliest.generated_step, latest.generated_step FROM"
+        " (SELECT error, count(*) AS responses, min(serial) AS low, max(serial) AS high FROM rollouts"
+        "  WHERE error IS NOT NULL GROUP BY error ORDER BY responses DESC, error LIMIT ? OFFSET ?) AS reasons"
+        " JOIN groups AS earliest ON earliest.serial = low JOIN groups AS latest ON latest.serial = high"
+        " ORDER BY responses DESC, error"
+    )
+    with run.snapshot() as database:
+        return [UnjudgedReason(*row) for row in database.execute(query, (limit, offset))]

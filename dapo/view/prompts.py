@@ -1,0 +1,151 @@
+"""How prompts fared over a run: which are hard, solved or flickering, and the history of one."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from dapo.view.groups import question
+from dapo.view.source import Run
+
+Order = Literal["hardest", "solved", "flickering"]
+
+_GROUPS = """
+SELECT prompt_uid, correct, answers FROM groups
+JOIN (SELECT serial, sum(acc) AS correct, count(acc) AS answers FROM rollouts GROUP BY serial) USING (serial)
+WHERE answers > 0 ORDER BY prompt_uid, generated_step, serial
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One line about a prompt. The pass rate is the share of right responses, where the judge says."""
+
+    uid: str
+    data_source: str
+    question: str
+    groups: int
+    responses: int
+    pass_rate: float
+    first_pass_rate: float  # of its first group
+    last_pass_rate: float
+    solved_in_a_row: int  # groups up to the last one in which every response was right
+    flips: int  # how often it went from mostly right to mostly wrong, or back
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPage:
+    rows: tuple[PromptRow, ...]
+    total: int  # prompts of this kind
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryPoint:
+    """One group of a prompt."""
+
+    serial: int
+    step: int
+    verdict: str
+    judged: int
+    pass_rate: float | None
+    mean_score: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """A column each: the figures of all prompts."""
+
+    uids: list[str]
+    groups: np.ndarray
+    responses: np.ndarray
+    pass_rate: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    solved: np.ndarray
+    flips: np.ndarray
+
+
+def prompts(run: Run, order: Order, offset: int = 0, limit: int = 50) -> PromptPage:
+    """Those with the lowest pass rate; those solved for longest; those that flipped most often."""
+    with run.snapshot() as database:
+        table = _table(database)
+        if order == "hardest":
+            ranks, members = np.lexsort((-table.groups, table.pass_rate)), table.pass_rate < 1
+        elif order == "solved":
+            ranks, members = np.lexsort((-table.pass_rate, -table.solved)), table.solved > 0
+        elif order == "flickering":
+            ranks, members = np.lexsort((table.groups, -table.flips)), table.flips > 0
+        else:
+            raise ValueError(f"there is no order '{order}'")
+        ranks = ranks[members[ranks]]
+        rows = tuple(_row(database, table, int(place)) for place in ranks[offset : offset + limit])
+        return PromptPage(rows, len(ranks))
+
+
+def history(run: Run, uid: str, offset: int = 0, limit: int = 1000) -> list[HistoryPoint]:
+    """The groups of one prompt in the order of their steps."""
+    # As the view prompt_history, which would form every group before it selects a prompt's.
+    query = (
+        "SELECT serial, generated_step, verdict, sum(error IS NULL), avg(acc), avg(score)"
+        " FROM groups JOIN rollouts USING (serial) WHERE prompt_uid = ?"
+        " GROUP BY generated_step, serial ORDER BY generated_step, serial LIMIT ? OFFSET ?"
+    )
+    with run.snapshot() as database:
+        return [HistoryPoint(*row) for row in database.execute(query, (uid, limit, offset))]
+
+
+def _table(database: sqlite3.Connection) -> _Table:
+    rows = database.execute(_GROUPS).fetchall()
+    uids = [row[0] for row in rows]
+    correct, answers = (np.array([row[column] for row in rows], dtype=np.float64) for column in (1, 2))
+    starts = np.array([i for i, uid in enumerate(uids) if i == 0 or uids[i - 1] != uid], dtype=np.int64)
+    if not len(starts):
+        return _Table([], *(np.zeros(0) for _ in range(7)))
+    ends = np.append(starts[1:], len(rows))
+    rate = correct / answers
+    return _Table(
+        uids=[uids[start] for start in starts],
+        groups=ends - starts,
+        responses=np.add.reduceat(answers, starts),
+        pass_rate=np.add.reduceat(correct, starts) / np.add.reduceat(answers, starts),
+        first=rate[starts],
+        last=rate[ends - 1],
+        solved=_streaks(rate == 1, starts, ends),
+        flips=_flips(rate, starts),
+    )
+
+
+def _streaks(is_solved: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """How many in a row are solved up to the end of each stretch."""
+    places = np.arange(len(is_solved))
+    last_unsolved = np.maximum.accumulate(np.where(is_solved, -1, places))[ends - 1]
+    return ends - 1 - np.maximum(last_unsolved, starts - 1)
+
+
+def _flips(rate: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """How often each stretch changes sides; exactly one half is on neither, and leaves it where it was."""
+    stretch = np.searchsorted(starts, np.arange(len(rate)), side="right") - 1
+    decided = np.flatnonzero(rate != 0.5)
+    side, owner = rate[decided] > 0.5, stretch[decided]
+    changes = (side[1:] != side[:-1]) & (owner[1:] == owner[:-1])
+    return np.bincount(owner[1:][changes], minlength=len(starts))
+
+
+def _row(database: sqlite3.Connection, table: _Table, place: int) -> PromptRow:
+    uid = table.uids[place]
+    source, messages = database.execute("SELECT data_source, messages FROM prompts WHERE uid = ?", (uid,)).fetchone()
+    return PromptRow(
+        uid=uid,
+        data_source=source,
+        question=question(messages),
+        groups=int(table.groups[place]),
+        responses=int(table.responses[place]),
+        pass_rate=float(table.pass_rate[place]),
+        first_pass_rate=float(table.first[place]),
+        last_pass_rate=float(table.last[place]),
+        solved_in_a_row=int(table.solved[place]),
+        flips=int(table.flips[place]),
+    )

@@ -1,0 +1,153 @@
+"""Finding runs below a folder, and one line about each; a run that cannot be read has a sentence instead."""
+
+from __future__ import annotations
+
+import calendar
+import os
+import sqlite3
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from dapo.errors import CheckpointError
+from dapo.store.encoding import to_text
+from dapo.view.curves import read_curve, thinned
+from dapo.view.locks import is_held
+from dapo.view.source import Run, read_configuration
+
+Status = Literal["running", "finished", "stopped", "crashed"]
+
+REWARD = "reward/mean"
+_DATABASE = "run.db"
+_SIGNS = (_DATABASE, "config.yaml", ".lock")  # what makes a folder look like one of a run
+
+# What the last of these events says of a run that no process holds any more.
+_ENDINGS: dict[str, Status] = {
+    "finished": "finished", "stopped": "stopped", "interrupted": "stopped", "resumed": "crashed"
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunSummary:
+    """One line about a run. With a `problem` the rest is not known."""
+
+    name: str
+    problem: str | None = None
+    status: Status | None = None
+    model: str = ""
+    recipe: str = ""
+    step: int = 0
+    planned: int = 0
+    reward: float | None = None
+    started: float | None = None  # seconds since 1970
+    changed: float | None = None
+    rewards: np.ndarray = field(default_factory=lambda: np.empty(0))  # float64, few enough for a sparkline
+
+
+def run_names(root: Path) -> list[str]:
+    """The runs below `root` in the order of their names; only `root` itself where that is a run's folder."""
+    if os.path.lexists(root / _DATABASE):
+        return [Path(os.path.realpath(root)).name]
+    try:
+        with os.scandir(root) as entries:
+            return sorted(entry.name for entry in entries if _looks_like_a_run(Path(entry.path)))
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from None
+
+
+def find_run(root: Path, name: str) -> Run:
+    """The run of that name. No name, and no link that somebody put there, leads out of `root`."""
+    if name in ("", ".", "..") or any(sign in name for sign in ("/", "\\", "\0")):
+        raise CheckpointError(f"'{to_text(name)}' is not the name of a run")
+    home = Path(os.path.realpath(root))
+    is_itself = os.path.lexists(home / _DATABASE)
+    if is_itself and name != home.name:
+        raise CheckpointError(f"{root}: holds the run '{home.name}', not '{to_text(name)}'")
+    folder = home if is_itself else home / name
+    database = folder / _DATABASE
+    if not os.path.lexists(database):
+        raise CheckpointError(f"{to_text(str(folder))}: there is no run database here")
+    real = os.path.realpath(database)
+    # SQLite opens the files beside the database too, each by its own name.
+    for path in (real, *(os.path.realpath(f"{real}{end}") for end in ("-wal", "-shm", "-journal"))):
+        if not Path(path).is_relative_to(home):
+            raise CheckpointError(f"{to_text(str(database))}: is a link that leads out of {root}, and is not followed")
+    return Run(name, Path(real))
+
+
+def summaries(root: Path, after: str = "", limit: int = 50) -> list[RunSummary]:
+    """The runs whose names follow `after`."""
+    names = [name for name in run_names(root) if name > after]
+    return [summary(root, name) for name in names[:limit]]
+
+
+def summary(root: Path, name: str, points: int = 60) -> RunSummary:
+    try:
+        run = find_run(root, name)
+        with run.snapshot() as database:
+            return _summary(run, database, points)
+    except (CheckpointError, OSError) as error:
+        return RunSummary(name, problem=to_text(str(error)))
+
+
+def _looks_like_a_run(folder: Path) -> bool:
+    return any(os.path.lexists(folder / sign) for sign in _SIGNS)
+
+
+def _summary(run: Run, database: sqlite3.Connection, points: int) -> RunSummary:
+    options = read_configuration(database, run.path)
+    step, changed = database.execute(
+        "SELECT (SELECT coalesce(max(step), 0) FROM steps), max("
+        " coalesce((SELECT time FROM steps ORDER BY step DESC LIMIT 1), 0),"
+        " coalesce((SELECT time FROM events ORDER BY id DESC LIMIT 1), 0),"
+        " coalesce((SELECT time FROM evaluations ORDER BY id DESC LIMIT 1), 0))"
+    ).fetchone()
+    started = _started(database)
+    curve = thinned(read_curve(database, REWARD), points)
+    known = curve.values[~np.isnan(curve.values)]
+    return RunSummary(
+        run.name,
+        status=_status(run, database, step),
+        model=_text(options.get("model.path")),
+        recipe=_text(options.get("run.name")),
+        step=step,
+        planned=_whole(options.get("run.steps")),
+        reward=float(known[-1]) if len(known) else None,
+        started=started,
+        changed=changed or started,
+        rewards=curve.values,
+    )
+
+
+def _status(run: Run, database: sqlite3.Connection, step: int) -> Status:
+    lock = run.path.parent / ".lock"
+    if is_held(lock):
+        return "running"
+    kinds = ", ".join("?" * len(_ENDINGS))
+    row = database.execute(
+        f"SELECT kind FROM events WHERE kind IN ({kinds}) ORDER BY id DESC LIMIT 1", tuple(_ENDINGS)
+    ).fetchone()
+    if row is not None:
+        return _ENDINGS[row["kind"]]
+    # `dapo eval` trains nothing, holds no lock and records no ending.
+    is_evaluation = step == 0 and not lock.exists() and database.execute("SELECT 1 FROM evaluations").fetchone()
+    return "finished" if is_evaluation else "crashed"
+
+
+def _started(database: sqlite3.Connection) -> float | None:
+    row = database.execute("SELECT value FROM meta WHERE key = 'created'").fetchone()
+    try:
+        return None if row is None else float(calendar.timegm(time.strptime(row["value"], "%Y-%m-%dT%H:%M:%SZ")))
+    except ValueError:
+        return None
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,106 @@
+"""One response token by token: what was recorded of each, and which the loss clipped."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dapo.errors import CheckpointError
+from dapo.store.encoding import FLOATS, TOKENS
+from dapo.view.source import Run, read_configuration
+
+Clip = Literal["low", "high", "dual"]
+
+_MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The run's algorithm.clip_ratio_low, _high and _c."""
+
+    low: float
+    high: float
+    dual: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResponseTokens:
+    """The tokens of a response from `start` on. What belongs to its first update is None if it was not trained on."""
+
+    start: int
+    length: int  # of the whole response
+    ids: np.ndarray  # int32 [count]
+    pieces: tuple[str, ...]
+    versions: np.ndarray  # int64 [count], of the weights that drew each token
+    sampler_logprobs: np.ndarray  # float32 [count]
+    advantage: float | None
+    policy_logprobs: np.ndarray | None  # float32 [count], at the first update, as are the next three
+    ratio: np.ndarray | None
+    entropy: np.ndarray | None
+    clips: tuple[Clip | None, ...] | None
+
+
+def tokens(
+    run: Run, serial: int, sample: int, decode: Callable[[int], str], start: int = 0, limit: int = 4096
+) -> ResponseTokens | None:
+    """None where the tokens were not stored (`run.store_tokens`)."""
+    with run.snapshot() as database:
+        row = database.execute(
+            "SELECT length, weight_version, switches, advantage, tokens, sampler_logprobs, policy_logprobs, entropy"
+            " FROM rollouts LEFT JOIN rollout_tokens USING (serial, sample) WHERE serial = ? AND sample = ?",
+            (serial, sample),
+        ).fetchone()
+        if row is None:
+            raise CheckpointError(f"{run.path}: there is no response {sample} of a group {serial} (any more)")
+        if row["tokens"] is None:
+            return None
+        return _tokens(row, _bounds(read_configuration(database, run.path)), decode, slice(start, start + limit))
+
+
+def clip_marks(ratio_T: np.ndarray, advantage: float, bounds: Bounds) -> tuple[Clip | None, ...]:
+    """Which clip held each token. For a good response that is the upper one, for a bad one the lower or the dual."""
+    advantage_32 = np.float32(advantage)  # the loss computes in single precision
+    plain_T = -advantage_32 * ratio_T
+    clipped_T = -advantage_32 * np.clip(ratio_T, np.float32(1 - bounds.low), np.float32(1 + bounds.high))
+    is_clipped_T = clipped_T > plain_T
+    is_dual_T = np.zeros(len(ratio_T), dtype=bool)
+    if bounds.dual is not None and advantage < 0:
+        is_dual_T = np.maximum(plain_T, clipped_T) > np.float32(-bounds.dual) * advantage_32
+    side: Clip = "high" if advantage > 0 else "low"
+    return tuple("dual" if dual else side if held else None for held, dual in zip(is_clipped_T, is_dual_T, strict=True))
+
+
+def _tokens(row: sqlite3.Row, bounds: Bounds, decode: Callable[[int], str], part: slice) -> ResponseTokens:
+    ids_T = np.frombuffer(row["tokens"], TOKENS)[part]
+    sampler_T = np.frombuffer(row["sampler_logprobs"], FLOATS)[part]
+    policy_T, entropy_T = (
+        None if row[name] is None else np.frombuffer(row[name], FLOATS)[part] for name in ("policy_logprobs", "entropy")
+    )
+    ratio_T = None
+    if policy_T is not None:
+        ratio_T = np.exp(np.clip(policy_T - sampler_T, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    switches = json.loads(row["switches"])
+    places_T = np.arange(part.start, part.start + len(ids_T))
+    return ResponseTokens(
+        start=part.start,
+        length=row["length"],
+        ids=ids_T,
+        pieces=tuple(decode(int(token)) for token in ids_T),
+        versions=row["weight_version"] + np.searchsorted(switches, places_T, side="right"),
+        sampler_logprobs=sampler_T,
+        advantage=row["advantage"],
+        policy_logprobs=policy_T,
+        ratio=ratio_T,
+        entropy=entropy_T,
+        clips=None if ratio_T is None else clip_marks(ratio_T, row["advantage"] or 0.0, bounds),
+    )
+
+
+def _bounds(options: Mapping[str, Any]) -> Bounds:
+    prefix = "algorithm.clip_ratio_"
+    return Bounds(options[f"{prefix}low"], options[f"{prefix}high"], options[f"{prefix}c"])

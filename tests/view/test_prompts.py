@@ -1,0 +1,101 @@
+"""Prompts: their pass rates over the run, and which are hard, solved or flickering."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from dapo.store.database import RunDatabase
+from dapo.view.prompts import history, prompts
+from dapo.view.runs import find_run
+from dapo.view.source import Run
+from tests.view.made import create, make_group, make_report
+
+RATES = {  # right responses of four, group by group
+    "hard": [0, 0, 0],
+    "harder to see": [0, 0],
+    "solved": [1, 4, 4],
+    "solved for longer": [4, 4, 4],
+    "lost": [4, 4, 1],
+    "flickering": [0, 4, 1, 2, 3],
+    "half": [2, 2, 2],
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    groups = [
+        make_group(10 * index + turn, [i < right for i in range(4)], uid=uid)
+        for index, (uid, rates) in enumerate(RATES.items())
+        for turn, right in enumerate(rates)
+    ]
+    unjudged = make_group(900, (None, None), uid="nobody knows")
+    with create(tmp_path) as database:
+        database.record_step(make_report(1, [*groups, unjudged]))
+    return find_run(tmp_path, "made")
+
+
+def test_the_kinds_are_told_apart_and_ordered(run: Run):
+    hardest = [row.uid for row in prompts(run, "hardest").rows]
+    assert hardest[:2] == ["hard", "harder to see"]
+    assert set(hardest) == set(RATES) - {"solved for longer"}
+    assert [row.uid for row in prompts(run, "solved").rows] == ["solved for longer", "solved"]
+    assert [(row.uid, row.flips) for row in prompts(run, "flickering").rows] == [
+        ("flickering", 3), ("lost", 1), ("solved", 1)
+    ]  # fmt: skip
+    longer, solved = prompts(run, "solved").rows
+    assert (longer.pass_rate, longer.solved_in_a_row) == (1.0, 3)
+    assert (solved.groups, solved.responses, solved.pass_rate, solved.solved_in_a_row) == (3, 12, 0.75, 2)
+    assert (solved.first_pass_rate, solved.last_pass_rate, solved.question) == (0.25, 1.0, "question 20")
+    with pytest.raises(ValueError, match="there is no order"):
+        prompts(run, "best")
+
+
+def test_the_figures_agree_with_plain_python_over_all_rows(generated: Run):
+    rates: dict[str, list[float]] = {}
+    with RunDatabase.open_readonly(generated.path) as database:
+        for group in database.groups():
+            accs = [rollout["acc"] for rollout in database.rollouts(group["serial"]) if rollout["acc"] is not None]
+            rates.setdefault(group["prompt_uid"], []).append(sum(accs) / len(accs))
+    rows = {row.uid: row for kind in ("hardest", "solved", "flickering") for row in prompts(generated, kind).rows}
+    assert len(rows) > 20
+    for uid, row in rows.items():
+        sides = [rate > 0.5 for rate in rates[uid] if rate != 0.5]
+        unsolved = [place for place, rate in enumerate(rates[uid]) if rate < 1]
+        assert row.groups == len(rates[uid])
+        assert row.flips == sum(a != b for a, b in pairwise(sides))
+        assert (row.first_pass_rate, row.last_pass_rate) == (rates[uid][0], rates[uid][-1])
+        assert row.solved_in_a_row == len(rates[uid]) - 1 - (unsolved[-1] if unsolved else -1)
+
+
+@pytest.mark.parametrize("order", ["hardest", "solved", "flickering"])
+def test_paging_gives_every_prompt_once(run: Run, generated: Run, order: str):
+    for source in (run, generated):
+        whole = prompts(source, order, limit=1_000)
+        pages = [prompts(source, order, offset, 2) for offset in range(0, whole.total + 2, 2)]
+        assert tuple(row for page in pages for row in page.rows) == whole.rows
+        assert {page.total for page in pages} == {len(whole.rows)}
+
+
+def test_the_history_of_a_prompt_is_that_of_the_view(generated: Run):
+    with generated.snapshot() as database:
+        expected = [
+            tuple(row)
+            for row in database.execute(
+                "SELECT serial, step, verdict, judged, correct * 1.0 / judged, mean_score FROM prompt_history"
+                " WHERE prompt_uid = 'p000007' ORDER BY serial"
+            )
+        ]
+    found = history(generated, "p000007")
+    assert len(found) > 2
+    assert [(p.serial, p.step, p.verdict, p.judged, p.pass_rate, p.mean_score) for p in found] == expected
+    assert history(generated, "p000007", offset=1, limit=1) == found[1:2]
+    assert history(generated, "unknown") == []
+
+
+def test_a_run_without_groups_or_right_and_wrong_has_no_ranking(tmp_path: Path):
+    with create(tmp_path) as database:
+        database.record_step(make_report(1))
+    assert prompts(find_run(tmp_path, "made"), "hardest").rows == ()

@@ -1,0 +1,263 @@
+"""Runs are found, summed up in a line, and never found outside their folder; broken ones have a sentence."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dapo import Trainer
+from dapo.errors import CheckpointError
+from dapo.store.database import RunDatabase
+from dapo.types import EvalReport, Event
+from dapo.view import locks
+from dapo.view.curves import evaluations, metric_names, spread, verdicts_over_steps
+from dapo.view.groups import count_groups, groups
+from dapo.view.health import events, unjudged
+from dapo.view.runs import find_run, run_names, summaries, summary
+from dapo.view.source import Run, progress
+from tests import runs
+from tests.view.made import create, make_group, make_report
+
+
+def test_a_real_run_is_summed_up(trained: Run):
+    found = summary(trained.path.parent.parent, "real")
+    assert found.problem is None
+    assert (found.status, found.step, found.planned, found.recipe) == ("finished", 4, 4, "real")
+    assert found.model.endswith("/model")
+    with RunDatabase.open_readonly(trained.path) as database:
+        rewards = [step["reward/mean"] for step in database.steps()]
+    assert found.rewards.tolist() == rewards
+    assert found.reward == rewards[-1]
+    assert 0 < time.time() - found.started < 3600
+    assert found.started - 1 <= found.changed <= time.time()
+
+
+def test_a_folder_of_runs_and_the_folder_of_one_run_both_work(tmp_path: Path):
+    for name in ("b", "a", "c"):
+        create(tmp_path, name=name).close()
+    (tmp_path / "no run").mkdir()
+    (tmp_path / "file").write_text("")
+    assert run_names(tmp_path) == ["a", "b", "c"]
+    assert run_names(tmp_path / "b") == ["b"]
+    assert find_run(tmp_path / "b", "b") == find_run(tmp_path, "b") == Run("b", tmp_path / "b" / "run.db")
+    with pytest.raises(CheckpointError, match="holds the run 'b', not 'a'"):
+        find_run(tmp_path / "b", "a")
+
+
+def test_paging_through_the_runs_gives_each_once(tmp_path: Path):
+    for name in "dbaec":
+        create(tmp_path, name=name).close()
+    seen: list[str] = []
+    while page := summaries(tmp_path, after=seen[-1] if seen else "", limit=2):
+        seen += [found.name for found in page]
+    assert seen == list("abcde")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "status"),
+    [
+        ([], "crashed"),
+        (["finished"], "finished"),
+        (["stopped"], "stopped"),
+        (["interrupted"], "stopped"),
+        (["interrupted", "resumed"], "crashed"),
+        (["interrupted", "resumed", "exhausted", "finished", "data"], "finished"),
+    ],
+)
+def test_without_a_process_the_last_ending_says_what_became_of_a_run(tmp_path: Path, kinds: list[str], status: str):
+    with create(tmp_path) as database:
+        database.record_step(make_report(1, events=[Event("unjudged", "some", 1)]))
+        for kind in kinds:
+            database.record_event(Event(kind, "", 1))
+    (tmp_path / "made" / ".lock").touch()
+    assert summary(tmp_path, "made").status == status
+
+
+def test_an_evaluation_without_training_is_finished(tmp_path: Path):
+    with create(tmp_path) as database:
+        database.record_eval(EvalReport(0, "set", {"avg@1": 0.5}, ()))
+    assert summary(tmp_path, "made").status == "finished"
+
+
+def test_a_real_trainer_is_running_until_it_lets_go(tmp_path: Path):
+    config = runs.load(tmp_path, "run.name=now")
+    trainer = Trainer(config)
+    try:
+        trainer.train_step()
+        assert summary(config.run_dir.parent, "now").status == "running"
+    finally:
+        trainer.close()
+    found = summary(config.run_dir.parent, "now")
+    assert (found.status, found.step) == ("crashed", 1)
+
+
+def test_whether_a_lock_is_held_is_asked_without_taking_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / ".lock"
+    assert not locks.is_held(path)
+    path.touch()
+    assert not locks.is_held(path)
+    code = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, 2); print('held', flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout.readline() == "held\n"
+    with monkeypatch.context() as forbidden:
+        forbidden.setattr(fcntl, "flock", None)
+        assert locks.is_held(path)
+        assert not locks.is_held(tmp_path)
+    monkeypatch.setattr(locks, "_TABLE", tmp_path / "no table of locks")
+    assert locks.is_held(path)
+    monkeypatch.undo()
+    holder.communicate("go")
+    assert not locks.is_held(path)
+    monkeypatch.setattr(locks, "_TABLE", tmp_path / "no table of locks")
+    assert not locks.is_held(path)
+
+
+def test_a_lock_on_another_device_with_the_same_number_is_decided_by_the_open_files(tmp_path: Path):
+    path = tmp_path / ".lock"
+    with path.open("w") as file:
+        wanted = os.stat(file.fileno())
+        assert locks._has_open(os.getpid(), wanted)
+    assert not locks._has_open(os.getpid(), wanted)
+
+
+def damage(path: Path, kind: str) -> None:
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("this is not a database, " * 100)
+    elif kind == "half":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif kind == "zeros":
+        size = path.stat().st_size
+        path.write_bytes(path.read_bytes()[:4096] + bytes(size - 4096))
+    elif kind == "folder":
+        path.unlink()
+        path.mkdir()
+    elif kind == "missing":
+        path.unlink()
+        (path.parent / "config.yaml").touch()
+    else:
+        statements = {
+            "older": "PRAGMA user_version = 2",
+            "other": "PRAGMA application_id = 7",
+            "no config": "DELETE FROM meta",
+            "bad config": "UPDATE meta SET value = 'a: [' WHERE key = 'config'",
+            "no table": "DROP TABLE metrics",
+        }
+        with sqlite3.connect(path) as connection:
+            connection.execute(statements[kind])
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("empty", "is empty; the run never started"),
+        ("text", "not a database"),
+        ("half", "malformed"),
+        ("zeros", "malformed"),
+        ("folder", "there is no run database here"),
+        ("missing", "there is no run database here"),
+        ("older", "has schema version 2, but this version of dapo reads"),
+        ("other", "is an SQLite database, but not that of a run"),
+        ("no config", "holds no configuration that can be read"),
+        ("bad config", "holds no configuration that can be read"),
+        ("no table", "no such table"),
+    ],
+)
+def test_a_broken_database_has_a_sentence_and_the_others_are_there(tmp_path: Path, kind: str, sentence: str):
+    for name in ("broken", "good"):
+        with create(tmp_path, name=name) as database:
+            database.record_step(make_report(1, [make_group(serial) for serial in range(50)]))
+    damage(tmp_path / "broken" / "run.db", kind)
+    broken, good = summaries(tmp_path)
+    assert (broken.name, broken.status) == ("broken", None)
+    assert re.search(sentence, broken.problem), broken.problem
+    assert "\n" not in broken.problem
+    assert (good.name, good.problem, good.step) == ("good", None, 1)
+
+
+def test_every_question_to_a_broken_database_is_answered_with_one_sentence(tmp_path: Path):
+    with create(tmp_path) as database:
+        database.record_step(make_report(1, [make_group(serial) for serial in range(50)]))
+    run = find_run(tmp_path, "made")
+    damage(run.path, "zeros")
+    for ask in (
+        progress,
+        metric_names,
+        spread,
+        verdicts_over_steps,
+        evaluations,
+        groups,
+        count_groups,
+        events,
+        unjudged,
+    ):
+        with pytest.raises(CheckpointError, match="malformed"):
+            ask(run)
+
+
+def test_a_folder_that_is_not_there_has_a_sentence(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        run_names(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../outside", "/etc", "inside/../../outside", "a\\b", "a\0b", "nothing"]
+)
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str):
+    create(tmp_path, name="outside").close()
+    create(tmp_path / "runs", name="inside").close()
+    with pytest.raises(CheckpointError):
+        find_run(tmp_path / "runs", name)
+    assert summary(tmp_path / "runs", name).problem
+
+
+@pytest.mark.parametrize("what", ["folder", "run.db", "run.db-wal", "run.db-shm", "link to link"])
+def test_no_link_leads_out_of_the_folder(tmp_path: Path, what: str):
+    create(tmp_path, name="outside").close()
+    outside, run = tmp_path / "outside", tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    if what == "folder":
+        run.rmdir()
+        run.symlink_to(outside)
+    elif what == "run.db":
+        (run / "run.db").symlink_to("../../outside/run.db")
+    elif what == "link to link":
+        (tmp_path / "runs" / "hop").symlink_to(outside)
+        run.rmdir()
+        run.symlink_to("hop")
+    else:
+        shutil.copy(outside / "run.db", run / "run.db")
+        (run / what).symlink_to(outside / "run.db")
+    assert "run" in run_names(tmp_path / "runs")
+    with pytest.raises(CheckpointError, match="a link that leads out"):
+        find_run(tmp_path / "runs", "run")
+    assert "leads out" in summary(tmp_path / "runs", "run").problem
+
+
+def test_a_link_to_itself_has_a_sentence(tmp_path: Path):
+    (tmp_path / "folder").symlink_to("folder")
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "run.db").symlink_to("run.db")
+    for name in ("folder", "file"):
+        assert "there is no run database here" in summary(tmp_path, name).problem
+
+
+def test_links_within_the_folder_and_to_the_folder_are_followed(tmp_path: Path):
+    create(tmp_path / "runs", name="run").close()
+    (tmp_path / "runs" / "latest").symlink_to("run")
+    (tmp_path / "elsewhere").symlink_to("runs")
+    assert [found.problem for found in summaries(tmp_path / "elsewhere")] == [None, None]
+    assert find_run(tmp_path / "elsewhere", "latest").path == tmp_path / "runs" / "run" / "run.db"
