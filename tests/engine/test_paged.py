@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from dapo.engine.embedded import paged
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.embedded.kernels.attention import PAGE
 from dapo.engine.embedded.paged import BURST, PagedDecoder
-from dapo.model import trunk
+from dapo.model import trunk, varlen
 from dapo.model.attention import ATTENTION_NAME
+from dapo.model.graphs import GraphPool
 from dapo.types import Request, SamplingParams
 from tests import plain
+from tests.graphs import capture
+from tests.model.test_varlen import flash
 from tests.tiny import EOS_ID, tiny_llama, tiny_tokenizer
 
 
@@ -214,3 +218,25 @@ def test_a_response_that_made_room_starts_again_from_a_prompt_of_the_new_weights
             (expected,) = plain.logprobs(twin, prompt(10), [rollout.tokens.tolist()])
         np.testing.assert_allclose(rollout.logprobs, expected.numpy(), atol=2e-5)
     assert found[0, 0].weight_version == 0
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"top_p": 0.7}, {"top_k": 3}])
+def test_replayed_graphs_draw_the_same(params, monkeypatch):
+    """With a stand-in for CUDA graphs, and for the flash kernel that computes prompts in fixed sizes."""
+    questions = [prompt(length, seed=length) for length in (1, 3, 40, PAGE + 5, 2 * PAGE)]
+    requests = [Request(i, q, 3, SamplingParams(max_tokens=9 + i, **params)) for i, q in enumerate(questions)]
+    expected = drain(paged_engine(tiny_llama(), stop=()), *requests)
+    monkeypatch.setattr(GraphPool, "capture", capture)
+    monkeypatch.setattr(varlen, "_flash", flash)
+    monkeypatch.setattr(paged, "_can_capture", lambda model: True)
+    model = tiny_llama()
+    trunk._TRUNKS[model] = trunk.FusedTrunk.of(model)
+    engine = paged_engine(model, stop=(), max_concurrent=7)
+    engine.decoder.prefill.can_capture = True
+    for _ in range(2):
+        found = drain(engine, *requests)
+        assert all(np.array_equal(found[key].tokens, expected[key].tokens) for key in expected)
+        for key, rollout in expected.items():
+            np.testing.assert_allclose(found[key].logprobs, rollout.logprobs, atol=1e-5)
+    assert engine.decoder.prefill.captured and engine.decoder.graphs
+    assert engine.figures()["engine/graph_replays"] > 0
