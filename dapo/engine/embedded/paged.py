@@ -82,6 +82,7 @@ class PagedDecoder:
         self.is_computing, self.burst, self.drawn_before = False, 0, 0
         self.can_capture = _can_capture(causal_lm)
         self.graphs: dict[tuple[int, SamplingParams | None], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self.kept_logits: Tensor | None = None
         self.pool = GraphPool()
         self.pushed_out: list[Response] = []
         self.looks = _Looks(rows, device)
@@ -327,7 +328,7 @@ class PagedDecoder:
         key = bucket, None if _is_truncated(params) else params
         if key not in self.graphs:
             self.rows_B.zero_()
-            run = self._logits if _is_truncated(params) else self._step
+            run = self._kept_logits if _is_truncated(params) else self._step
             self.graphs[key] = self.pool.capture(lambda: run(bucket, params))
         return self.graphs[key]
 
@@ -342,9 +343,16 @@ class PagedDecoder:
 
     @torch.no_grad()
     def _step(self, bucket: int, params: SamplingParams) -> None:
-        self._draw(self._logits(bucket, params), params)
+        self._draw(self._logits(bucket), params)
 
-    def _logits(self, bucket: int, params: SamplingParams) -> Tensor:
+    def _kept_logits(self, bucket: int, params: SamplingParams) -> Tensor:
+        """Where all sizes of graphs put them, as each would otherwise keep its own."""
+        if self.kept_logits is None:
+            shape = self.max_concurrent, len(self.weight)
+            self.kept_logits = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return self.kept_logits[:bucket].copy_(self._logits(bucket))
+
+    def _logits(self, bucket: int) -> Tensor:
         state, rows_B = self.draw_state, self.rows_B[:bucket]
         index = rows_B.long()
         own_B = state.own_lengths[index].long()
