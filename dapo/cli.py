@@ -1,4 +1,4 @@
-"""The command line: dapo train | eval | data | metrics | profile | export | doctor."""
+"""The command line: dapo train | eval | data | metrics | view | profile | export | doctor."""
 
 from __future__ import annotations
 
@@ -99,6 +99,29 @@ def metrics(
     for found in evaluations:
         line = f"evaluation of {found['name']} at step {found['step']}: {summary(found['metrics'])}"
         Console(soft_wrap=True).print(line, markup=False, highlight=False)
+
+
+@app.command()
+def view(
+    runs: Annotated[Path, typer.Argument(help="The folder of runs, or one run's.")] = Path("runs"),
+    host: Annotated[str, typer.Option("--host", help="Where to listen; beyond this machine a token is needed.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8080,
+    token: Annotated[
+        str | None, typer.Option("--token", envvar="DAPO_VIEW_TOKEN", help="Asked of every visitor; default: made up.")
+    ] = None,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")] = False,
+) -> None:
+    """Look at runs in the browser, also while they train: curves, groups, tokens, prompts, warnings."""
+    try:
+        from dapo.view.page.server import address, serve
+    except ModuleNotFoundError as error:
+        if error.name != "nicegui":
+            raise
+        raise ConfigError("the page needs NiceGUI: pip install 'dapo[view]'") from None
+    where = address(host, port, token)
+    serve(runs, where, opens=not no_open, ready=lambda: typer.echo(f"{runs} is shown at {where.url} (Ctrl-C ends)"))
 
 
 @app.command("eval")

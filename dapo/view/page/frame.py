@@ -1,0 +1,171 @@
+"""What all views share: the bar on top, the word on what is wrong, and asking every two seconds whether to redraw."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from nicegui import run as workers
+from nicegui import ui
+
+from dapo.errors import CheckpointError
+from dapo.view.runs import find_run
+from dapo.view.source import Progress, Run, progress
+
+VIEWS = ("curves", "groups", "tokens", "prompts", "health")
+LIVE_S = 2.0
+_DARK_COOKIE = "dapo_dark"
+
+_STYLE = """
+body { font-variant-numeric: tabular-nums; }
+.model-text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace;
+  font-size: 13px; line-height: 1.5; margin: 0; }
+.quiet { opacity: .65; }
+.figures { display: grid; grid-template-columns: auto 1fr; gap: 0 12px; font-size: 13px; }
+.figures > :nth-child(even) { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.ag-right-aligned-cell { font-variant-numeric: tabular-nums; }
+.ag-cell { cursor: default; }
+.opens .ag-row { cursor: pointer; }
+.nicegui-aggrid { height: auto; }
+.ag-center-cols-viewport { min-height: 34px !important; }
+.q-btn--dense { padding: 2px 12px; }
+.nicegui-content { padding: 16px; gap: 12px; }
+"""
+
+
+@dataclass(slots=True)
+class Live:
+    """A view: what to ask before every redraw, and how to redraw. `refresh` asks in threads, never in the server."""
+
+    refresh: Callable[[], Awaitable[None]]
+    watched: Sequence[Run] = ()
+    every: float = LIVE_S
+    seen: Sequence[Progress] | None = None
+
+
+def link(run: str, *parts: object) -> str:
+    return "/".join(["/run", quote(run, safe=""), *(quote(str(part), safe="") for part in parts)])
+
+
+def show_site(build: Callable[[], Live]) -> None:
+    _frame(None, None)
+    _live(build())
+
+
+def show_run(root: Path, name: str, view: str, build: Callable[[Run], Live]) -> None:
+    _frame(name, view)
+    try:
+        run = find_run(root, name)
+    except CheckpointError as error:
+        _problem_box().set_text(str(error))
+        return
+    live = build(run)
+    live.watched = live.watched or (run,)
+    _live(live)
+
+
+async def ask(question: Callable[..., Any], *values: Any, **options: Any) -> Any:
+    """In a thread: a query may take a second, and the other pages must not wait for it."""
+    return await workers.io_bound(question, *values, **options)
+
+
+def grid(columns: list[dict[str, Any]], row_id: str, *, html_columns: Sequence[int] = (), **options: Any) -> ui.aggrid:
+    """Rows come later with `fill`. Cells are text, but for the html columns, which no text of a run may get into."""
+    return ui.aggrid(
+        {
+            "columnDefs": columns,
+            "rowData": [],
+            ":getRowId": f"params => String(params.data.{row_id})",
+            "suppressCellFocus": True,
+            "enableCellTextSelection": True,
+            "domLayout": "autoHeight",
+            "rowHeight": 34,
+            "headerHeight": 38,
+            "defaultColDef": {"sortable": True, "resizable": True, "suppressMovable": True},
+            "overlayNoRowsTemplate": "nothing here",
+            **options,
+        },
+        html_columns=list(html_columns),
+    ).classes("w-full")
+
+
+def fill(table: ui.aggrid, rows: list[dict[str, Any]]) -> None:
+    """Rows are exchanged in place: the selection and the order that a person chose stay."""
+    table.run_grid_method("setGridOption", "rowData", rows)
+
+
+def number_column(field_name: str, title: str, digits: int | None = None, **options: Any) -> dict[str, Any]:
+    column = {"field": field_name, "headerName": title, "type": "rightAligned", **options}
+    if digits is not None:
+        column[":valueFormatter"] = f"p => p.value == null ? '–' : p.value.toFixed({digits})"
+    return column
+
+
+def share_column(field_name: str, title: str, **options: Any) -> dict[str, Any]:
+    shown = "p => p.value == null ? '–' : (100 * p.value).toFixed(0) + ' %'"
+    return {"field": field_name, "headerName": title, "type": "rightAligned", ":valueFormatter": shown, **options}
+
+
+def figures(rows: Sequence[tuple[str, str]]) -> None:
+    with ui.element("div").classes("figures w-full"):
+        for name, value in rows:
+            ui.label(name).classes("quiet")
+            ui.label(value)
+
+
+def _frame(name: str | None, view: str | None) -> None:
+    ui.add_css(_STYLE)
+    request = ui.context.client.request
+    chosen = request.cookies.get(_DARK_COOKIE) if request else None
+    dark = ui.dark_mode(None if chosen is None else chosen == "1")
+    ui.page_title(f"{name} · {view} · dapo" if name else "dapo")
+    with ui.header().classes("items-center gap-4 px-4 py-2 bg-slate-800 text-white"):
+        ui.link("dapo", "/").classes("text-lg font-bold text-white no-underline")
+        ui.link("runs", "/").classes("text-white" + (" no-underline" if name else " font-bold underline"))
+        if name:
+            ui.label(name).classes("opacity-80")
+            for each in VIEWS:
+                weight = " font-bold underline" if each == view else " no-underline"
+                ui.link(each, link(name, each)).classes("text-white" + weight)
+        ui.space()
+        # The server stores nothing: the browser keeps this one choice.
+        toggle = ui.button(icon="contrast", on_click=lambda: _toggle(dark)).props("flat round dense color=white")
+        toggle.tooltip("light or dark").props('aria-label="light or dark"')
+
+
+async def _toggle(dark: ui.dark_mode) -> None:
+    is_dark = await ui.run_javascript("document.body.classList.contains('body--dark')")
+    dark.set_value(not is_dark)
+    ui.run_javascript(f"document.cookie = '{_DARK_COOKIE}={int(not is_dark)}; path=/; samesite=strict'")
+
+
+def _problem_box() -> ui.label:
+    return ui.label().classes("w-full p-3 rounded bg-red-700 text-white problem")
+
+
+def _live(live: Live) -> None:
+    box = _problem_box()
+    box.set_visibility(False)
+    box.move(target_index=0)
+    busy = asyncio.Lock()
+
+    async def tick() -> None:
+        if busy.locked():
+            return
+        async with busy:
+            try:
+                now = [await ask(progress, run) for run in live.watched]
+                # Without a run to watch (the list of them) every time may have brought something.
+                if now != live.seen or not live.watched:
+                    await live.refresh()
+                    live.seen = now
+                box.set_visibility(False)
+            except CheckpointError as error:
+                box.set_text(str(error))
+                box.set_visibility(True)
+
+    ui.timer(live.every, tick)

@@ -1,0 +1,237 @@
+"""The groups of a run with filters, and one group with its responses side by side."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from nicegui import events, ui
+
+from dapo.store.encoding import to_json
+from dapo.view.export import group_json
+from dapo.view.groups import (
+    GroupDetail,
+    GroupFilter,
+    GroupPage,
+    Response,
+    count_groups,
+    data_sources,
+    group,
+    groups,
+    verdicts,
+)
+from dapo.view.page.frame import Live, ask, figures, fill, grid, link, number_column, share_column
+from dapo.view.page.text import number, shown
+from dapo.view.source import Run
+
+PAGE = 50
+_QUESTION = 160
+
+
+def build(run: Run, wanted: GroupFilter) -> Live:
+    return Live(_Groups(run, wanted).refresh)
+
+
+class _Groups:
+    def __init__(self, run: Run, wanted: GroupFilter) -> None:
+        self.run = run
+        self.fixed = wanted  # what the address asks for beyond the fields: a prompt, or why a judge failed
+        self.starts: list[int | None] = [None]  # where the pages up to this one begin
+        self.next: int | None = None
+        self.asked = 0
+        self._filters(wanted)
+        with ui.row().classes("items-center gap-3"):
+            self.back = ui.button("Previous", on_click=self._back).props("outline dense no-caps")
+            self.forth = ui.button("Next", on_click=self._forth).props("outline dense no-caps")
+            self.where = ui.label().classes("where")
+        self.table = grid(
+            [
+                number_column("serial", "group", width=80),
+                number_column("generated_step", "step", width=80),
+                {"field": "verdict", "headerName": "verdict", "width": 120},
+                share_column("accuracy", "accuracy", width=100),
+                number_column("reward", "reward", 3, width=100),
+                number_column("length", "mean tokens", 1, width=115),
+                number_column("responses", "responses", width=105),
+                number_column("judged", "judged", width=90),
+                {"field": "data_source", "headerName": "source", "width": 120},
+                {"field": "question", "headerName": "question", "flex": 1, "minWidth": 200},
+            ],
+            "serial",
+        ).classes("opens groups")
+        self.table.on("cellClicked", self._open, ["data"])
+
+    def _filters(self, wanted: GroupFilter) -> None:
+        with ui.row().classes("items-center gap-4 w-full"):
+            self.first = (
+                ui.number("from step", value=wanted.first_step, min=0, precision=0).classes("w-24").props("dense")
+            )
+            self.last = ui.number("to step", value=wanted.last_step, min=0, precision=0).classes("w-24").props("dense")
+            chosen = list(wanted.verdicts)
+            self.verdicts = ui.select(chosen, label="verdict", value=chosen, multiple=True)
+            self.verdicts.classes("w-48").props("use-chips dense")
+            with ui.column().classes("gap-0 w-48 px-2"):
+                ui.label("accuracy, %").classes("quiet text-xs")
+                self.accuracy = ui.range(min=0, max=100, step=5, value={"min": 0, "max": 100}).props("label")
+            self.source = ui.select([], label="source", clearable=True).classes("w-40").props("dense")
+            self.text = ui.input("text in prompt or response").classes("w-56").props("clearable dense debounce=300")
+            self.newest = ui.switch("newest first", value=True)
+        for each in (self.first, self.last, self.verdicts, self.accuracy, self.source, self.text, self.newest):
+            each.on_value_change(self._filter)
+        for name, value in (("prompt", wanted.prompt_uid), ("not judged because", wanted.error)):
+            if value is not None:
+                with ui.row().classes("items-center gap-2"):
+                    ui.label(f"only {name}: {shown(value, 200)}")
+                    ui.link("all groups", link(self.run.name, "groups"))
+
+    def wanted(self) -> GroupFilter:
+        ends = self.accuracy.value or {"min": 0, "max": 100}
+        low, high = ends["min"], ends["max"]
+        return replace(
+            self.fixed,
+            first_step=_whole(self.first.value),
+            last_step=_whole(self.last.value),
+            verdicts=tuple(self.verdicts.value or ()),
+            # The ends of the range mean no condition: groups that nobody could judge have no accuracy.
+            min_accuracy=None if low == 0 else low / 100,
+            max_accuracy=None if high == 100 else high / 100,
+            data_source=self.source.value,
+            text=self.text.value or "",
+        )
+
+    async def refresh(self) -> None:
+        found = await ask(verdicts, self.run)
+        # The words of the address stay to choose from, even where no group has them.
+        names = list(dict.fromkeys([*found, *(self.verdicts.value or ())]))
+        if names != self.verdicts.options:
+            self.verdicts.set_options(names)
+        sources = await ask(data_sources, self.run)
+        if sources != self.source.options:
+            self.source.set_options(sources)
+        await self._show()
+
+    async def _show(self) -> None:
+        self.asked += 1
+        mine, wanted = self.asked, self.wanted()
+        page: GroupPage = await ask(
+            groups, self.run, wanted, self.starts[-1], PAGE, newest_first=bool(self.newest.value)
+        )
+        total = await ask(count_groups, self.run, wanted)
+        if mine != self.asked:  # another filter was set meanwhile
+            return
+        self.next = page.after
+        rows = [asdict(row) for row in page.rows]
+        for row in rows:
+            row["question"] = shown(row["question"][:_QUESTION])
+        fill(self.table, rows)
+        start = (len(self.starts) - 1) * PAGE
+        self.where.set_text(_where(start, page, total))
+        self.back.set_enabled(len(self.starts) > 1)
+        self.forth.set_enabled(page.after is not None and (total is None or start + PAGE < total))
+
+    async def _filter(self) -> None:
+        self.starts = [None]
+        await self._show()
+
+    async def _forth(self) -> None:
+        if self.next is not None:
+            self.starts.append(self.next)
+            await self._show()
+
+    async def _back(self) -> None:
+        if len(self.starts) > 1:
+            self.starts.pop()
+            await self._show()
+
+    def _open(self, event: events.GenericEventArguments) -> None:
+        if event.args.get("data"):
+            ui.navigate.to(link(self.run.name, "groups", int(event.args["data"]["serial"])))
+
+
+def _where(start: int, page: GroupPage, total: int | None) -> str:
+    if total is not None:
+        return f"{start + 1:,} to {start + len(page.rows):,} of {total:,} groups" if page.rows else "no such groups"
+    # A search reads texts for half a second at a time.
+    rest = "" if page.after is None else "; Next searches on"
+    return f"{len(page.rows)} groups with this text{rest}"
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def build_one(run: Run, serial: int) -> Live:
+    place = ui.column().classes("w-full gap-3")
+    seen: list[GroupDetail] = []
+
+    async def refresh() -> None:
+        found = await ask(group, run, serial)
+        # A text that is being read stays where it is, unless the verdict came.
+        if seen == [found]:
+            return
+        seen[:] = [found]
+        place.clear()
+        with place:
+            _group(run, found)
+
+    return Live(refresh)
+
+
+def _group(run: Run, found: GroupDetail) -> None:
+    decided = "" if found.decided_step in (None, found.generated_step) else f", decided in step {found.decided_step}"
+    with ui.row().classes("items-center gap-4 w-full"):
+        ui.label(f"Group {found.serial}").classes("text-xl")
+        ui.badge(found.verdict, color="green-8" if found.verdict == "kept" else "grey-8").classes("text-sm px-2")
+        ui.label(f"sampled in step {found.generated_step}{decided} · source {shown(found.data_source, 100)}")
+        ui.link("all of this step", link(run.name, "groups") + f"?step={found.generated_step}")
+        ui.space()
+        download = ui.button("JSON", on_click=lambda: _download(run, found.serial))
+        download.props("outline dense no-caps")
+    with ui.element("div").classes("w-full").style("display: grid; grid-template-columns: 3fr 1fr; gap: 12px"):
+        with ui.card().classes("gap-1 p-3"):
+            for message in found.messages:
+                ui.label(shown(str(message.get("role", "")), 100)).classes("quiet text-xs")
+                ui.label(shown(str(message.get("content", "")))).classes("model-text max-h-64 overflow-auto w-full")
+        with ui.card().classes("gap-1 p-3"):
+            ui.label("ground truth").classes("quiet text-xs")
+            answer = found.answer if isinstance(found.answer, str) else to_json(found.answer)
+            ui.label(shown(answer)).classes("model-text max-h-64 overflow-auto w-full")
+    with (
+        ui.element("div")
+        .classes("w-full responses")
+        .style("display: grid; grid-template-columns: repeat(auto-fill, minmax(290px, 1fr)); gap: 12px")
+    ):
+        for response in found.responses:
+            _response(run, found, response)
+
+
+def _response(run: Run, found: GroupDetail, response: Response) -> None:
+    right = {True: "right", False: "wrong", None: "not judged"}[response.acc]
+    with ui.card().classes("gap-2 p-3 w-full"):
+        with ui.row().classes("items-center w-full gap-2"):
+            ui.label(f"Response {response.sample}").classes("font-semibold")
+            ui.badge(right, color={"right": "green-8", "wrong": "red-8"}.get(right, "grey-8"))
+            ui.space()
+            if response.has_tokens:
+                ui.link("tokens", link(run.name, "tokens", found.serial, response.sample))
+        rows = [
+            ("reward", number(response.reward)),
+            ("score", number(response.score)),
+            ("advantage", number(response.advantage)),
+            ("extracted answer", "–" if response.extracted is None else shown(str(response.extracted), 200)),
+            ("length", f"{response.length:,} tokens"),
+            ("ended by", response.finish_reason),
+            ("weights", f"version {response.weight_version}"),
+        ]
+        if response.error is not None:
+            rows.append(("not judged because", shown(response.error, 500)))
+        if not response.trains:
+            rows.append(("in the loss", "no"))
+        figures(rows)
+        ui.separator()
+        ui.label(shown(response.text)).classes("model-text max-h-96 overflow-auto w-full")
+
+
+async def _download(run: Run, serial: int) -> None:
+    text = await ask(lambda: group_json(group(run, serial)))
+    ui.download.content(text, f"{run.name}-group-{serial}.json", "application/json")

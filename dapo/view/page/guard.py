@@ -1,0 +1,116 @@
+"""Who may talk to the page's server: this machine's own browser, or whoever brings the token."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_SOCKET = "/_nicegui_ws/"  # where the browser posts to, if a proxy on its way lets no websocket pass
+_HEADERS = (
+    # Scripts and styles of the page are inline and come from this server; nothing may be loaded from anywhere else.
+    (
+        b"content-security-policy",
+        b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Guard:
+    """ASGI middleware that looks at every request and every websocket before anything else does.
+
+    Without a token only names of this machine are answered: a page from elsewhere whose name was made to lead to
+    127.0.0.1 has another one. Other origins are refused in any case, because a browser would send the cookie along.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None, host: str, port: int) -> None:
+        self.app = app
+        self.token = token
+        self.names = _LOCAL_NAMES | {host}
+        self.cookie = f"dapo_view_{port}"  # browsers share cookies between the ports of a host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        answer = self.refusal(scope)
+        if answer is None:
+            await self.app(scope, receive, _with_headers(send))
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await answer(scope, receive, _with_headers(send))
+
+    def refusal(self, scope: Scope) -> Response | None:
+        """What to answer instead of the page; None lets the request pass."""
+        headers = Headers(scope=scope)
+        if self.token is None and _name(headers.get("host", "")) not in self.names:
+            return PlainTextResponse("this page answers only to the names of this machine", 403)
+        if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
+            return PlainTextResponse("another site may not use this page", 403)
+        if scope["type"] == "http" and not _is_reading(scope):
+            return PlainTextResponse("this page is for reading only", 405)
+        return self._without_token(scope, headers)
+
+    def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
+        if self.token is None or self._matches(_cookie(headers, self.cookie)):
+            return None
+        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        if scope["type"] == "http" and self._matches(dict(query).get("token", "")):
+            return self._welcome(scope, query)
+        return PlainTextResponse("open this page with the address that `dapo view` printed: it has the token", 403)
+
+    def _welcome(self, scope: Scope, query: list[tuple[str, str]]) -> Response:
+        """The token moves from the address, which ends up in histories and screenshots, into a cookie."""
+        rest = urlencode([(key, value) for key, value in query if key != "token"])
+        # Only one slash in front: two would name another host.
+        path = "/" + scope["path"].lstrip("/\\")
+        response = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
+        response.set_cookie(self.cookie, self.token or "", httponly=True, samesite="strict")
+        return response
+
+    def _matches(self, given: str) -> bool:
+        return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
+
+
+def _is_reading(scope: Scope) -> bool:
+    return scope["method"] in ("GET", "HEAD") or (scope["method"] == "POST" and scope["path"].startswith(_SOCKET))
+
+
+def _name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _cookie(headers: Headers, name: str) -> str:
+    try:
+        found = SimpleCookie(headers.get("cookie", "")).get(name)
+    except CookieError:
+        return ""
+    return found.value if found else ""
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *_HEADERS]
+        await send(message)
+
+    return sending

@@ -1,0 +1,116 @@
+"""What a person should know about a run: its events, and why responses could not be judged."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+from nicegui import events, ui
+
+from dapo.view.curves import curves
+from dapo.view.health import event_kinds, unjudged
+from dapo.view.health import events as read_events
+from dapo.view.page.frame import Live, ask, fill, grid, link, number_column
+from dapo.view.page.text import shown
+from dapo.view.source import Run
+
+LIMIT = 200
+_SIGNS = {
+    "updates/non_finite": ("updates that were not finite", "sum"),
+    "rollouts/unjudged": ("responses not judged", "sum"),
+    "groups/skipped": ("groups skipped", "sum"),
+    "logprob_gap/max": ("largest log-probability gap", "max"),
+    "staleness/max": ("largest staleness, versions", "max"),
+}
+
+
+def build(run: Run) -> Live:
+    return Live(_Health(run).refresh)
+
+
+class _Health:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.signs = ui.row().classes("gap-3 w-full")
+        with ui.row().classes("items-center gap-4"):
+            ui.label("Events").classes("text-lg")
+            self.kinds = ui.select([], label="kind", multiple=True, on_change=self.refresh)
+            self.kinds.classes("w-56").props("use-chips dense")
+            ui.label("a click opens the groups of the step").classes("quiet text-sm")
+        self.events = grid(
+            [
+                {"field": "time", "headerName": "time (UTC)", "width": 170},
+                number_column("step", "step", width=80),
+                {"field": "kind", "headerName": "kind", "width": 140},
+                {
+                    "field": "message", "headerName": "message", "flex": 1, "minWidth": 300, "wrapText": True,
+                    "autoHeight": True, "sortable": False,
+                },
+            ],
+            "id",
+        ).classes("opens events")  # fmt: skip
+        self.events.on("cellClicked", self._open_step, ["data"])
+        ui.label("Why responses could not be judged").classes("text-lg")
+        self.reasons = grid(
+            [
+                number_column("responses", "responses", width=110),
+                number_column("first_step", "first step", width=105),
+                number_column("last_step", "last step", width=105),
+                {"field": "reason", "headerName": "reason", "flex": 1, "minWidth": 300},
+            ],
+            "reason",
+        ).classes("opens reasons")
+        self.reasons.on("cellClicked", self._open_reason, ["data"])
+
+    async def refresh(self) -> None:
+        kinds = list(await ask(event_kinds, self.run))
+        if kinds != self.kinds.options:
+            self.kinds.set_options(kinds)
+        found = await ask(
+            read_events, self.run, tuple(self.kinds.value or ()), limit=LIMIT, newest_first=True
+        )  # fmt: skip
+        fill(self.events, [_event(each) for each in found])
+        reasons = await ask(unjudged, self.run)
+        fill(self.reasons, [
+            {"reason": each.reason, "responses": each.responses, "first_step": each.first_step,
+             "last_step": each.last_step}
+            for each in reasons
+        ])  # fmt: skip
+        figures = await ask(_signs, self.run)
+        self.signs.clear()
+        with self.signs:
+            for words, value in figures:
+                with ui.card().classes("p-3 gap-0 items-end"):
+                    ui.label(f"{value:,.4g}").classes("text-xl")
+                    ui.label(words).classes("quiet text-xs")
+
+    def _open_step(self, event: events.GenericEventArguments) -> None:
+        if event.args.get("data"):
+            ui.navigate.to(link(self.run.name, "groups") + f"?step={int(event.args['data']['step'])}")
+
+    def _open_reason(self, event: events.GenericEventArguments) -> None:
+        if event.args.get("data"):
+            query = urlencode({"error": event.args["data"]["reason"]})
+            ui.navigate.to(f"{link(self.run.name, 'groups')}?{query}")
+
+
+def _signs(run: Run) -> list[tuple[str, float]]:
+    found = []
+    for curve in curves(run, _SIGNS, max_points=10**9):
+        words, kind = _SIGNS[curve.name]
+        known = curve.values[np.isfinite(curve.values)]
+        if len(known):
+            found.append((words, float(known.sum() if kind == "sum" else known.max())))
+    return found
+
+
+def _event(each: Any) -> dict[str, Any]:
+    return {
+        "id": each.id,
+        "step": each.step,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(each.time)),
+        "kind": each.kind,
+        "message": shown(each.message, 2000),
+    }

@@ -1,0 +1,104 @@
+"""The table of runs: one opens with a click, several are compared."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+from nicegui import events, ui
+
+from dapo.view.page.frame import Live, ask, fill, grid, link, number_column
+from dapo.view.runs import RunSummary, summaries
+
+_LIMIT = 200
+_WIDTH, _HEIGHT = 120, 24
+_COLUMNS = ("name", "status", "step", "planned", "reward", "curve", "model", "recipe", "changed")
+
+
+def build(root: Path) -> Live:
+    ui.label(f"Runs in {root}").classes("text-xl")
+    table = grid(
+        [
+            {"field": "name", "headerName": "run", "width": 190},
+            {"field": "status", "headerName": "status", "width": 110},
+            number_column("step", "step", width=80),
+            number_column("planned", "of", width=80),
+            number_column("reward", "reward", 3, width=100),
+            {"field": "curve", "headerName": "reward over the run", "width": 160, "sortable": False},
+            {
+                "field": "model",
+                "headerName": "model",
+                "width": 260,
+                "tooltipField": "model",
+                # What is wrong with a run needs the room of all that is not known of it.
+                ":colSpan": "p => p.data.status === 'unreadable' ? 3 : 1",
+            },
+            {"field": "recipe", "headerName": "recipe", "width": 120},
+            {"field": "changed", "headerName": "last change (UTC)", "width": 160},
+        ],
+        "name",
+        html_columns=[5],
+        rowSelection={"mode": "multiRow", "enableClickSelection": False},
+    ).classes("opens")
+    table.on("cellClicked", _open, ["data", "colId"])
+    with ui.row():
+        ui.button("Compare the picked runs", on_click=lambda: _compare(table)).props("outline dense no-caps")
+        more = ui.label().classes("quiet self-center")
+
+    async def refresh() -> None:
+        found = await ask(summaries, root, limit=_LIMIT)
+        fill(table, [_row(each) for each in found])
+        more.set_text(f"the first {_LIMIT} are shown" if len(found) == _LIMIT else "")
+
+    return Live(refresh, every=5.0)  # a line about each of many runs takes longer than asking one where it is
+
+
+def sparkline(values: np.ndarray) -> str:
+    """A small SVG, made of nothing but numbers: it goes to the page as HTML."""
+    places = np.flatnonzero(np.isfinite(values))
+    if len(places) < 2:
+        return ""
+    known = values[places]
+    low, high = float(known.min()), float(known.max())
+    x = 2 + places / max(1, len(values) - 1) * (_WIDTH - 4)
+    y = 2 + (1 - (known - low) / ((high - low) or 1.0)) * (_HEIGHT - 4)
+    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+    return (
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" style="display:block;margin-top:4px">'
+        f'<polyline points="{points}" fill="none" stroke="#3b82f6" stroke-width="1.5"/></svg>'
+    )
+
+
+def _row(found: RunSummary) -> dict[str, Any]:
+    if found.problem is not None:
+        return {"name": found.name, "status": "unreadable", "model": found.problem, "curve": ""}
+    changed = "" if found.changed is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(found.changed))
+    return {
+        "name": found.name,
+        "status": found.status,
+        "step": found.step,
+        "planned": found.planned or None,
+        "reward": found.reward,
+        "curve": sparkline(found.rewards),
+        "model": found.model,
+        "recipe": found.recipe,
+        "changed": changed,
+    }
+
+
+def _open(event: events.GenericEventArguments) -> None:
+    # Beside a box one hardly means to leave the page.
+    if event.args.get("data") and event.args.get("colId") in _COLUMNS:
+        ui.navigate.to(link(event.args["data"]["name"], "curves"))
+
+
+async def _compare(table: ui.aggrid) -> None:
+    names = [row["name"] for row in await table.get_selected_rows() if row["status"] != "unreadable"]
+    if not names:
+        ui.notify("pick runs with the boxes on the left first")
+        return
+    query = urlencode([("other", name) for name in names[1:]])
+    ui.navigate.to(link(names[0], "curves") + (f"?{query}" if query else ""))

@@ -1,0 +1,128 @@
+"""The server of `dapo view`: its addresses, and how it is started."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+import webbrowser
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Query
+from nicegui import app, ui
+
+from dapo.errors import ConfigError
+from dapo.view.groups import GroupFilter
+from dapo.view.page import curves, groups, health, prompts, runs, tokens
+from dapo.view.page.frame import show_run, show_site
+from dapo.view.page.guard import Guard, is_loopback
+from dapo.view.runs import run_names
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    host: str
+    port: int
+    token: str | None
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+
+
+def address(host: str, port: int, token: str | None) -> Address:
+    """Where the server will listen: port 0 is a free one, and a host that others can reach gets a token."""
+    if token is not None and not token.isalnum() and not token.replace("-", "").replace("_", "").isalnum():
+        raise ConfigError("--token: letters, digits, - and _ only, so that it can stand in an address")
+    if token is None and not is_loopback(host):
+        token = secrets.token_urlsafe(24)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As the server does: a port whose last connections are just ending is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"cannot listen on {host}, port {port} ({reason}); give another --port") from None
+        return Address(host, probe.getsockname()[1], token)
+
+
+def serve(root: Path, where: Address, *, opens: bool, ready: Callable[[], None] = lambda: None) -> None:
+    """Answer until interrupted. The databases below `root` are only read."""
+    run_names(root)  # a folder that cannot be read is said before the server starts
+    register(root)
+    app.add_middleware(Guard, token=where.token, host=where.host, port=where.port)
+    actions = [ready, *([lambda: webbrowser.open(where.url)] if opens else [])]
+    # In a thread: the server listens only after its startup, and some browsers hold up who opens them.
+    app.on_startup(lambda: threading.Thread(target=_when_listening, args=(where, actions), daemon=True).start())
+    ui.run(
+        host=where.host,
+        port=where.port,
+        title="dapo",
+        favicon="📈",
+        dark=None,
+        reload=False,
+        show=False,
+        show_welcome_message=False,
+        reconnect_timeout=30.0,
+    )
+
+
+def _when_listening(where: Address, actions: Sequence[Callable[[], object]]) -> None:
+    while True:
+        try:
+            socket.create_connection((where.host, where.port), timeout=1).close()
+            break
+        except OSError:
+            time.sleep(0.05)
+    for action in actions:
+        action()
+
+
+def register(root: Path) -> None:
+    """One address per view. A run is only ever found by its name (`find_run`)."""
+
+    @ui.page("/")
+    def _runs() -> None:
+        show_site(lambda: runs.build(root))
+
+    @ui.page("/run/{name}/curves")
+    def _curves(name: str, other: Annotated[list[str] | None, Query()] = None) -> None:
+        show_run(root, name, "curves", lambda run: curves.build(root, run, other or []))
+
+    @ui.page("/run/{name}/groups")
+    def _groups(
+        name: str,
+        step: int | None = None,
+        verdict: str | None = None,
+        error: str | None = None,
+        prompt: str | None = None,
+    ) -> None:
+        wanted = GroupFilter(step, step, (verdict,) if verdict else (), prompt_uid=prompt, error=error)
+        show_run(root, name, "groups", lambda run: groups.build(run, wanted))
+
+    @ui.page("/run/{name}/groups/{serial}")
+    def _group(name: str, serial: int) -> None:
+        show_run(root, name, "groups", lambda run: groups.build_one(run, serial))
+
+    @ui.page("/run/{name}/tokens")
+    def _any_tokens(name: str) -> None:
+        show_run(root, name, "tokens", tokens.build_newest)
+
+    @ui.page("/run/{name}/tokens/{serial}/{sample}")
+    def _tokens(name: str, serial: int, sample: int, start: int = 0) -> None:
+        show_run(root, name, "tokens", lambda run: tokens.build(root, run, serial, sample, max(0, start)))
+
+    @ui.page("/run/{name}/prompts")
+    def _prompts(name: str) -> None:
+        show_run(root, name, "prompts", prompts.build)
+
+    @ui.page("/run/{name}/health")
+    def _health(name: str) -> None:
+        show_run(root, name, "health", health.build)

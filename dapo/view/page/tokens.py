@@ -1,0 +1,244 @@
+"""A response token by token, coloured by one of its numbers; clipped tokens are marked."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from nicegui import ui
+from tokenizers import Tokenizer
+
+from dapo.view.groups import GroupFilter, groups
+from dapo.view.page.frame import Live, ask, link
+from dapo.view.page.text import number, visible
+from dapo.view.source import Run
+from dapo.view.tokens import ResponseTokens, tokens
+
+Figure = Literal["log-probability", "ratio", "entropy", "advantage"]
+LIMIT = 4096
+
+_BLUE, _RED, _ORANGE, _VIOLET, _GREEN = (59, 130, 246), (239, 68, 68), (249, 115, 22), (168, 85, 247), (16, 185, 129)
+_STYLE = """
+.tokens { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: 14px;
+  line-height: 2; }
+.tokens span { border-radius: 2px; cursor: default; }
+.tokens span:hover { outline: 1px solid currentColor; }
+.clip-low, .clip-high, .clip-dual { font-weight: 700; }
+.clip-low { border-bottom: 3px solid #2563eb; }
+.clip-high { border-bottom: 3px solid #dc2626; }
+.clip-dual { border-bottom: 3px double #9333ea; }
+#token-tip { position: fixed; display: none; z-index: 9000; white-space: pre; pointer-events: none; padding: 6px 10px;
+  border-radius: 4px; background: rgba(30,34,42,.95); color: #fff; font: 12px/1.5 ui-monospace, monospace; }
+"""
+# The numbers of a token are in an attribute, and become text, never HTML.
+_OVER = """(event) => {
+  const tip = document.getElementById('token-tip'), token = event.target.closest('[data-tip]');
+  if (!tip) return;
+  tip.style.display = token ? 'block' : 'none';
+  if (!token) return;
+  tip.textContent = token.dataset.tip;
+  const place = token.getClientRects()[0];
+  tip.style.left = Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 8)) + 'px';
+  tip.style.top = (place.bottom + tip.offsetHeight + 8 > innerHeight
+    ? place.top - tip.offsetHeight - 4 : place.bottom + 4) + 'px';
+}"""
+_OUT = "() => { const tip = document.getElementById('token-tip'); if (tip) tip.style.display = 'none'; }"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What the ends of the colours stand for; a scale with one colour begins without any."""
+
+    low: str
+    high: str
+    high_color: tuple[int, int, int]
+    low_color: tuple[int, int, int] | None = None
+
+
+def build_newest(run: Run) -> Live:
+    """The view without an address of its own: leads to the newest response that was trained on."""
+    words = ui.label("looking for a response whose tokens were stored")
+
+    async def refresh() -> None:
+        page = await ask(groups, run, GroupFilter(verdicts=("kept",)), limit=1, newest_first=True)
+        if page.rows:
+            ui.navigate.to(link(run.name, "tokens", page.rows[0].serial, 0))
+        else:
+            words.set_text("no group was trained on yet; open a group, and from there the tokens of a response")
+
+    return Live(refresh)
+
+
+def build(root: Path, run: Run, serial: int, sample: int, start: int) -> Live:
+    ui.add_css(_STYLE)
+    with ui.row().classes("items-center gap-4 w-full"):
+        ui.label(f"Response {sample} of group {serial}").classes("text-xl")
+        ui.link("the group", link(run.name, "groups", serial))
+        summary = ui.label().classes("quiet")
+    with ui.row().classes("items-center gap-4 w-full"):
+        ui.label("colour by").classes("quiet")
+        choice = ui.toggle(list(get_args(Figure)), value="log-probability").props("no-caps dense")
+        legend = ui.html("", sanitize=False)
+    body = ui.html("", sanitize=False).classes("tokens w-full p-4 border rounded border-gray-500/30")
+    body.on("mouseover", js_handler=_OVER).on("mouseleave", js_handler=_OUT)
+    ui.element("div").props("id=token-tip")
+    pages = ui.row().classes("gap-4")
+    found: list[ResponseTokens] = []
+
+    def draw() -> None:
+        if found:
+            values, scale = figure_of(found[0], choice.value)
+            body.set_content(tokens_html(found[0], values, scale))
+            legend.set_content(legend_html(scale, found[0].clips is not None))
+
+    async def refresh() -> None:
+        answer = await ask(lambda: tokens(run, serial, sample, _decoder(root, run), start, LIMIT))
+        if answer is None:
+            summary.set_text("its tokens were not stored (option run.store_tokens)")
+            return
+        found[:] = [answer]
+        summary.set_text(_summary(answer))
+        draw()
+        pages.clear()
+        with pages:
+            _pages(run, serial, sample, answer)
+
+    choice.on_value_change(draw)
+    return Live(refresh)
+
+
+def figure_of(found: ResponseTokens, figure: Figure) -> tuple[np.ndarray | None, Scale]:
+    """Each token's place between -1 and 1 on the scale; None where the figure was not recorded."""
+    if figure == "log-probability":
+        logprobs = found.sampler_logprobs if found.policy_logprobs is None else found.policy_logprobs
+        return np.clip(-logprobs / 5, 0, 1), Scale("0 (certain)", "-5 nats", _ORANGE)
+    if figure == "ratio":
+        if found.ratio is None:
+            return None, Scale("lower", "higher", _RED, _BLUE)
+        size = max(float(np.nanmax(np.abs(np.log(found.ratio)), initial=0.0)), 1e-3)
+        words = f"{np.exp(-size):.3g}", f"{np.exp(size):.3g}"
+        return np.log(found.ratio) / size, Scale(*words, _RED, _BLUE)
+    if figure == "entropy":
+        if found.entropy is None:
+            return None, Scale("0", "high", _VIOLET)
+        most = max(float(np.nanmax(found.entropy, initial=0.0)), 1e-6)
+        return found.entropy / most, Scale("0", f"{most:.2f} nats", _VIOLET)
+    if found.advantage is None:
+        return None, Scale("-2", "+2", _GREEN, _RED)
+    # One advantage holds for the whole response.
+    return np.full(len(found.ids), np.clip(found.advantage / 2, -1, 1)), Scale("-2", "+2", _GREEN, _RED)
+
+
+def tokens_html(found: ResponseTokens, values: np.ndarray | None, scale: Scale) -> str:
+    """The only HTML made of a model's text: each piece, and each attribute, is escaped here."""
+    parts = []
+    for place, piece in enumerate(found.pieces):
+        style = "" if values is None else _background(float(values[place]), scale)
+        clip = found.clips[place] if found.clips else None
+        mark = f' class="clip-{clip}"' if clip else ""
+        tip = html.escape(_tip(found, place), quote=True)
+        parts.append(f'<span{mark} style="{style}" data-tip="{tip}">{html.escape(_piece(piece))}</span>')
+    return "".join(parts)
+
+
+def legend_html(scale: Scale, has_clips: bool) -> str:
+    ends = [_rgba(scale.low_color, 0.7), "transparent"] if scale.low_color else ["transparent"]
+    colors = ",".join([*ends, _rgba(scale.high_color, 0.7)])
+    clips = "".join(f'<span class="clip-{name}" style="margin-left:14px">{name} clip</span>' for name in _CLIPS)
+    return (
+        f'{html.escape(scale.low)} <span style="display:inline-block;width:110px;height:12px;vertical-align:middle;'
+        f'background:linear-gradient(90deg,{colors})"></span> {html.escape(scale.high)}' + (clips if has_clips else "")
+    )
+
+
+_CLIPS = ("low", "high", "dual")
+
+
+def _background(value: float, scale: Scale) -> str:
+    if not np.isfinite(value):
+        return ""
+    color = scale.high_color if value >= 0 else scale.low_color or scale.high_color
+    return f"background:{_rgba(color, 0.7 * min(1.0, abs(value)))}"
+
+
+def _rgba(color: tuple[int, int, int], opacity: float) -> str:
+    return f"rgba({color[0]},{color[1]},{color[2]},{opacity:.2f})"
+
+
+def _piece(piece: str) -> str:
+    return visible(piece).replace("\n", "⏎\n") or "∅"
+
+
+def _tip(found: ResponseTokens, place: int) -> str:
+    def at(values: np.ndarray | None, digits: int) -> str:
+        return number(None if values is None else float(values[place]), digits)
+
+    clip = found.clips[place] if found.clips else None
+    rows = [
+        ("token", f"{found.start + place} (id {found.ids[place]})"),
+        ("sampler log-prob", at(found.sampler_logprobs, 4)),
+        ("trainer log-prob", at(found.policy_logprobs, 4)),
+        ("ratio", at(found.ratio, 4)),
+        ("entropy", at(found.entropy, 4)),
+        ("advantage", number(found.advantage, 4)),
+        ("weights", f"version {found.versions[place]}"),
+        ("clipped", clip or "no"),
+    ]
+    width = max(len(value) for _, value in rows)
+    return "\n".join(f"{name:<18}{value:>{width}}" for name, value in rows)
+
+
+def _summary(found: ResponseTokens) -> str:
+    parts = [f"{found.length:,} tokens"]
+    if len(found.ids) < found.length:
+        parts.append(f"{found.start:,} to {found.start + len(found.ids) - 1:,} shown")
+    if found.advantage is not None:
+        parts.append(f"advantage {found.advantage:+.3f}")
+    if found.clips is None:
+        parts.append("not trained on, so it has no ratio and no entropy")
+    else:
+        parts.append(f"{sum(clip is not None for clip in found.clips):,} clipped")
+    return " · ".join(parts)
+
+
+def _pages(run: Run, serial: int, sample: int, found: ResponseTokens) -> None:
+    here = link(run.name, "tokens", serial, sample)
+    if found.start:
+        ui.link("earlier tokens", f"{here}?start={max(0, found.start - LIMIT)}")
+    if found.start + len(found.ids) < found.length:
+        ui.link("later tokens", f"{here}?start={found.start + LIMIT}")
+
+
+def _decoder(root: Path, run: Run) -> Callable[[int], str]:
+    """The tokenizer that the run saved with its newest checkpoint; without one, tokens are shown by their numbers."""
+    saved = run.path.parent.glob("checkpoints/*/tokenizer.json")
+    home = Path(os.path.realpath(root))
+    # Links that lead out of the folder are not followed, as with databases.
+    inside = [path for path in map(os.path.realpath, saved) if Path(path).is_relative_to(home)]
+    if not inside:
+        return lambda token: f"⟨{token}⟩"
+    newest = max(inside, key=os.path.getmtime)
+    return _decoding(newest, os.path.getmtime(newest))
+
+
+@lru_cache(maxsize=4)
+def _decoding(path: str, changed: float) -> Callable[[int], str]:
+    """`changed` is there so that a file that was written anew is read anew."""
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception:  # the library raises nothing narrower; a broken file must not keep the numbers from being shown
+        return lambda token: f"⟨{token}⟩"
+
+    def decode(token: int) -> str:
+        piece = tokenizer.decode([token], skip_special_tokens=False)
+        # Alone, a word of SentencePiece loses the space in front of it.
+        has_space = (tokenizer.id_to_token(token) or "").startswith("▁")
+        return f" {piece}" if has_space and not piece.startswith(" ") else piece
+
+    return decode

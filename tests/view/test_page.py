@@ -1,0 +1,318 @@
+"""The page in a real browser, over the database of a real training and over hostile ones."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("nicegui", reason="the page needs dapo[view]")
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from dapo.store.database import RunDatabase
+from dapo.types import Event
+from dapo.view.groups import GroupFilter, groups
+from dapo.view.page.charts import Line, Look, Zone, line_chart, points, smoothed, stacked_chart
+from dapo.view.page.curves import overlong_zone
+from dapo.view.page.runs import sparkline
+from dapo.view.page.text import shown, visible
+from dapo.view.runs import find_run
+from dapo.view.source import Run
+from dapo.view.tokens import tokens
+from tests.view.made import HOSTILE, create, make_group, make_report
+from tests.view.test_server import running
+
+WAIT_MS = 15_000
+VIEWS = ("curves", "groups", "groups/0", "tokens", "prompts", "health")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, trained: Run) -> Path:
+    """A real run, a copy of it, one whose every text is hostile, one that grows, and two that cannot be read."""
+    folder = tmp_path_factory.mktemp("site")
+    for name in ("real", "copy"):
+        shutil.copytree(trained.path.parent, folder / name)
+    with create(folder, name="hostile") as database:
+        made = [
+            make_group(
+                serial,
+                accs=(True, False, None),
+                texts=[text] * 3,
+                messages=({"role": text[:50], "content": text},),
+                answer=text,
+                data_source=text[:100],
+            )
+            for serial, text in enumerate(HOSTILE)
+        ]
+        database.record_step(make_report(1, made, events=[Event(HOSTILE[0], HOSTILE[0], 1)]))
+    vocabulary = {f"{HOSTILE[0]}{number}": number for number in range(100)}
+    (folder / "hostile" / "checkpoints" / "step_1").mkdir(parents=True)
+    Tokenizer(WordLevel(vocabulary, unk_token=f"{HOSTILE[0]}0")).save(
+        str(folder / "hostile" / "checkpoints" / "step_1" / "tokenizer.json")
+    )
+    with create(folder, name="growing") as database:
+        database.record_step(make_report(1, [make_group(1)]))
+    for name, content in (("empty", b""), ("broken", b"this is no database" * 1_000)):
+        (folder / name).mkdir()
+        (folder / name / "run.db").write_bytes(content)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("there is no Chromium on this machine")
+    with playwright.sync_playwright() as started:
+        yield started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+
+
+@pytest.fixture(scope="module")
+def url(root: Path) -> Iterator[str]:
+    with running(root) as address:
+        yield address.rstrip("/")
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A tab that must see no error in its console and no dialog, and load nothing from elsewhere."""
+    context = browser.new_context(viewport={"width": 1400, "height": 900}, accept_downloads=True)
+    opened = context.new_page()
+    opened.set_default_timeout(WAIT_MS)
+    wrong: list[str] = []
+    opened.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.on("dialog", lambda dialog: (wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
+    opened.on("request", lambda request: wrong.append(request.url) if "127.0.0.1" not in request.url[:30]
+              and not request.url.startswith(("data:", "blob:")) else None)  # fmt: skip
+    yield opened
+    context.close()
+    assert wrong == []
+
+
+def rows(page: Any, table: str) -> list[str]:
+    return page.locator(f"{table} .ag-center-cols-container .ag-row").all_inner_texts()
+
+
+def test_the_runs_are_listed_and_a_click_opens_one(page: Any, url: str):
+    page.goto(url)
+    page.get_by_text("unreadable").first.wait_for()
+    text = " ".join(rows(page, ".opens"))
+    assert "is empty" in text
+    assert "cannot be opened as a run database" in text
+    assert "finished" in text
+    assert page.locator(".opens svg polyline").count() >= 2
+    page.locator("[col-id=name]", has_text="real").click()
+    page.wait_for_url("**/run/real/curves")
+    page.locator(".curves canvas").first.wait_for()
+
+
+def test_picked_runs_are_compared(page: Any, url: str):
+    page.goto(url)
+    for name in ("copy", "real"):
+        row = page.locator(".ag-row", has=page.locator("[col-id=name]", has_text=name))
+        row.locator("input[type=checkbox]").check()
+    page.get_by_role("button", name="Compare").click()
+    page.wait_for_url("**/run/copy/curves?other=real")
+    page.get_by_text("0 options in which these runs differ").wait_for()
+    page.locator(".curves canvas").first.wait_for()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", ["real", "hostile"])
+def test_every_view_opens_without_an_error(page: Any, url: str, name: str, view: str):
+    page.goto(f"{url}/run/{name}/{view}")
+    sign = {"curves": "canvas", "groups": ".groups .ag-row", "groups/0": ".responses .q-card", "tokens": ".tokens span"}
+    sign |= {"prompts": ".prompts .ag-row", "health": ".events .ag-row"}
+    page.locator(sign[view]).first.wait_for()
+    page.wait_for_timeout(300)
+    assert page.locator(".problem:visible").count() == 0
+    assert page.locator("img[src=x]").count() == 0
+    if name == "hostile" and view != "curves":
+        assert "<script>alert(1)</script><img src=x onerror=alert(1)>" in page.inner_text("body")
+
+
+def test_hostile_text_is_shown_as_text_and_not_in_full_length(page: Any, url: str):
+    page.goto(f"{url}/run/hostile/groups/1")
+    page.locator(".responses .q-card").first.wait_for()
+    assert "⟨esc⟩[31mred" in page.inner_text(".responses")
+    assert "⟨RIGHT-TO-LEFT OVERRIDE⟩" in page.inner_text(".responses")
+    page.goto(f"{url}/run/hostile/groups/3")
+    page.locator(".responses .q-card").first.wait_for()
+    assert "more characters" in page.inner_text(".responses")
+    assert len(page.inner_text("body")) < 200_000
+
+
+def test_filters_change_the_rows(page: Any, url: str, root: Path):
+    run = find_run(root, "real")
+    kept = groups(run, GroupFilter(verdicts=("kept",)), limit=1_000).rows
+    everything = groups(run, limit=1_000).rows
+    assert 0 < len(kept) < len(everything)
+    page.goto(f"{url}/run/real/groups")
+    where = page.locator(".where")
+    where.get_by_text(f"of {len(everything)} groups").wait_for()
+    page.goto(f"{url}/run/real/groups?verdict=kept")
+    where.get_by_text(f"of {len(kept)} groups").wait_for()
+    assert all("kept" in row for row in rows(page, ".groups"))
+    page.get_by_label("to step").fill("1")
+    first = [row for row in kept if row.generated_step <= 1]
+    where.get_by_text(f"1 to {len(first)} of {len(first)} groups").wait_for()
+    page.get_by_label("text in prompt or response").fill("no text has these words")
+    where.get_by_text("0 groups with this text").wait_for()
+    page.wait_for_function("document.querySelectorAll('.groups .ag-center-cols-container .ag-row').length === 0")
+
+
+def test_pages_of_groups_follow_each_other(page: Any, url: str, generated: Run):
+    with running(generated.path.parent.parent) as other:
+        page.goto(f"{other}run/{generated.name}/groups")
+        page.get_by_text("1 to 50 of 192 groups").wait_for()
+        page.get_by_role("button", name="Next").click()
+        page.get_by_text("51 to 100 of 192 groups").wait_for()
+        page.locator(".groups .ag-row", has_text="141").first.wait_for()
+        page.get_by_role("button", name="Previous").click()
+        page.get_by_text("1 to 50 of 192 groups").wait_for()
+
+
+def test_a_group_opens_with_its_responses_and_is_exported(page: Any, url: str, root: Path):
+    page.goto(f"{url}/run/real/groups")
+    page.locator(".groups .ag-row").first.locator(".ag-cell").first.click()
+    page.wait_for_url(re.compile(r"/run/real/groups/\d+$"))
+    page.locator(".responses .q-card").nth(3).wait_for()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="JSON").click()
+    assert '"responses"' in Path(download.value.path()).read_text(encoding="utf-8")
+
+
+def test_a_clipped_token_shows_its_numbers(page: Any, url: str, root: Path):
+    run = find_run(root, "real")
+    serial, sample, place = next(
+        (row.serial, sample, place)
+        for row in groups(run, GroupFilter(verdicts=("kept",)), limit=1_000).rows
+        for sample in range(row.responses)
+        for place, clip in enumerate(tokens(run, row.serial, sample, str).clips or ())
+        if clip == "high"
+    )
+    found = tokens(run, serial, sample, str)
+    page.goto(f"{url}/run/real/tokens/{serial}/{sample}")
+    token = page.locator(".tokens span").nth(place)
+    token.wait_for()
+    assert token.get_attribute("class") == "clip-high"
+    token.hover()
+    tip = page.inner_text("#token-tip")
+    assert re.search(r"clipped\s+high", tip)
+    assert f"{found.ratio[place]:.4f}" in tip
+    assert f"{found.sampler_logprobs[place]:.4f}" in tip
+    before = page.locator(".tokens").inner_html()
+    page.get_by_role("button", name="entropy").click()
+    page.wait_for_function("before => document.querySelector('.tokens').innerHTML !== before", arg=before)
+
+
+def test_a_prompt_opens_its_history(page: Any, url: str):
+    page.goto(f"{url}/run/real/prompts")
+    page.locator(".prompts .ag-row").first.locator(".ag-cell").first.click()
+    page.locator(".history canvas").wait_for()
+    page.get_by_role("link", name=re.compile("its .* groups")).click()
+    page.wait_for_url("**/groups?prompt=*")
+    page.locator(".groups .ag-row").first.wait_for()
+
+
+def test_a_reason_leads_to_its_groups(page: Any, url: str):
+    page.goto(f"{url}/run/hostile/health")
+    page.locator(".reasons .ag-cell", has_text="timed out").click()
+    page.wait_for_url("**/groups?error=*")
+    page.get_by_text("of 5 groups").wait_for()
+
+
+def test_the_page_grows_while_a_run_does(page: Any, url: str, root: Path):
+    page.goto(f"{url}/run/growing/groups")
+    page.get_by_text("1 to 1 of 1 groups").wait_for()
+    with RunDatabase.open(root / "growing" / "run.db") as database:
+        database.record_step(make_report(2, [make_group(2), make_group(3)]))
+        page.get_by_text("1 to 3 of 3 groups").wait_for()
+        assert len(rows(page, ".groups")) == 3
+
+
+def test_the_look_of_curves_can_be_changed(page: Any, url: str):
+    page.goto(f"{url}/run/real/curves")
+    canvas = page.locator(".curves canvas").first
+    canvas.wait_for()
+    page.wait_for_timeout(500)
+    before = canvas.evaluate("element => element.toDataURL()")
+    page.get_by_text("logarithmic").click()
+    changed = "before => document.querySelector('.curves canvas').toDataURL() !== before"
+    page.wait_for_function(changed, arg=before)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="CSV").click()
+    assert Path(download.value.path()).read_text(encoding="utf-8").startswith("step,acc/mean,")
+
+
+def test_the_choice_of_dark_is_kept(page: Any, url: str):
+    page.goto(url)
+    assert page.locator("body.body--dark").count() == 0
+    page.get_by_role("button", name="light or dark").click()
+    page.locator("body.body--dark").wait_for()
+    page.goto(f"{url}/run/real/health")
+    page.locator("body.body--dark").wait_for()
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("empty", "is empty"), ("broken", "cannot be opened"), ("nothing", "there is no run database here"),
+    ("..%5cx", "is not the name of a run"),
+])  # fmt: skip
+def test_a_run_that_cannot_be_read_is_a_sentence(page: Any, url: str, name: str, words: str):
+    page.goto(f"{url}/run/{name}/groups")
+    page.locator(".problem", has_text=words).wait_for()
+    assert "Traceback" not in page.inner_text("body")
+
+
+def test_a_smoothed_curve_starts_at_its_first_value_and_passes_over_gaps():
+    found = smoothed(np.array([4.0, 0.0, np.nan, 2.0]), 0.5)
+    np.testing.assert_allclose(found, [4, 4 / 3, 4 / 3, (0.5 * 1 + 0.5 * 2) / 0.875], rtol=1e-12)
+    values = np.array([1.0, np.nan])
+    assert smoothed(values, 0.0) is values
+
+
+def test_what_cannot_be_drawn_is_a_gap():
+    steps, values = np.array([1, 2, 3, 4]), np.array([1.0, np.nan, 0.0, np.inf])
+    assert points(steps, values) == [[1, 1.0], [2, None], [3, 0.0], [4, None]]
+    assert points(steps, values, is_log=True) == [[1, 1.0], [2, None], [3, None], [4, None]]
+
+
+def test_a_band_is_as_high_as_its_bounds_are_apart():
+    steps, values = np.array([1, 2]), np.array([0.0, 1.0])
+    line = Line("a", steps, values, "red", low=values - 2, high=values + 3)
+    chart = line_chart("t", "u", [line], Look(), Zone("overlong", 3, 4))
+    assert [[point[1] for point in series["data"]] for series in chart["series"]] == [[-2, -1], [5, 5], [0, 1]]
+    assert chart["series"][-1]["markArea"]["data"][0][0]["yAxis"] == 3
+    assert len(line_chart("t", "u", [line], Look(is_log=True))["series"]) == 1
+
+
+def test_parts_that_are_always_zero_are_not_drawn():
+    chart = stacked_chart("t", "u", np.array([1]), {"some": np.array([2.0]), "none": np.array([0.0])})
+    assert [series["name"] for series in chart["series"]] == ["some"]
+
+
+def test_the_overlong_zone_is_where_reward_is_lost():
+    options = {"data.max_response_length": 24, "reward.overlong_buffer.len": 16, "reward.target_length": 5}
+    assert overlong_zone({**options, "reward.length_shaping": "buffer"}) == Zone("overlong", 8, 24)
+    assert overlong_zone({**options, "reward.length_shaping": "target"}) == Zone("overlong", 5, 24)
+    assert overlong_zone({**options, "reward.length_shaping": "none"}) is None
+
+
+def test_a_sparkline_is_made_of_numbers_only():
+    assert sparkline(np.array([1.0])) == sparkline(np.array([np.nan, 1.0])) == ""
+    assert re.search(r'points="2.0,22.0 60.0,2.0 118.0,12.0"', sparkline(np.array([0.0, 2.0, 1.0])))
+    assert "nan" not in sparkline(np.array([0.0, np.nan, np.inf, 1.0]))
+
+
+def test_signs_that_are_obeyed_elsewhere_are_named():
+    assert visible("a\0b\x1b[0m\u202e\n\tc") == "a⟨nul⟩b⟨esc⟩[0m⟨RIGHT-TO-LEFT OVERRIDE⟩\n\tc"
+    assert shown("x" * 30, 10) == "x" * 10 + "\n… 20 more characters"
