@@ -119,7 +119,7 @@ def view(
     except ModuleNotFoundError as error:
         if error.name != "nicegui":
             raise
-        raise ConfigError("the page needs NiceGUI: pip install 'dapo[view]'") from None
+        raise ConfigError("the page needs NiceGUI: pip install nicegui") from None
     where = address(host, port, token)
     serve(runs, where, opens=not no_open, ready=lambda: typer.echo(f"{runs} is shown at {where.url} (Ctrl-C ends)"))
 

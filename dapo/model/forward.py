@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dapo.errors import ModelError
 from dapo.model.attention import ATTENTION_NAME, AttentionPlan, Family, PackedAttention
+from dapo.model.meter import key_heads
 from dapo.model.products import wide_product
 from dapo.model.trunk import trunk_of
 from dapo.model.varlen import Layout, Segments, VarlenAttention
@@ -22,10 +23,6 @@ _ELSEWHERE = "it needs the vLLM engine, which this version does not have yet"
 def query_groups(causal_lm: Any) -> int:
     config = causal_lm.config.get_text_config()
     return config.num_attention_heads // key_heads(config)
-
-
-def key_heads(config: Any) -> int:
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def hidden_states(

@@ -53,7 +53,7 @@ def training_flops(
     weights += _head_parameters(config) * (tokens if head_tokens is None else head_tokens)
     pairs = sum(map(_causal_pairs, sequence_lengths)) - sum(map(_causal_pairs, spared_prompts))
     # Scores and weighted sum, for each layer and query head.
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * _head_dim(config) * pairs
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * head_size(config) * pairs
     return 6.0 * (weights + attention)
 
 
@@ -63,7 +63,7 @@ def _causal_pairs(length: int) -> int:
 
 def _trunk_parameters(config: Any) -> int:
     heads = config.num_attention_heads
-    attention = 2 * config.hidden_size * _head_dim(config) * (heads + _kv_heads(config))
+    attention = 2 * config.hidden_size * head_size(config) * (heads + key_heads(config))
     return config.num_hidden_layers * (attention + 3 * config.hidden_size * inner_width(config))
 
 
@@ -79,12 +79,12 @@ def _head_parameters(config: Any) -> int:
 
 def kv_bytes(config: Any, width: int) -> int:
     """Of the keys and values of one token, at `width` bytes a number."""
-    return 2 * config.num_hidden_layers * _kv_heads(config) * _head_dim(config) * width
+    return 2 * config.num_hidden_layers * key_heads(config) * head_size(config) * width
 
 
-def _kv_heads(config: Any) -> int:
+def key_heads(config: Any) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-def _head_dim(config: Any) -> int:
+def head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

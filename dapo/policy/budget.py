@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dapo.config import OptimConfig
-from dapo.model.forward import free_memory, head_weight, key_heads
-from dapo.model.meter import inner_width
+from dapo.model.forward import free_memory, head_weight
+from dapo.model.meter import head_size, inner_width, key_heads
 from dapo.model.trunk import FusedTrunk, Trunk
 
 _CPU_TOKENS = 4096
@@ -53,8 +53,7 @@ def activation_bytes(causal_lm: Any, trunk: Trunk, *, recompute: bool) -> int:
     """Held per packed token between forward and backward: an estimate by counting what each layer saves."""
     config = causal_lm.config.get_text_config()
     width, inner = config.hidden_size, inner_width(config)
-    head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
-    kv_width, query_width = key_heads(config) * head_dim, config.num_attention_heads * head_dim
+    kv_width, query_width = (heads * head_size(config) for heads in (key_heads(config), config.num_attention_heads))
     size = torch.finfo(head_weight(causal_lm).dtype).bits // 8
     # Both sums of the residual stream in float32; both norms, queries, keys and values (which may be copied for each
     # response), attention's result, gate and up.

@@ -37,6 +37,12 @@ def connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
             raise
 
 
+def reading_mode(path: Path) -> str:
+    """A reader makes the WAL's index beside the file. Where it cannot, and no WAL is left, it needs none."""
+    needs_index = os.access(path.parent, os.W_OK) or Path(f"{path}-wal").exists()
+    return "ro" if needs_index else "ro&immutable=1"
+
+
 def check(connection: sqlite3.Connection, path: Path) -> None:
     if is_blank(connection):
         raise CheckpointError(f"{path}: is empty; the run never started, or the file was copied without its -wal file")

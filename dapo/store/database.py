@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ import yaml
 
 from dapo import __version__
 from dapo.errors import CheckpointError
-from dapo.store.connection import check, connected, explained, is_blank
+from dapo.store.connection import check, connected, explained, is_blank, reading_mode
 from dapo.store.encoding import FLOATS, TOKENS, from_blob, to_blob, to_json, to_text
 from dapo.store.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from dapo.types import CARRIED, EvalReport, Event, Group, Prompt, Rollout, Score, StepReport, TokenStats
@@ -72,9 +71,7 @@ class RunDatabase:
     def open_readonly(cls, path: str | Path) -> Self:
         """Open to look, also while the run is going on."""
         path = Path(path)
-        # A reader makes the WAL's index beside the file. Where it cannot, and no WAL is left, it needs none.
-        needs_index = os.access(path.parent, os.W_OK) or Path(f"{path}-wal").exists()
-        with connected(path, "ro" if needs_index else "ro&immutable=1") as connection:
+        with connected(path, reading_mode(path)) as connection:
             check(connection, path)
             return cls(connection, path)
 

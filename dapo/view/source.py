@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 
 from dapo.errors import CheckpointError
-from dapo.store.connection import check, connected, explained
+from dapo.store.connection import check, connected, explained, reading_mode
 
 _YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was built
 
@@ -32,10 +31,8 @@ class Run:
         Opening takes less than a millisecond, and leaves nothing to go stale: new steps are there, a file that another
         run has replaced is noticed, and no forgotten reader keeps the writer's WAL growing.
         """
-        # A reader makes the WAL's index beside the file. Where it cannot, and no WAL is left, it needs none.
-        needs_index = os.access(self.path.parent, os.W_OK) or Path(f"{self.path}-wal").exists()
         with (
-            connected(self.path, "ro" if needs_index else "ro&immutable=1") as connection,
+            connected(self.path, reading_mode(self.path)) as connection,
             closing(connection),
             explained(self.path, "read"),
         ):

@@ -13,7 +13,8 @@ from dapo.engine.embedded.cache import CachedPrompt, DecodeAttention, PromptStac
 from dapo.engine.embedded.sampler import draw, uniforms
 from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt
 from dapo.model.attention import Family, PackedAttention
-from dapo.model.forward import head_weight, hidden_states, key_heads, query_groups
+from dapo.model.forward import head_weight, hidden_states, query_groups
+from dapo.model.meter import head_size, key_heads
 from dapo.model.products import wide_product
 from dapo.types import FinishReason, SamplingParams
 
@@ -32,10 +33,10 @@ class EagerDecoder:
         self.active: list[Response] = []
         self.stacked: PromptStack | None = None
         config = causal_lm.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         weight = head_weight(causal_lm)
         self.device, self.dtype = weight.device, weight.dtype
-        self.cache = ResponseCache(config.num_hidden_layers, key_heads(config), head_dim, self.dtype, self.device)
+        shape = config.num_hidden_layers, key_heads(config), head_size(config)
+        self.cache = ResponseCache(*shape, self.dtype, self.device)
         self.steps, self.places = 0, 0
 
     def release_cache(self) -> None:

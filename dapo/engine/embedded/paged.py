@@ -21,8 +21,9 @@ from dapo.engine.embedded.pages import PagedAttention, PageStore, longest_pages,
 from dapo.engine.embedded.prefill import Prefill
 from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt
 from dapo.errors import ModelError
-from dapo.model.forward import free_memory, head_weight, hidden_states, key_heads
+from dapo.model.forward import free_memory, head_weight, hidden_states
 from dapo.model.graphs import GraphPool
+from dapo.model.meter import head_size, key_heads
 from dapo.model.products import wide_product
 from dapo.types import FinishReason, SamplingParams
 
@@ -403,5 +404,4 @@ class _Looks:
 
 def _cache_shape(causal_lm: Any, pages: int) -> tuple[int, int, int, int]:
     config = causal_lm.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, pages, key_heads(config), head_dim
+    return config.num_hidden_layers, pages, key_heads(config), head_size(config)
