@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 # Before torch is imported: its threads otherwise spin for milliseconds when they wait, and with anything else on the
 # same cores (the processes that judge, a second run, a browser) the whole program becomes ten times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+# The library whose products can be told to give the same bits for any number of rows; see dapo.model.products.
+os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
 
 from dapo.config import Config
 

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.config import Config, ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.loading import load_model
+from dapo.model.products import linear, same_bits_for_any_rows, wide_product
 from dapo.model.trunk import FusedTrunk, PlainTrunk, trunk_of
 from dapo.policy.policy import Policy
-from dapo.types import Request, SamplingParams
+from dapo.types import Prompt, Request, SamplingParams, Score
 from tests import plain
 from tests.policy.test_update import config, packed_gradients, random_groups
 from tests.tiny import EOS_ID, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3, tiny_smollm3, tiny_tokenizer
@@ -106,7 +108,7 @@ def test_the_fused_update_in_bf16_has_the_oracle_s_gradient_up_to_rounding(build
     expected = plain.gradients(twin, plain.mini_batch_loss(twin, groups, "token-mean"))
     for name, master in zip(policy.optimiser.names, policy.optimiser.masters, strict=True):
         error = (master.grad.double().cpu() - expected[name]).norm() / expected[name].norm()
-        assert error < 0.05, (name, float(error))
+        assert error < 0.08, (name, float(error))
 
 
 def test_a_captured_update_of_another_size_leaves_nothing_behind():
@@ -128,20 +130,48 @@ def test_a_captured_update_of_another_size_leaves_nothing_behind():
         assert (first - second).norm() < 0.03 * first.norm()  # atomic sums in attention's backward differ a little
 
 
-def test_in_bf16_sampler_and_trainer_stay_close_on_the_real_model(smollm2_dir):
+def gap(policy, prompts, rollouts):
+    """Mean and largest difference between the sampler's log-probabilities and those of an update."""
+    groups = []
+    for serial, tokens in enumerate(prompts):
+        members = sorted((r for r in rollouts if r.serial == serial), key=lambda rollout: rollout.index)
+        scores = [Score(float(i % 2)) for i in range(len(members))]
+        groups.append(form_group(serial, Prompt(str(serial), (), tokens, None), members, scores, GroupRules(400)))
+    metrics = policy.update(groups, step=1, version=0).metrics
+    assert metrics["updates"] == 1
+    return metrics["logprob_gap/mean"], metrics["logprob_gap/max"]
+
+
+@pytest.mark.parametrize("how", ["captured", "eager", "recompute"])
+@pytest.mark.parametrize("build", FUSED)
+def test_in_bf16_sampler_and_trainer_compute_the_same_bits(build, how):
+    model = build().to(torch.bfloat16)
+    engine = engine_for(model, max_concurrent=11)  # places change hands, and batches are of many sizes
+    rollouts = drain(engine, *(Request(i, p, 5, SamplingParams(max_tokens=150)) for i, p in enumerate(PROMPTS)))
+    policy = Policy(model, config(optim__recompute_activations="always" if how == "recompute" else "auto"))
+    if how != "captured":
+        policy.captured = None
+    mean, largest = gap(policy, PROMPTS, rollouts)
+    assert mean < 1e-6 and largest < 1e-5  # float32 sums over the vocabulary are all that differs
+
+
+@pytest.mark.parametrize("rows", [1, 17, 96, 250, 700])
+@pytest.mark.parametrize(("terms", "columns"), [(576, 960), (1536, 576), (8960, 1536), (18944, 3584)])
+def test_a_row_of_a_product_does_not_depend_on_the_others(rows, terms, columns):
+    same_bits_for_any_rows()
+    generator = torch.Generator().manual_seed(rows)
+    input_Ti, weight = (torch.randn(n, terms, generator=generator).bfloat16().cuda() for n in (3000, columns))
+    assert torch.equal(linear(input_Ti[:rows], weight), linear(input_Ti, weight)[:rows])
+    few, many = wide_product(input_Ti[:rows], weight.t()), wide_product(input_Ti, weight.t())
+    assert torch.equal(few, many[:rows])
+
+
+def test_in_bf16_sampler_and_trainer_agree_on_the_real_model(smollm2_dir):
     loaded = load_model(ModelConfig(path=str(smollm2_dir), device="cuda"))
     assert loaded.model.dtype == torch.bfloat16
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, loaded.stop_ids, seed=0, max_concurrent=64)
     prompt = tuple(loaded.tokenizer("The capital of France is")["input_ids"])
     rollouts = drain(engine, Request(0, prompt, 32, SamplingParams(max_tokens=64)))
-    from dapo.algorithm.filtering import GroupRules, form_group
-    from dapo.types import Prompt, Score
-
-    scores = [Score(float(i % 2)) for i in range(32)]
-    members = sorted(rollouts, key=lambda rollout: rollout.index)
-    group = form_group(0, Prompt("p", (), prompt, None), members, scores, GroupRules(64))
     policy = Policy(loaded.model, Config.parse({"model": {"path": "x"}, "data": {"train": "x"}}))
-    metrics = policy.update([group], step=1, version=0).metrics
-    print(f"mean gap {metrics['logprob_gap/mean']:.5f}, max {metrics['logprob_gap/max']:.4f}")
-    assert metrics["logprob_gap/mean"] < policy.config.algorithm.max_logprob_gap
-    assert metrics["updates"] == 1
+    mean, largest = gap(policy, [prompt], rollouts)
+    assert mean < 1e-6 and largest < 1e-4

@@ -25,26 +25,16 @@ ATTENTION_NAME = "dapo"
 TREE_TOKENS = 512
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rotary:
-    """How queries and keys are prepared: head norms where the model has them, then rotation by the position's angles.
-
-    `table` is float32 [positions, D]: cosines in the first half of the columns, sines in the second; None: no rotation.
-    """
-
-    table: Tensor | None
-    query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
-    eps: float = 0.0
-
-
 class AttentionPlan(Protocol):
-    applies_rotary: bool  # whether `attend` wants queries and keys as projected, with the rotary to apply
+    applies_rotary: bool  # whether `attend` wants queries and keys as projected, with the angles to turn them by
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotary: Rotary | None = None
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cos_sin: Tensor | None = None
     ) -> Tensor:
-        """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+        """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D].
+
+        `cos_sin` is float32 [positions, D]: cosines in the first half of the columns, sines in the second.
+        """
         ...
 
 
@@ -145,7 +135,7 @@ class PackedAttention:
         return inverse.to(device)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotary: Rotary | None = None
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cos_sin: Tensor | None = None
     ) -> Tensor:
         if self.captured is not None:
             self.captured.append((key[0].detach(), value[0].detach()))

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from dapo.model.attention import AttentionPlan, Rotary
+from dapo.model.attention import AttentionPlan
 from dapo.model.kernels.norm import add_rms_norm, add_rms_norm_backward
 from dapo.model.kernels.rotary import HeadNorms, rotate, rotate_backward
 from dapo.model.kernels.swiglu import swiglu, swiglu_backward
-from dapo.model.products import add_weight_grad
+from dapo.model.products import add_weight_grad, linear, same_bits_for_any_rows
 
 # Decoder layers of one shape: RMS norms, rotary attention with optional head norms, a gated feed-forward with SiLU.
 FUSED_MODELS = (
@@ -83,7 +83,8 @@ class _Layer:
     qkv: Weight
     qkv_bias: Weight | None
     head_norms: tuple[Weight, Weight] | None  # of queries and keys
-    rotary: Rotary
+    norms: HeadNorms | None  # the same, as the kernel takes them
+    cos_sin: Tensor | None  # None: a layer without positions
     out: Weight
     post_norm: Weight
     gate_up: Weight
@@ -162,9 +163,9 @@ class FusedTrunk:
 
     def _attention(self, index: int, normed: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         layer, scale = self.layers[index], self.head_dim**-0.5
-        if plan.applies_rotary:
+        if plan.applies_rotary and layer.norms is None:
             query, key, value = self._split(_linear(normed, layer.qkv, layer.qkv_bias))
-            attended = plan.attend(index, query, key, value, scale, layer.rotary)
+            attended = plan.attend(index, query, key, value, scale, layer.cos_sin)
         else:
             projected = _RotaryProjection.apply(normed, positions_T, layer, self.heads, self.kv_heads)
             query, key, value = (part.transpose(0, 1)[None] for part in projected)
@@ -184,6 +185,8 @@ def trunk_of(causal_lm: Any) -> Trunk:
     """Fused on a GPU in bf16 where the model is of a kind that is known; else as transformers computes it."""
     if causal_lm not in _TRUNKS:
         is_fast = causal_lm.dtype == torch.bfloat16 and causal_lm.device.type == "cuda"
+        if is_fast:
+            same_bits_for_any_rows()
         _TRUNKS[causal_lm] = FusedTrunk.of(causal_lm) if is_fast and can_fuse(causal_lm) else PlainTrunk(causal_lm)
     return _TRUNKS[causal_lm]
 
@@ -226,12 +229,8 @@ def _join(layer: Any, table: Tensor, eps: float) -> _Layer:
         qkv=Weight.of(*(part.weight for part in projections)),
         qkv_bias=None if attention.q_proj.bias is None else Weight.of(*(part.bias for part in projections)),
         head_norms=norms,
-        rotary=Rotary(
-            table if getattr(attention, "use_rope", True) else None,
-            query_norm=norms[0].value if norms else None,
-            key_norm=norms[1].value if norms else None,
-            eps=eps,
-        ),
+        norms=HeadNorms(norms[0].value, norms[1].value, eps) if norms else None,
+        cos_sin=table if getattr(attention, "use_rope", True) else None,
         out=Weight.of(attention.o_proj.weight),
         post_norm=Weight.of(layer.post_attention_layernorm.weight),
         gate_up=Weight.of(feed_forward.gate_proj.weight, feed_forward.up_proj.weight),
@@ -248,7 +247,7 @@ def _rotary_table(rotary: Any, positions: int) -> Tensor:
 
 
 def _linear(input_Ti: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:
-    return F.linear(input_Ti, weight.value, None if bias is None else bias.value)
+    return linear(input_Ti, weight.value, None if bias is None else bias.value)
 
 
 def _add_norm(residual: Tensor, delta: Tensor | None, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
@@ -321,7 +320,7 @@ class _RotaryProjection(Function):
         ctx: Any, normed: Tensor, positions_T: Tensor, layer: _Layer, heads: int, kv_heads: int
     ) -> tuple[Tensor, ...]:
         qkv = _linear(normed, layer.qkv, layer.qkv_bias)
-        rotated = rotate(qkv, positions_T, layer.rotary.table, heads, kv_heads, _head_norms(layer.rotary))
+        rotated = rotate(qkv, positions_T, layer.cos_sin, heads, kv_heads, layer.norms)
         # Only head norms need to see what came in; a rotation is undone by its angle alone.
         ctx.save_for_backward(normed, positions_T, *((qkv,) if layer.head_norms is not None else ()))
         ctx.layer, ctx.heads, ctx.kv_heads = layer, heads, kv_heads
@@ -341,19 +340,13 @@ class _RotaryProjection(Function):
             assert layer.head_norms[1].grad is not None
             norm_grads = layer.head_norms[0].grad, layer.head_norms[1].grad
         rotate_backward(
-            grad_qkv[:, :width], raw[0] if raw else grad_qkv, positions_T, layer.rotary.table, ctx.heads, ctx.kv_heads,
-            _head_norms(layer.rotary), norm_grads, grad_qkv,
+            grad_qkv[:, :width], raw[0] if raw else grad_qkv, positions_T, layer.cos_sin, ctx.heads, ctx.kv_heads,
+            layer.norms, norm_grads, grad_qkv,
         )  # fmt: skip
         layer.qkv.add_grad(grad_qkv, normed)
         if layer.qkv_bias is not None and layer.qkv_bias.grad is not None:
             layer.qkv_bias.grad += grad_qkv.sum(0, dtype=layer.qkv_bias.grad.dtype)
         return grad_qkv @ layer.qkv.value, None, None, None, None
-
-
-def _head_norms(rotary: Rotary) -> HeadNorms | None:
-    if rotary.query_norm is None or rotary.key_norm is None:
-        return None
-    return HeadNorms(rotary.query_norm, rotary.key_norm, rotary.eps)
 
 
 class _FeedForward(Function):

@@ -1,9 +1,11 @@
-"""Variable-length flash attention over packed families: no padding and no mask, whatever the lengths."""
+"""Variable-length attention over packed families: no padding and no mask, whatever the lengths.
+
+The way forward is a kernel that computes what a sampler computes, bit for bit; the way back is flash attention's.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.attention.varlen import varlen_attn
 
-from dapo.model.attention import Family, Rotary
+from dapo.model.attention import Family
+from dapo.model.kernels.attention import Pieces, piece_attention
 from dapo.model.kernels.share import gather_sum, spread
 
-# torch 2.11 takes fewer key heads than query heads as they come, later versions want to be told.
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_NO_JOINT = -1
 _PADDING = 64  # tokens that fill a fixed size up attend to each other in segments of this length
 
 
@@ -25,13 +26,15 @@ _PADDING = 64  # tokens that fill a fixed size up attend to each other in segmen
 class Layout:
     """Queries that follow each other in the pack, and the keys they see: their own, behind those of their prompt.
 
-    A prompt with one response behind it is one segment; with several, the prompt and each response are one each, and
-    the prompt's keys are copied in front of every response's own. Attention is causal and aligned at the end.
+    On the way back a prompt with one response behind it is one segment; with several, the prompt and each response are
+    one each, and the prompt's keys are copied in front of every response's own. Attention is causal and aligned at the
+    end. On the way forward nothing is copied, and the pieces are those that a sampler computes.
     """
 
     query_lengths: np.ndarray  # of each segment
     key_lengths: np.ndarray
     sources_K: np.ndarray  # the token whose key stands at each place
+    pieces: np.ndarray  # [pieces, 5]: the columns of Pieces
 
     @classmethod
     def of(cls, families: Sequence[Family]) -> Layout:
@@ -52,7 +55,8 @@ class Layout:
                 query_lengths.append(n)
                 key_lengths.append(len(prompt) + n)
                 sources.append(np.concatenate([prompt, np.arange(s, s + n)]))
-        return cls(np.array(query_lengths), np.array(key_lengths), np.concatenate(sources))
+        pieces = np.array([piece for family in families for piece in _pieces(family)])
+        return cls(np.array(query_lengths), np.array(key_lengths), np.concatenate(sources), pieces)
 
     @property
     def tokens(self) -> int:
@@ -72,6 +76,7 @@ class Layout:
             np.concatenate([self.query_lengths, lengths]),
             np.concatenate([self.key_lengths, lengths]),
             np.concatenate([self.sources_K, np.arange(there, tokens)]),
+            np.concatenate([self.pieces, _padding_pieces(there, lengths)]),
         )
 
     def copies(self) -> tuple[np.ndarray, np.ndarray]:
@@ -80,11 +85,30 @@ class Layout:
         return np.concatenate([[0], np.cumsum(counts)]), np.argsort(self.sources_K, kind="stable")
 
 
+def _pieces(family: Family) -> list[tuple[int, int, int, int, int]]:
+    """Start, length, start and length of the prefix, joint: as a sampler would have computed these tokens."""
+    start, length = family.prompt
+    if not family.responses:
+        return [(start, length, 0, 0, _NO_JOINT)]
+    joint, prefix = start + length - 1, (start, length - 1)
+    pieces = [(*prefix, 0, 0, _NO_JOINT), (joint, 1, *prefix, _NO_JOINT)]
+    pieces += [(first, count, *prefix, joint) for first, count in family.responses]
+    return [piece for piece in pieces if piece[1] > 0]
+
+
+def _padding_pieces(start: int, lengths: np.ndarray) -> np.ndarray:
+    columns = np.zeros((len(lengths), 5), np.int64)
+    columns[:, 0], columns[:, 1], columns[:, 4] = start + np.cumsum(lengths) - lengths, lengths, _NO_JOINT
+    return columns
+
+
 class Segments:
     """A layout on the device."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.longest_query, self.longest_key = layout.longest
+        columns = _tensor(np.ascontiguousarray(layout.pieces.T), device)
+        self.pieces = Pieces(*columns, longest=int(layout.pieces[:, 1].max()))
         self.query_bounds = _tensor(_bounds(layout.query_lengths), device)
         self.key_bounds = _tensor(_bounds(layout.key_lengths), device)
         self.sources_K: Tensor | None = None
@@ -127,7 +151,10 @@ class FixedSegments(Segments):
         self.query_bounds, self.key_bounds = (_zeros(size.segments + 1, device) for _ in range(2))
         self.sources_K, self.copies_K = (_zeros(size.keys, device) for _ in range(2))
         self.copy_bounds = _zeros(size.tokens + 1, device)
-        self.fill(Layout(*(np.zeros(0, np.int64) for _ in range(3))))
+        # A prompt and its one response are a single segment, and three pieces.
+        self.columns = torch.zeros(5, 3 * size.segments, dtype=torch.int32, device=device)
+        self.pieces = Pieces(*self.columns, longest=size.longest_query)
+        self.fill(Layout(*(np.zeros(0, np.int64) for _ in range(3)), pieces=np.zeros((0, 5), np.int64)))
 
     def fill(self, layout: Layout) -> None:
         layout = layout.padded(self.tokens)
@@ -144,6 +171,9 @@ class FixedSegments(Segments):
             filled = np.full(len(held), values[-1] if held is not self.sources_K else 0, np.int32)
             filled[: len(values)] = values
             held.copy_(torch.from_numpy(filled))
+        columns = np.zeros(self.columns.shape, np.int32)
+        columns[:, : len(layout.pieces)] = layout.pieces.T
+        self.columns.copy_(torch.from_numpy(columns))
 
 
 def _power_of_two(count: int) -> int:
@@ -171,35 +201,53 @@ class VarlenAttention:
         self.segments = segments
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotary: Rotary | None = None
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cos_sin: Tensor | None = None
     ) -> Tensor:
-        segments = self.segments
         query_T, key_T, value_T = (part[0].transpose(0, 1) for part in (query, key, value))
-        if segments.sources_K is not None:
-            key_T, value_T = (_copied(part, segments) for part in (key_T, value_T))
-        output_T = _flash(
-            query_T, key_T, value_T, segments.query_bounds, segments.key_bounds,
-            segments.longest_query, segments.longest_key, scale=scale, window_size=(-1, 0), **_GROUPED,
-        )  # fmt: skip
-        return output_T[None]
+        return _Attend.apply(query_T, key_T, value_T, self.segments, scale)[None]
+
+
+class _Attend(Function):
+    @staticmethod
+    def forward(ctx: Any, query_T: Tensor, key_T: Tensor, value_T: Tensor, segments: Segments, scale: float) -> Tensor:
+        output_T, lse_HT = piece_attention(query_T, key_T, value_T, segments.pieces, scale)
+        ctx.save_for_backward(query_T, key_T, value_T, output_T, lse_HT)
+        ctx.segments, ctx.scale = segments, scale
+        return output_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query_T, key_T, value_T, output_T, lse_HT = ctx.saved_tensors
+        segments: Segments = ctx.segments
+        key_K, value_K = _copied(key_T, segments), _copied(value_T, segments)
+        grad_query, grad_key, grad_value = _flash_backward(
+            grads[0].contiguous(), query_T, key_K, value_K, output_T, lse_HT, segments, ctx.scale
+        )
+        return grad_query, _added_up(grad_key, segments), _added_up(grad_value, segments), None, None
 
 
 def _copied(values_ThD: Tensor, segments: Segments) -> Tensor:
-    copied = _Copies.apply(values_ThD.flatten(1), segments)
-    return copied.unflatten(1, values_ThD.shape[1:])
+    """With the prompt's keys in front of every response's own."""
+    if segments.sources_K is None:
+        return values_ThD
+    return spread(values_ThD.flatten(1), segments.sources_K).unflatten(1, values_ThD.shape[1:])
 
 
-class _Copies(Function):
-    @staticmethod
-    def forward(ctx: Any, values_TW: Tensor, segments: Segments) -> Tensor:
-        ctx.segments = segments
-        assert segments.sources_K is not None
-        return spread(values_TW, segments.sources_K)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        segments = ctx.segments
-        return gather_sum(grads[0].contiguous(), segments.copy_bounds, segments.copies_K), None
+def _added_up(grads_KhD: Tensor, segments: Segments) -> Tensor:
+    if segments.sources_K is None:
+        return grads_KhD
+    flat = grads_KhD.flatten(1).contiguous()
+    return gather_sum(flat, segments.copy_bounds, segments.copies_K).unflatten(1, grads_KhD.shape[1:])
 
 
-_flash: Callable[..., Any] = varlen_attn
+def _flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, segments: Segments,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values from any forward's output and logsumexp."""
+    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
+    return torch.ops.aten._flash_attention_backward(
+        grad_out, query, key, value, out, lse, segments.query_bounds, segments.key_bounds,
+        segments.longest_query, segments.longest_key, 0.0, True, random_state, query.new_empty(0),
+        scale=scale, window_size_left=-1, window_size_right=0,
+    )  # fmt: skip

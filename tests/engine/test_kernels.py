@@ -10,7 +10,6 @@ import math
 import pytest
 
 from dapo.engine.embedded.kernels.attention import (
-    PAGE,
     PagedState,
     decode_attention,
     decode_attention_torch,
@@ -23,7 +22,8 @@ from dapo.engine.embedded.kernels.draw import (
     draw_and_advance_triton,
 )
 from dapo.engine.embedded.sampler import draw, uniforms
-from dapo.model.attention import Rotary
+from dapo.model.kernels.attention import CHUNK, PAGE, Pieces, piece_attention_triton
+from dapo.model.kernels.rotary import rotate
 from dapo.types import SamplingParams
 
 pytest.importorskip("triton")
@@ -65,25 +65,24 @@ class Case:
             return int(self.table[row, t // PAGE]), t % PAGE
         return int(self.table[row, math.ceil(prompt / PAGE) + (t - prompt) // PAGE]), (t - prompt) % PAGE
 
-    def run(self, attend, rows, scale=0.3, rotary=None, splits=1):
+    def run(self, attend, rows, scale=0.3, cos_sin=None, split=False):
         """Output for these rows, which stand in the batch in this order, and the caches after it."""
         prompts, owns = torch.tensor(self.lengths, dtype=torch.int32).T
         rows_B = torch.tensor(rows, dtype=torch.int32)
         state = PagedState(*(x.contiguous().to(DEVICE) for x in (rows_B, self.table, prompts, owns)))
         keys, values = self.keys.clone().to(DEVICE), self.values.clone().to(DEVICE)
         query, key, value = self.new if rows == [*range(len(self.lengths))] else [x[rows] for x in self.new]
-        out = attend(query, key, value, keys, values, state, scale, rotary=rotary, splits=splits)
+        out = attend(query, key, value, keys, values, state, scale, cos_sin=cos_sin, split=split)
         return out.cpu(), keys.cpu(), values.cpu()
 
-    def expected(self, rows, scale=0.3, rotary=None):
+    def expected(self, rows, scale=0.3, cos_sin=None):
         """In float64 from the dense histories: outputs, and the new keys as they belong in the cache."""
         outs, new_keys = [], []
         for row in rows:
             query, key, value = (x[row].cpu() for x in self.new)
-            if rotary is not None:
+            if cos_sin is not None:
                 position = sum(self.lengths[row]) - 1
-                query = turned(query, rotary.query_norm, rotary, position)
-                key = turned(key, rotary.key_norm, rotary, position)
+                query, key = turned(query, cos_sin, position), turned(key, cos_sin, position)
             new_keys.append(key)
             old_keys, old_values = self.old[row].double()
             keys = torch.cat([old_keys, key[:, None].double()], dim=1)
@@ -94,23 +93,17 @@ class Case:
         return torch.stack(outs), torch.stack(new_keys)
 
 
-def turned(heads, norm, rotary, position):
-    """Norm and rotation as pairs of complex numbers, rounded to the input's type after each."""
-    wide = heads.double()
-    if norm is not None:
-        wide = wide / (wide.pow(2).mean(-1, keepdim=True) + rotary.eps).sqrt() * norm.cpu().double()
-        wide = wide.to(heads.dtype).double()
+def turned(heads, cos_sin, position):
+    """As pairs of complex numbers, rounded to the input's type."""
     half = heads.shape[-1] // 2
-    cos, sin = rotary.table.cpu()[position].double().split(half)
-    pairs = torch.complex(wide[:, :half], wide[:, half:]) * torch.complex(cos, sin)
+    cos, sin = cos_sin.cpu()[position].double().split(half)
+    pairs = torch.complex(heads[:, :half].double(), heads[:, half:].double()) * torch.complex(cos, sin)
     return torch.cat([pairs.real, pairs.imag], dim=-1).to(heads.dtype)
 
 
-def rotary_of(head_dim, with_norm=True, dtype=torch.float32):
-    angles = torch.arange(400)[:, None] * 10.0 ** -torch.linspace(0, 3, head_dim // 2)
-    table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(DEVICE)
-    norms = [(torch.rand(head_dim) + 0.5).to(dtype).to(DEVICE) for _ in range(2)] if with_norm else [None, None]
-    return Rotary(table, *norms, eps=1e-3)
+def angles(head_dim, positions=400):
+    turns = torch.arange(positions)[:, None] * 10.0 ** -torch.linspace(0, 3, head_dim // 2)
+    return torch.cat([turns.cos(), turns.sin()], dim=-1).to(DEVICE)
 
 
 @pytest.mark.parametrize("attend", ATTENTION)
@@ -123,20 +116,20 @@ def test_attention_sees_the_prompt_the_own_tokens_and_the_newest(attend, heads, 
 
 
 @pytest.mark.parametrize("attend", ATTENTION)
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("head_dim", [8, 24])
-def test_a_head_may_be_of_any_size(attend, head_dim, splits):
-    case, rotary = Case(heads=6, kv_heads=2, head_dim=head_dim), rotary_of(head_dim)
+def test_a_head_may_be_of_any_size(attend, head_dim, split):
+    case, cos_sin = Case(heads=6, kv_heads=2, head_dim=head_dim), angles(head_dim)
     rows = list(range(len(LENGTHS)))
-    out, _, _ = case.run(attend, rows, rotary=rotary, splits=splits)
-    torch.testing.assert_close(out.double(), case.expected(rows, rotary=rotary)[0], atol=1e-5, rtol=1e-5)
+    out, _, _ = case.run(attend, rows, cos_sin=cos_sin, split=split)
+    torch.testing.assert_close(out.double(), case.expected(rows, cos_sin=cos_sin)[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("attend", ATTENTION)
 def test_the_newest_key_and_value_are_stored_and_nothing_else_changes(attend):
     case = Case(heads=4, kv_heads=2)
     rows = [3, 0, 4, 1]
-    _, keys, values = case.run(attend, rows, splits=2)
+    _, keys, values = case.run(attend, rows, split=True)
     for row in rows:
         page, slot = case.home(row, sum(case.lengths[row]) - 1)
         case.keys[page, :, slot], case.values[page, :, slot] = case.new[1][row].cpu(), case.new[2][row].cpu()
@@ -144,22 +137,22 @@ def test_the_newest_key_and_value_are_stored_and_nothing_else_changes(attend):
     torch.testing.assert_close(values, case.values, equal_nan=True, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("splits", [2, 3, 8])
-def test_splits_of_any_number_give_the_same_also_when_some_have_no_page(splits):
-    case, rotary = Case(heads=6, kv_heads=2), rotary_of(16)
-    rows = list(range(len(LENGTHS)))
-    out, _, _ = case.run(decode_attention_triton, rows, rotary=rotary, splits=splits)
-    torch.testing.assert_close(out.double(), case.expected(rows, rotary=rotary)[0], atol=1e-5, rtol=1e-5)
+def test_splitting_a_response_into_chunks_changes_no_bit():
+    long = ((3, 1), (PAGE * CHUNK - 5, 2), (70, PAGE * CHUNK), (2 * PAGE * CHUNK + 1, 40))
+    case, cos_sin = Case(long, heads=6, kv_heads=2), angles(16, 1200)
+    rows = list(range(len(long)))
+    whole, _, _ = case.run(decode_attention_triton, rows, cos_sin=cos_sin)
+    out, _, _ = case.run(decode_attention_triton, rows, cos_sin=cos_sin, split=True)
+    torch.testing.assert_close(out.double(), case.expected(rows, cos_sin=cos_sin)[0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(out, whole)
 
 
 @pytest.mark.parametrize("attend", ATTENTION)
-@pytest.mark.parametrize("with_norm", [True, False])
-def test_queries_and_the_new_key_are_normalised_and_rotated(attend, with_norm):
-    torch.manual_seed(0)
-    case, rotary = Case(heads=6, kv_heads=2), rotary_of(16, with_norm)
+def test_queries_and_the_new_key_are_rotated(attend):
+    case, cos_sin = Case(heads=6, kv_heads=2), angles(16)
     rows = [4, 2, 3, 0, 1]
-    out, keys, _ = case.run(attend, rows, rotary=rotary)
-    expected, new_keys = case.expected(rows, rotary=rotary)
+    out, keys, _ = case.run(attend, rows, cos_sin=cos_sin)
+    expected, new_keys = case.expected(rows, cos_sin=cos_sin)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     for row, key in zip(rows, new_keys, strict=True):
         page, slot = case.home(row, sum(case.lengths[row]) - 1)
@@ -170,10 +163,10 @@ def test_queries_and_the_new_key_are_normalised_and_rotated(attend, with_norm):
 def test_attention_in_half_precision_is_as_exact_as_its_rounding(attend):
     interpreted = attend is decode_attention_triton and DEVICE == "cpu"
     dtype = torch.float16 if interpreted else torch.bfloat16  # the interpreter cannot multiply matrices of bfloat16
-    rotary = rotary_of(32, dtype=dtype)
+    cos_sin = angles(32)
     case = Case(lengths=((70, 3), (10, 66)), heads=3, head_dim=32, dtype=dtype)
-    out, keys, _ = case.run(attend, [0, 1], scale=32**-0.5, rotary=rotary)
-    expected, new_keys = case.expected([0, 1], scale=32**-0.5, rotary=rotary)
+    out, keys, _ = case.run(attend, [0, 1], scale=32**-0.5, cos_sin=cos_sin)
+    expected, new_keys = case.expected([0, 1], scale=32**-0.5, cos_sin=cos_sin)
     assert out.dtype == dtype
     unit = torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, atol=unit, rtol=2 * unit)
@@ -187,7 +180,7 @@ def test_places_that_carry_the_padding_row_disturb_nobody(attend):
     case = Case(lengths=((0, 1), (PAGE, 2), (7, PAGE + 3)))
     case.table[0, 0] = 0
     rows = [1, 0, 2, 0, 0]
-    out, keys, _ = case.run(attend, rows, splits=2)
+    out, keys, _ = case.run(attend, rows, split=True)
     expected, new_keys = case.expected([1, 2])
     torch.testing.assert_close(out[[0, 2]].double(), expected, atol=2e-6, rtol=1e-5)
     for row, key in zip((1, 2), new_keys, strict=True):
@@ -338,10 +331,10 @@ def test_a_cuda_graph_replays_the_draw_of_the_next_position(params):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
-@pytest.mark.parametrize("splits", [1, 4])
-def test_a_cuda_graph_replays_attention(splits):
+@pytest.mark.parametrize("split", [False, True])
+def test_a_cuda_graph_replays_attention(split):
     case = Case(heads=6, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
-    rows, rotary = [*range(len(LENGTHS))], rotary_of(64, dtype=torch.bfloat16)
+    rows, cos_sin = [*range(len(LENGTHS))], angles(64)
 
     def captured(*args, **kwargs):
         decode_attention(*args, **kwargs)
@@ -351,5 +344,46 @@ def test_a_cuda_graph_replays_attention(splits):
         graph.replay()
         return out
 
-    out, _, _ = case.run(captured, rows, rotary=rotary, splits=splits)
-    torch.testing.assert_close(out.double(), case.expected(rows, rotary=rotary)[0], atol=0.01, rtol=0.02)
+    out, _, _ = case.run(captured, rows, cos_sin=cos_sin, split=split)
+    torch.testing.assert_close(out.double(), case.expected(rows, cos_sin=cos_sin)[0], atol=0.01, rtol=0.02)
+
+
+def decoded(query, key, value, prefix, cos_sin, split):
+    """Rows of [prefix | own] computed one token at a time through pages, as a sampler does it."""
+    length, kv_heads, head_dim = key.shape
+    own = length - prefix
+    pages = -(-prefix // PAGE) + -(-own // PAGE)
+    keys, values = (key.new_zeros(pages + 1, kv_heads, PAGE, head_dim) for _ in range(2))
+    table = torch.arange(1, pages + 1, dtype=torch.int32, device=DEVICE)[None]
+    turned_key = key[:prefix]
+    for t in range(prefix):
+        keys[1 + t // PAGE, :, t % PAGE], values[1 + t // PAGE, :, t % PAGE] = turned_key[t], value[t]
+    out = []
+    for t in range(own):
+        lengths = (torch.tensor([count], dtype=torch.int32, device=DEVICE) for count in (prefix, t + 1))
+        state = PagedState(torch.zeros(1, dtype=torch.int32, device=DEVICE), table, *lengths)
+        new = (part[prefix + t : prefix + t + 1] for part in (query, key, value))
+        out.append(decode_attention_triton(*new, keys, values, state, 0.2, cos_sin=cos_sin, split=split)[0])
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("prefix", "own"), [(0, 3), (5, 70), (PAGE, 2), (PAGE * CHUNK - 30, 40)])
+def test_the_trainer_s_attention_is_the_sampler_s_to_the_last_bit(prefix, own, split):
+    if DEVICE == "cpu" and own > 3:
+        own = 4  # the interpreter is slow, and its products are not those of a GPU anyway
+    dtype, heads, kv_heads, head_dim = torch.bfloat16 if DEVICE == "cuda" else torch.float32, 6, 2, 64
+    generator = torch.Generator().manual_seed(prefix + own)
+    parts = [torch.randn(prefix + own, h, head_dim, generator=generator) for h in (heads, kv_heads, kv_heads)]
+    query, key, value = (part.to(dtype).to(DEVICE) for part in parts)
+    cos_sin, positions = angles(head_dim, 600), torch.arange(prefix + own, device=DEVICE)
+    both = rotate(torch.cat([query, key, value], dim=1).flatten(1), positions, cos_sin, heads, kv_heads, None)
+    turned_query, turned_key = both.unflatten(1, (-1, head_dim)).split([heads, kv_heads], dim=1)
+    columns = [[0, prefix], [prefix, own], [0, 0], [0, prefix], [-1, -1]]
+    pieces = Pieces(*torch.tensor(columns, dtype=torch.int32, device=DEVICE), longest=max(prefix, own))
+    found, _ = piece_attention_triton(turned_query, turned_key, value, pieces, 0.2)
+    raw_key = torch.cat([turned_key[:prefix], key[prefix:]])
+    expected = decoded(query, raw_key, value, prefix, cos_sin, split)
+    if DEVICE == "cuda":
+        assert torch.equal(found[prefix:], expected)
+    torch.testing.assert_close(found[prefix:], expected, atol=1e-5, rtol=1e-5)

@@ -8,15 +8,14 @@ import torch
 
 from dapo.engine.embedded import paged
 from dapo.engine.embedded.engine import EmbeddedEngine
-from dapo.engine.embedded.kernels.attention import PAGE
 from dapo.engine.embedded.paged import BURST, PagedDecoder
-from dapo.model import trunk, varlen
+from dapo.model import trunk
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.graphs import GraphPool
+from dapo.model.kernels.attention import PAGE
 from dapo.types import Request, SamplingParams
 from tests import plain
 from tests.graphs import capture
-from tests.model.test_varlen import flash
 from tests.tiny import EOS_ID, tiny_llama, tiny_tokenizer
 
 
@@ -222,12 +221,11 @@ def test_a_response_that_made_room_starts_again_from_a_prompt_of_the_new_weights
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"top_p": 0.7}, {"top_k": 3}])
 def test_replayed_graphs_draw_the_same(params, monkeypatch):
-    """With a stand-in for CUDA graphs, and for the flash kernel that computes prompts in fixed sizes."""
+    """With a stand-in for CUDA graphs."""
     questions = [prompt(length, seed=length) for length in (1, 3, 40, PAGE + 5, 2 * PAGE)]
     requests = [Request(i, q, 3, SamplingParams(max_tokens=9 + i, **params)) for i, q in enumerate(questions)]
     expected = drain(paged_engine(tiny_llama(), stop=()), *requests)
     monkeypatch.setattr(GraphPool, "capture", capture)
-    monkeypatch.setattr(varlen, "_flash", flash)
     monkeypatch.setattr(paged, "_can_capture", lambda model: True)
     model = tiny_llama()
     trunk._TRUNKS[model] = trunk.FusedTrunk.of(model)

@@ -1,4 +1,4 @@
-"""The layout of variable-length attention, with the flash kernel replaced by a loop that says what it computes."""
+"""The layout of variable-length attention; for the way back a loop that says what flash attention computes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,41 @@ FAMILIES = [Family((0, 5), ((5, 4), (9, 7), (16, 0), (16, 1))), Family((17, 3), 
 POSITIONS = torch.tensor([*range(5), *range(5, 9), *range(5, 12), 5, *range(9), *range(9)])
 
 
-def flash(query, key, value, query_bounds, key_bounds, longest_query, longest_key, *, scale, window_size, **_):
-    """Segment by segment, causal with queries and keys aligned at their ends. Rows of no segment are NaN."""
-    assert window_size == (-1, 0)
-    output = torch.full_like(query, float("nan"))
+def flash_backward(grad_out, query, key, value, out, lse, segments, scale):
+    """By autograd through a loop over segments, causal with queries and keys aligned at their ends.
+
+    Checks that output and logsumexp, from which the real one starts, are those of this attention.
+    """
+    parts = [part.detach().requires_grad_() for part in (query, key, value)]
+    with torch.enable_grad():
+        expected, expected_lse = flash(*parts, segments, scale)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(lse, expected_lse)
+        return torch.autograd.grad(expected, parts, grad_out)
+
+
+def flash(query, key, value, segments, scale):
     groups = query.shape[1] // key.shape[1]
+    outputs, sums = [], []
+    query_bounds, key_bounds = segments.query_bounds.tolist(), segments.key_bounds.tolist()
     for i in range(len(query_bounds) - 1):
-        q0, q1, k0, k1 = (int(bounds[j]) for bounds in (query_bounds, key_bounds) for j in (i, i + 1))
-        assert q1 - q0 <= longest_query and k1 - k0 <= longest_key
+        q0, q1, k0, k1 = (bounds[j] for bounds in (query_bounds, key_bounds) for j in (i, i + 1))
+        assert q1 - q0 <= segments.longest_query and k1 - k0 <= segments.longest_key
         if q1 == q0:
             continue
         keys = key[k0:k1].repeat_interleave(groups, dim=1)
         values = value[k0:k1].repeat_interleave(groups, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query[q0:q1], keys) * scale
         sees = torch.arange(k1 - k0)[None, :] <= torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
-        weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
-        output[q0:q1] = torch.einsum("hqk,khd->qhd", weights, values)
-    return output
+        scores = scores.masked_fill(~sees, float("-inf"))
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(outputs), torch.cat(sums, dim=1)
 
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch):
-    monkeypatch.setattr(varlen, "_flash", flash)
+    monkeypatch.setattr(varlen, "_flash_backward", flash_backward)
 
 
 def attended(plan, tokens, seed=0):

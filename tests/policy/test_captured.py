@@ -1,4 +1,4 @@
-"""Updates replayed from fixed sizes, with a stand-in for CUDA graphs and for the flash kernel."""
+"""Updates replayed from fixed sizes, with a stand-in for CUDA graphs and for flash attention's way back."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dapo.policy import policy as policy_module
 from dapo.policy.captured import CapturedBackward
 from dapo.policy.policy import Policy
 from tests.graphs import capture
-from tests.model.test_varlen import flash
+from tests.model.test_varlen import flash_backward
 from tests.policy.test_update import config, for_dapo, random_groups
 from tests.tiny import tiny_llama, tiny_qwen3
 
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch):
-    monkeypatch.setattr(varlen, "_flash", flash)
+    monkeypatch.setattr(varlen, "_flash_backward", flash_backward)
     monkeypatch.setattr(graphs.GraphPool, "capture", capture)
     plan = lambda model, families, positions_T: VarlenAttention(Segments(Layout.of(families), positions_T.device))  # noqa: E731
     monkeypatch.setattr(policy_module, "packed_plan", plan)

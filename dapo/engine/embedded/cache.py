@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dapo.engine.embedded.sequence import SharedPrompt
-from dapo.model.attention import Rotary
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -116,7 +115,7 @@ class DecodeAttention:
         return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotary: Rotary | None = None
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cos_sin: Tensor | None = None
     ) -> Tensor:
         keys, values = self.storage[:, layer]
         kv_heads, head_dim = key.shape[1], key.shape[3]

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dapo.engine.embedded.kernels.attention import PAGE, PagedState, decode_attention
-from dapo.model.attention import AttentionPlan, Rotary
+from dapo.engine.embedded.kernels.attention import PagedState, decode_attention
+from dapo.model.attention import AttentionPlan
+from dapo.model.kernels.attention import PAGE
 
-_PROGRAMS = 264  # two for each of a large GPU's processors: with fewer, long rows are split
+_PROGRAMS = 132  # as many as a large GPU has processors: with fewer, long rows are split
 
 
 def pages_for(tokens: int) -> int:
@@ -70,7 +71,7 @@ class StoringAttention:
         self.pages_T, self.offsets_T = pages_T, offsets_T
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotary: Rotary | None = None
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cos_sin: Tensor | None = None
     ) -> Tensor:
         for part, new in enumerate((key, value)):
             self.storage[layer, part][self.pages_T, :, self.offsets_T] = new[0].transpose(0, 1)
@@ -85,18 +86,14 @@ class PagedAttention:
     def __init__(self, store: PageStore, state: PagedState) -> None:
         self.storage = store.storage
         self.state = state
-        programs = len(state.rows_B) * self.storage.shape[3]
-        self.splits = max(1, min(16, _PROGRAMS // programs))
+        self.split = len(state.rows_B) * self.storage.shape[3] < _PROGRAMS
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, rotary: Rotary | None = None
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cos_sin: Tensor | None = None
     ) -> Tensor:
         query_B, key_B, value_B = (part[0].transpose(0, 1) for part in (query, key, value))
         keys, values = self.storage[layer]
-        if rotary is not None and rotary.table is None:  # a layer without positions
-            assert rotary.query_norm is None
-            rotary = None
         output_B = decode_attention(
-            query_B, key_B, value_B, keys, values, self.state, scale, rotary=rotary, splits=self.splits
+            query_B, key_B, value_B, keys, values, self.state, scale, cos_sin=cos_sin, split=self.split
         )
         return output_B[None]

@@ -50,8 +50,9 @@ def _forward_kernel(
         cosine_ptr = table_ptr + position[:, None] * (2 * HALF) + column[None, :]
         cosine = tl.load(cosine_ptr, mask=inside, other=0.0)
         sine = tl.load(cosine_ptr + HALF, mask=inside, other=0.0)
-        turned = first * cosine - second * sine
-        second = second * cosine + first * sine
+        # Fused by order, as in a sampler's attention: left to the compiler, their last bits might differ.
+        turned = tl.fma(first, cosine, -(second * sine))
+        second = tl.fma(second, cosine, first * sine)
         first = turned
     out_first_ptr = out_ptr + token[:, None] * out_stride + within
     tl.store(out_first_ptr, first.to(narrow), mask=inside)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dapo.model.attention import Rotary
-
-PAGE = 64  # tokens
+from dapo.model.kernels.attention import PAGE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,15 +32,17 @@ def decode_attention(
     state: PagedState,
     scale: float,
     *,
-    rotary: Rotary | None = None,
-    splits: int = 1,
+    cos_sin: Tensor | None = None,
+    split: bool = False,
 ) -> Tensor:
     """The output [B, H, D] for query [B, H, D], whose key and value [B, Hkv, D] are also stored in the cache.
 
-    `keys` and `values` are one layer's cache [pages, Hkv, PAGE, D]. `splits` programs share the pages of a response.
+    `keys` and `values` are one layer's cache [pages, Hkv, PAGE, D]. With `cos_sin`, float32 [positions, D], query and
+    key are first rotated by the angles of their position. `split`: several programs share a response's pages, which
+    changes no bit.
     """
     attend = decode_attention_triton if query.is_cuda else decode_attention_torch
-    return attend(query, key, value, keys, values, state, scale, rotary=rotary, splits=splits)
+    return attend(query, key, value, keys, values, state, scale, cos_sin=cos_sin, split=split)
 
 
 def decode_attention_triton(
@@ -54,12 +54,12 @@ def decode_attention_triton(
     state: PagedState,
     scale: float,
     *,
-    rotary: Rotary | None = None,
-    splits: int = 1,
+    cos_sin: Tensor | None = None,
+    split: bool = False,
 ) -> Tensor:
     from dapo.engine.embedded.kernels import _attention_triton  # Triton is not installed everywhere
 
-    return _attention_triton.launch(query, key, value, keys, values, state, scale, rotary, splits)
+    return _attention_triton.launch(query, key, value, keys, values, state, scale, cos_sin, split)
 
 
 def decode_attention_torch(
@@ -71,18 +71,16 @@ def decode_attention_torch(
     state: PagedState,
     scale: float,
     *,
-    rotary: Rotary | None = None,
-    splits: int = 1,
+    cos_sin: Tensor | None = None,
+    split: bool = False,
 ) -> Tensor:
-    """The twin of the kernel in plain PyTorch; `splits` makes no difference to it."""
+    """The twin of the kernel in plain PyTorch; `split` makes no difference to it."""
     batch, heads, head_dim = query.shape
     rows_B = state.rows_B.long()
     prompt_B, own_B = state.prompt_lengths[rows_B].long(), state.own_lengths[rows_B].long()
-    if rotary is not None:
-        assert rotary.table is not None
-        cos_sin = rotary.table[prompt_B + own_B - 1]
-        query = _rotated(_normed(query, rotary.query_norm, rotary.eps), cos_sin)
-        key = _rotated(_normed(key, rotary.key_norm, rotary.eps), cos_sin)
+    if cos_sin is not None:
+        angles_BD = cos_sin[prompt_B + own_B - 1]
+        query, key = _rotated(query, angles_BD), _rotated(key, angles_BD)
 
     newest_B = prompt_B + own_B - 1
     pages_B1, slots_B1 = _places(state.table, rows_B, prompt_B, newest_B[:, None])
@@ -108,14 +106,6 @@ def _places(table: Tensor, rows_B: Tensor, prompt_B: Tensor, index_BT: Tensor) -
     local_BT = torch.where(in_prompt, index_BT, index_BT - prompt_B1)
     column_BT = local_BT // PAGE + torch.where(in_prompt, 0, (prompt_B1 + PAGE - 1) // PAGE)
     return table[rows_B[:, None], column_BT].long(), local_BT % PAGE
-
-
-def _normed(heads_BHD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
-    if weight_D is None:
-        return heads_BHD
-    wide = heads_BHD.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * weight_D.float()).to(heads_BHD.dtype)
 
 
 def _rotated(heads_BHD: Tensor, cos_sin_BD: Tensor) -> Tensor:
