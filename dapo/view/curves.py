@@ -14,7 +14,7 @@ from dapo.store.encoding import to_json
 from dapo.view.source import Run, configuration
 
 MAX_POINTS = 1_000
-MAX_BANDS = 200
+MAX_BANDS = 100
 
 TOKENS_IN = ("carried_in", "generated")
 _TOKENS = (*TOKENS_IN, "trained", "masked", "stale", "cancelled", "carried_out")  # and dropped/REASON

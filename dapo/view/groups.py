@@ -157,6 +157,17 @@ def data_sources(run: Run) -> list[str]:
         return [source for (source,) in database.execute("SELECT DISTINCT data_source FROM prompts ORDER BY 1")]
 
 
+def extremes(run: Run, count: int) -> tuple[list[int], list[int]]:
+    """The groups with the highest mean reward, and those with the lowest; of equal ones the newest. None is in both."""
+    ranked = "SELECT serial FROM rollouts WHERE reward IS NOT NULL GROUP BY serial ORDER BY avg(reward) {}, serial DESC"
+    with run.snapshot() as database:
+        best, worst = (
+            [serial for (serial,) in database.execute(f"{ranked.format(way)} LIMIT ?", (count,))]
+            for way in ("DESC", "ASC")
+        )
+    return best, [serial for serial in worst if serial not in best]
+
+
 def group(run: Run, serial: int) -> GroupDetail:
     with run.snapshot() as database:
         row = database.execute(

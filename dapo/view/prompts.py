@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from dapo.view.groups import question
-from dapo.view.source import Run
+from dapo.view.source import Progress, Run, read_progress
 
 Order = Literal["hardest", "solved", "flickering"]
 
@@ -68,10 +69,13 @@ class _Table:
     flips: np.ndarray
 
 
+_kept: dict[tuple[Path, int, Progress], _Table] = {}
+
+
 def prompts(run: Run, order: Order, offset: int = 0, limit: int = 50) -> PromptPage:
     """Those with the lowest pass rate; those solved for longest; those that flipped most often."""
     with run.snapshot() as database:
-        table = _table(database)
+        table = _kept_table(run, database)
         if order == "hardest":
             ranks, members = np.lexsort((-table.groups, table.pass_rate)), table.pass_rate < 1
         elif order == "solved":
@@ -95,6 +99,17 @@ def history(run: Run, uid: str, offset: int = 0, limit: int = 1000) -> list[Hist
     )
     with run.snapshot() as database:
         return [HistoryPoint(*row) for row in database.execute(query, (uid, limit, offset))]
+
+
+def _kept_table(run: Run, database: sqlite3.Connection) -> _Table:
+    """The table takes a moment for a long run, and is the same for every page and order as long as nothing is new."""
+    key = run.path, run.path.stat().st_ino, read_progress(database)
+    table = _kept.get(key)
+    if table is None:
+        table = _table(database)
+        _kept.clear()  # one at a time; another thread may be here as well
+        _kept[key] = table
+    return table
 
 
 def _table(database: sqlite3.Connection) -> _Table:

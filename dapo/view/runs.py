@@ -6,6 +6,7 @@ import calendar
 import os
 import sqlite3
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -112,7 +113,7 @@ def _summary(run: Run, database: sqlite3.Connection, points: int) -> RunSummary:
         run.name,
         status=_status(run, database, step),
         model=_text(options.get("model.path")),
-        recipe=_text(options.get("run.name")),
+        recipe=_recipe(database, options),
         step=step,
         planned=_whole(options.get("run.steps")),
         reward=float(known[-1]) if len(known) else None,
@@ -120,6 +121,12 @@ def _summary(run: Run, database: sqlite3.Connection, points: int) -> RunSummary:
         changed=changed or started,
         rewards=curve.values,
     )
+
+
+def _recipe(database: sqlite3.Connection, options: Mapping[str, Any]) -> str:
+    """Where it was not recorded: a run is called after its recipe, unless it was given another name."""
+    row = database.execute("SELECT value FROM meta WHERE key = 'recipe'").fetchone()
+    return _text(options.get("run.name") if row is None else row["value"])
 
 
 def _status(run: Run, database: sqlite3.Connection, step: int) -> Status:

@@ -53,11 +53,15 @@ class Progress:
 
 def progress(run: Run) -> Progress:
     with run.snapshot() as database:
-        counts = (
-            "SELECT (SELECT coalesce(max(step), 0) FROM steps), (SELECT count(*) FROM groups),"
-            " (SELECT coalesce(max(id), 0) FROM events), (SELECT coalesce(max(id), 0) FROM evaluations)"
-        )
-        return Progress(*database.execute(counts).fetchone())
+        return read_progress(database)
+
+
+def read_progress(database: sqlite3.Connection) -> Progress:
+    counts = (
+        "SELECT (SELECT coalesce(max(step), 0) FROM steps), (SELECT count(*) FROM groups),"
+        " (SELECT coalesce(max(id), 0) FROM events), (SELECT coalesce(max(id), 0) FROM evaluations)"
+    )
+    return Progress(*database.execute(counts).fetchone())
 
 
 def configuration(run: Run) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -18,9 +21,10 @@ from tokenizers.models import WordLevel
 
 from dapo.store.database import RunDatabase
 from dapo.types import Event
+from dapo.view.curves import curves, spread
 from dapo.view.groups import GroupFilter, groups
 from dapo.view.page.charts import Line, Look, Zone, line_chart, points, smoothed, stacked_chart
-from dapo.view.page.curves import overlong_zone
+from dapo.view.page.panels import overlong_zone
 from dapo.view.page.runs import sparkline
 from dapo.view.page.text import shown, visible
 from dapo.view.runs import find_run
@@ -29,7 +33,6 @@ from dapo.view.tokens import tokens
 from tests.view.made import HOSTILE, create, make_group, make_report
 from tests.view.test_server import running
 
-WAIT_MS = 15_000
 VIEWS = ("curves", "groups", "groups/0", "tokens", "prompts", "health")
 
 
@@ -39,6 +42,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, trained: Run) -> Path:
     folder = tmp_path_factory.mktemp("site")
     for name in ("real", "copy"):
         shutil.copytree(trained.path.parent, folder / name)
+    shutil.copytree(trained.path.parent, folder / "unsaved", ignore=shutil.ignore_patterns("checkpoints"))
     with create(folder, name="hostile") as database:
         made = [
             make_group(
@@ -66,36 +70,9 @@ def root(tmp_path_factory: pytest.TempPathFactory, trained: Run) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.skip("there is no Chromium on this machine")
-    with playwright.sync_playwright() as started:
-        yield started.chromium.launch(executable_path=found, args=["--no-sandbox"])
-
-
-@pytest.fixture(scope="module")
 def url(root: Path) -> Iterator[str]:
     with running(root) as address:
         yield address.rstrip("/")
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """A tab that must see no error in its console and no dialog, and load nothing from elsewhere."""
-    context = browser.new_context(viewport={"width": 1400, "height": 900}, accept_downloads=True)
-    opened = context.new_page()
-    opened.set_default_timeout(WAIT_MS)
-    wrong: list[str] = []
-    opened.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-    opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.on("dialog", lambda dialog: (wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
-    opened.on("request", lambda request: wrong.append(request.url) if "127.0.0.1" not in request.url[:30]
-              and not request.url.startswith(("data:", "blob:")) else None)  # fmt: skip
-    yield opened
-    context.close()
-    assert wrong == []
 
 
 def rows(page: Any, table: str) -> list[str]:
@@ -112,7 +89,7 @@ def test_the_runs_are_listed_and_a_click_opens_one(page: Any, url: str):
     assert page.locator(".opens svg polyline").count() >= 2
     page.locator("[col-id=name]", has_text="real").click()
     page.wait_for_url("**/run/real/curves")
-    page.locator(".curves canvas").first.wait_for()
+    page.locator(".curves :not(.waiting) > div > canvas").first.wait_for()
 
 
 def test_picked_runs_are_compared(page: Any, url: str):
@@ -123,14 +100,19 @@ def test_picked_runs_are_compared(page: Any, url: str):
     page.get_by_role("button", name="Compare").click()
     page.wait_for_url("**/run/copy/curves?other=real")
     page.get_by_text("0 options in which these runs differ").wait_for()
-    page.locator(".curves canvas").first.wait_for()
+    page.locator(".curves :not(.waiting) > div > canvas").first.wait_for()
 
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", ["real", "hostile"])
 def test_every_view_opens_without_an_error(page: Any, url: str, name: str, view: str):
     page.goto(f"{url}/run/{name}/{view}")
-    sign = {"curves": "canvas", "groups": ".groups .ag-row", "groups/0": ".responses .q-card", "tokens": ".tokens span"}
+    sign = {
+        "curves": ".curves :not(.waiting) > div > canvas",
+        "groups": ".groups .ag-row",
+        "groups/0": ".responses .q-card",
+        "tokens": ".tokens span",
+    }
     sign |= {"prompts": ".prompts .ag-row", "health": ".events .ag-row"}
     page.locator(sign[view]).first.wait_for()
     page.wait_for_timeout(300)
@@ -173,12 +155,12 @@ def test_filters_change_the_rows(page: Any, url: str, root: Path):
 def test_pages_of_groups_follow_each_other(page: Any, url: str, generated: Run):
     with running(generated.path.parent.parent) as other:
         page.goto(f"{other}run/{generated.name}/groups")
-        page.get_by_text("1 to 50 of 192 groups").wait_for()
+        page.get_by_text("1 to 25 of 192 groups").wait_for()
         page.get_by_role("button", name="Next").click()
-        page.get_by_text("51 to 100 of 192 groups").wait_for()
-        page.locator(".groups .ag-row", has_text="141").first.wait_for()
+        page.get_by_text("26 to 50 of 192 groups").wait_for()
+        page.locator(".groups .ag-row", has_text="166").first.wait_for()
         page.get_by_role("button", name="Previous").click()
-        page.get_by_text("1 to 50 of 192 groups").wait_for()
+        page.get_by_text("1 to 25 of 192 groups").wait_for()
 
 
 def test_a_group_opens_with_its_responses_and_is_exported(page: Any, url: str, root: Path):
@@ -242,16 +224,95 @@ def test_the_page_grows_while_a_run_does(page: Any, url: str, root: Path):
 
 def test_the_look_of_curves_can_be_changed(page: Any, url: str):
     page.goto(f"{url}/run/real/curves")
-    canvas = page.locator(".curves canvas").first
-    canvas.wait_for()
-    page.wait_for_timeout(500)
+    canvas = curves_drawn(page)
     before = canvas.evaluate("element => element.toDataURL()")
     page.get_by_text("logarithmic").click()
-    changed = "before => document.querySelector('.curves canvas').toDataURL() !== before"
+    changed = "before => document.querySelector('.curves :not(.waiting) > div > canvas').toDataURL() !== before"
     page.wait_for_function(changed, arg=before)
     with page.expect_download() as download:
-        page.get_by_role("button", name="CSV").click()
+        page.get_by_role("button", name="CSV of all figures").click()
     assert Path(download.value.path()).read_text(encoding="utf-8").startswith("step,acc/mean,")
+
+
+def curves_drawn(page: Any) -> Any:
+    """The first panel's canvas, once there is more on it than nothing."""
+    page.wait_for_function("document.querySelector('.curves :not(.waiting) > div > canvas')?.toDataURL().length > 8000")
+    page.wait_for_timeout(300)
+    return page.locator(".curves :not(.waiting) > div > canvas").first
+
+
+def save(page: Any, chart: int, kind: str) -> tuple[str, bytes]:
+    """The file's name and content, from the n-th panel's toolbox: its buttons are drawn, so they are found by place."""
+    box = page.locator(".curves .nicegui-echart").nth(chart)
+    box.scroll_into_view_if_needed()
+    size = box.bounding_box()
+    # From the right: the table, the SVG, the PNG.
+    place = size["width"] - 23 - 27.3 * ("CSV", "SVG", "PNG").index(kind)
+    with page.expect_download() as download:
+        box.click(position={"x": place, "y": 17})
+    return download.value.suggested_filename, Path(download.value.path()).read_bytes()
+
+
+def test_any_curve_is_saved_as_png_svg_and_csv(page: Any, url: str, root: Path):
+    page.goto(f"{url}/run/real/curves")
+    curves_drawn(page)
+    name, content = save(page, 0, "PNG")
+    assert (name, content[:8]) == ("Reward.png", b"\x89PNG\r\n\x1a\n")
+    name, content = save(page, 0, "SVG")
+    assert name == "Reward.svg"
+    assert ElementTree.fromstring(content).tag == "{http://www.w3.org/2000/svg}svg"
+    assert content.count(b"<path") > 5 and b">Reward</text>" in content
+    name, content = save(page, 0, "CSV")
+    assert name == "Reward.csv"
+    run = find_run(root, "real")
+    (curve,) = curves(run, ["reward/mean"])
+    rows = list(csv.DictReader(io.StringIO(content.decode())))
+    assert [int(row["step"]) for row in rows] == curve.steps.tolist()
+    assert [float(row["reward"]) for row in rows] == curve.values.tolist()
+    band = spread(run, "reward")
+    np.testing.assert_allclose([float(row["reward low"]) for row in rows], band.quantiles[0])
+    np.testing.assert_allclose([float(row["reward high"]) for row in rows], band.quantiles[-1])
+
+
+def test_a_saved_curve_is_not_smoothed(page: Any, url: str, root: Path):
+    page.goto(f"{url}/run/real/curves")
+    canvas = curves_drawn(page)
+    before = canvas.evaluate("element => element.toDataURL()")
+    page.get_by_label("smoothing").click()  # in its middle
+    page.wait_for_function(
+        "before => document.querySelector('.curves :not(.waiting) > div > canvas').toDataURL() !== before", arg=before
+    )
+    _, content = save(page, 0, "CSV")
+    (curve,) = curves(find_run(root, "real"), ["reward/mean"])
+    assert [float(row["reward"]) for row in csv.DictReader(io.StringIO(content.decode()))] == curve.values.tolist()
+
+
+def test_any_recorded_figure_can_be_drawn(page: Any, url: str):
+    page.goto(f"{url}/run/real/curves")
+    page.locator(".curves :not(.waiting) > div > canvas").first.wait_for()
+    count = 12  # eight panels of figures, time, groups, tokens, and an evaluation
+    page.wait_for_function(f"document.querySelectorAll('.curves .nicegui-echart').length === {count}")
+    page.get_by_label("more figures").fill("updates/non")
+    page.get_by_role("option", name="updates/non_finite").click()
+    page.wait_for_function(f"document.querySelectorAll('.curves .nicegui-echart').length === {count + 1}")
+    page.keyboard.press("Escape")
+    curves_drawn(page)
+    name, content = save(page, 0, "CSV")
+    assert name == "updates_non_finite.csv"
+    assert content.decode().splitlines() == ["step,updates/non_finite", "1,0", "2,0", "3,0", "4,0"]
+    page.get_by_label("Remove").click()
+    page.wait_for_function(f"document.querySelectorAll('.curves .nicegui-echart').length === {count}")
+
+
+def test_tokens_have_their_texts_before_the_first_checkpoint(page: Any, url: str, root: Path):
+    serial = groups(find_run(root, "unsaved"), GroupFilter(verdicts=("kept",)), limit=1).rows[0].serial
+    page.goto(f"{url}/run/unsaved/tokens/{serial}/0")
+    page.locator(".tokens span").first.wait_for()
+    early = page.inner_text(".tokens")
+    page.goto(f"{url}/run/real/tokens/{serial}/0")
+    page.locator(".tokens span").first.wait_for()
+    assert page.inner_text(".tokens") == early
+    assert not re.match(r"⟨\d+⟩", early)
 
 
 def test_the_choice_of_dark_is_kept(page: Any, url: str):
@@ -293,6 +354,13 @@ def test_a_band_is_as_high_as_its_bounds_are_apart():
     assert [[point[1] for point in series["data"]] for series in chart["series"]] == [[-2, -1], [5, 5], [0, 1]]
     assert chart["series"][-1]["markArea"]["data"][0][0]["yAxis"] == 3
     assert len(line_chart("t", "u", [line], Look(is_log=True))["series"]) == 1
+
+
+def test_a_single_step_stands_in_the_middle():
+    axis = stacked_chart("t", "u", np.array([7]), {"some": np.array([2.0])})["xAxis"]
+    assert (axis["min"], axis["max"]) == (6, 8)
+    axis = stacked_chart("t", "u", np.array([7, 9]), {"some": np.array([2.0, 3.0])})["xAxis"]
+    assert (axis["min"], axis["max"]) == ("dataMin", "dataMax")
 
 
 def test_parts_that_are_always_zero_are_not_drawn():

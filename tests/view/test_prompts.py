@@ -99,3 +99,13 @@ def test_a_run_without_groups_or_right_and_wrong_has_no_ranking(tmp_path: Path):
     with create(tmp_path) as database:
         database.record_step(make_report(1))
     assert prompts(find_run(tmp_path, "made"), "hardest").rows == ()
+
+
+def test_what_is_new_is_seen_at_once(tmp_path: Path):
+    with create(tmp_path) as database:
+        database.record_step(make_report(1, [make_group(1, uid="a")]))
+        run = find_run(tmp_path, "made")
+        assert [prompts(run, "hardest").total for _ in range(2)] == [1, 1]
+        database.record_step(make_report(2, [make_group(2, uid="b"), make_group(3, uid="a")]))
+        found = prompts(run, "hardest")
+        assert {row.uid: row.groups for row in found.rows} == {"a": 2, "b": 1}

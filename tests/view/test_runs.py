@@ -41,6 +41,14 @@ def test_a_real_run_is_summed_up(trained: Run):
     assert found.started - 1 <= found.changed <= time.time()
 
 
+def test_a_recipe_that_was_recorded_is_told_whatever_the_run_is_called(tmp_path: Path):
+    with create(tmp_path, name="first") as database:
+        config = database.meta()["config"]
+    (tmp_path / "second").mkdir()
+    RunDatabase.create(tmp_path / "second" / "run.db", config, {"recipe": "arithmetic"}).close()
+    assert [found.recipe for found in summaries(tmp_path)] == ["first", "arithmetic"]
+
+
 def test_a_folder_of_runs_and_the_folder_of_one_run_both_work(tmp_path: Path):
     for name in ("b", "a", "c"):
         create(tmp_path, name=name).close()

@@ -48,13 +48,13 @@ def client(token: str | None, base: str = "http://127.0.0.1:8080") -> TestClient
 
 
 @contextmanager
-def running(root: Path, *options: str) -> Iterator[str]:
+def running(root: Path, *options: str, cwd: Path = ROOT) -> Iterator[str]:
     """The real server in a process of its own; its address."""
     # NiceGUI behaves differently where it believes to be inside pytest.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "NICEGUI"))}
     process = subprocess.Popen(
         [sys.executable, "-m", "dapo", "view", str(root), "--no-open", "--port", "0", *options],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
         line = process.stdout.readline()

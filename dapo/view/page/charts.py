@@ -8,32 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from dapo.view.page.scripts import LOW, RAW, SAVE_CSV, SAVE_SVG, TICK, TOOLTIP, WIDTH
+
 PALETTE = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#eab308", "#06b6d4", "#ec4899", "#84cc16", "#64748b")
 _DASHES = ("solid", "dashed", "dotted")
 _GREY, _FAINT = "#8a8f98", "rgba(128,128,128,0.22)"  # readable on white and on black
-_HELPER = "\u200b"  # begins the names of series that are drawn but not listed
-
-# Names come from runs, so they are escaped; helper series have no number worth reading.
-_TOOLTIP = (
-    """params => {
-  const text = value => String(value).replace(/[&<>"']/g, c => '&#' + c.charCodeAt(0) + ';');
-  const shown = value => { const size = Math.abs(value);
-    return size === 0 ? '0' : size >= 1e5 || size < 1e-3 ? value.toExponential(2)
-      : Number(value.toPrecision(4)).toLocaleString('en-US', {maximumFractionDigits: 6}); };
-  const rows = params.filter(p => !p.seriesName.startsWith('"""
-    + _HELPER
-    + """') && p.value[1] != null)
-    .map(p => '<tr><td>' + p.marker + text(p.seriesName) + '</td><td style="text-align:right;padding-left:12px">'
-      + shown(p.value[1]) + '</td></tr>');
-  return 'step ' + text(params[0].value[0]) + '<table>' + rows.join('') + '</table>';
-}"""
-)
-_TICK = (
-    "value => { const size = Math.abs(value); return size === 0 ? '0'"
-    " : size >= 1e6 ? +(value / 1e6).toPrecision(3) + 'M'"
-    " : size >= 1e3 ? +(value / 1e3).toPrecision(3) + 'k' : size < 1e-3 ? value.toExponential(1).replace('.0e', 'e')"
-    " : String(+value.toPrecision(3)); }"
-)
+# Drawn on a square of 24: two handles and a curve between them, and a table.
+_SVG_ICON = "path://M2 16h6v6h-6zM16 2h6v6h-6zM5 16C5 6 8 5 16 5"
+_CSV_ICON = "path://M2 3h20v18h-20zM2 9h20M2 15h20M9 3v18"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,13 +76,14 @@ def line_chart(title: str, unit: str, lines: Sequence[Line], look: Look, zone: Z
         if line.low is not None and line.high is not None and not look.is_log:
             series += _band(line, line.low, line.high)
         if look.smoothing > 0:
-            raw = _series(_HELPER + line.name, line.steps, line.values, line.color, look.is_log)
+            raw = _series(RAW + line.name, line.steps, line.values, line.color, look.is_log)
             series.append({**raw, "silent": True, "lineStyle": {"width": 1, "opacity": 0.3}})
         values = smoothed(line.values, look.smoothing)
         drawn = _series(line.name, line.steps, values, line.color, look.is_log)
         series.append({**drawn, "lineStyle": {"width": 2, "type": line.dash}})
     if zone is not None and series:
         series[-1]["markArea"] = _zone(zone)
+        unit += f"; red: {zone.name}"  # a word inside the panel would lie on a curve
     return _chart(title, unit, [line.name for line in lines], series, look.is_log)
 
 
@@ -146,16 +129,14 @@ def _band(line: Line, low: np.ndarray, high: np.ndarray) -> list[dict[str, Any]]
     """The lower bound, unseen, and on it an area as high as the band."""
     steps = line.steps if line.band_steps is None else line.band_steps
     base = {"stack": f"band {line.name}", "stackStrategy": "all", "silent": True, "lineStyle": {"width": 0}}
-    name = f"{_HELPER}band {line.name}"
-    bottom = {**_series(name, steps, low, line.color, False), **base, "showSymbol": False}
-    top = {**_series(name, steps, high - low, line.color, False), **base, "showSymbol": False}
+    bottom = {**_series(LOW + line.name, steps, low, line.color, False), **base, "showSymbol": False}
+    top = {**_series(WIDTH + line.name, steps, high - low, line.color, False), **base, "showSymbol": False}
     return [bottom, {**top, "areaStyle": {"opacity": 0.15, "color": line.color}}]
 
 
 def _zone(zone: Zone) -> dict[str, Any]:
-    label = {"show": True, "position": "insideTopLeft", "color": _GREY, "fontSize": 11}
-    start = {"name": zone.name, "yAxis": zone.low, "label": label}
-    return {"silent": True, "itemStyle": {"color": "rgba(239,68,68,0.12)"}, "data": [[start, {"yAxis": zone.high}]]}
+    ends = [{"yAxis": zone.low}, {"yAxis": zone.high}]
+    return {"silent": True, "itemStyle": {"color": "rgba(239,68,68,0.12)"}, "data": [ends]}
 
 
 def _chart(title: str, unit: str, names: list[str], series: list[dict[str, Any]], is_log: bool) -> dict[str, Any]:
@@ -164,7 +145,12 @@ def _chart(title: str, unit: str, names: list[str], series: list[dict[str, Any]]
         "axisLine": {"lineStyle": {"color": _GREY}},
         "splitLine": {"lineStyle": {"color": _FAINT}},
     }
-    heading = {"fontSize": 14, "lineHeight": 18, "fontWeight": 600, "color": _GREY}
+    steps = {point[0] for each in series for point in each["data"]}
+    # Where there is one step only, ECharts would make up a strange stretch before it.
+    first, last = (min(steps) - 1, max(steps) + 1) if len(steps) == 1 else ("dataMin", "dataMax")
+    # The toolbox stands to the right of the title.
+    fits = {"width": 260, "overflow": "truncate"}
+    heading = {"fontSize": 14, "lineHeight": 18, "fontWeight": 600, "color": _GREY, **fits}
     return {
         "backgroundColor": "transparent",
         "title": {"text": title, "subtext": unit, "itemGap": 4, "left": 8, "top": 4, "textStyle": heading,
@@ -172,17 +158,23 @@ def _chart(title: str, unit: str, names: list[str], series: list[dict[str, Any]]
         "legend": {"show": len(names) > 1, "type": "scroll", "bottom": 2, "data": names,
                    "itemWidth": 28, "itemHeight": 8, "textStyle": {"color": _GREY}, "pageTextStyle": {"color": _GREY},
                    "pageIconColor": _GREY},
-        "grid": {"left": 12, "right": 18, "top": 62, "bottom": 34 if len(names) > 1 else 12, "containLabel": True},
-        "tooltip": {"trigger": "axis", "confine": True, ":formatter": _TOOLTIP, "backgroundColor": "rgba(30,34,42,.93)",
+        "grid": {"left": 12, "right": 44, "top": 62, "bottom": 34 if len(names) > 1 else 12, "containLabel": True},
+        "tooltip": {"trigger": "axis", "confine": True, ":formatter": TOOLTIP, "backgroundColor": "rgba(30,34,42,.93)",
                     "borderWidth": 0, "textStyle": {"color": "#fff", "fontSize": 12}},
-        "toolbox": {"right": 8, "top": 2, "itemSize": 13, "iconStyle": {"borderColor": _GREY},
+        "toolbox": {"right": 8, "top": 2, "padding": 5, "itemSize": 13, "itemGap": 10,
+                    "iconStyle": {"borderColor": _GREY},
+                    "emphasis": {"iconStyle": {"borderColor": PALETTE[0], "textFill": PALETTE[0]}},
                     "feature": {"dataZoom": {"yAxisIndex": "none"}, "restore": {},
-                                "saveAsImage": {"name": title, "pixelRatio": 2}}},
+                                "saveAsImage": {"name": title, "title": "PNG", "pixelRatio": 2},
+                                "mySvg": {"title": "SVG", "icon": _SVG_ICON, ":onclick": SAVE_SVG},
+                                "myCsv": {"title": "CSV", "icon": _CSV_ICON, ":onclick": SAVE_CSV}}},
         # With the shift key, because the wheel alone scrolls the page.
         "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "shift", "moveOnMouseMove": False}],
-        "xAxis": {"type": "value", "min": "dataMin", "max": "dataMax", "minInterval": 1, **axis,
-                  "axisLine": {"onZero": False, "lineStyle": {"color": _GREY}}, "splitLine": {"show": False}},
+        "xAxis": {"type": "value", "name": "step", "nameGap": 8, "nameTextStyle": {"color": _GREY},
+                  "min": first, "max": last, "minInterval": 1, **axis,
+                  "axisLabel": {"color": _GREY, "hideOverlap": True, "margin": 10}, "splitLine": {"show": False},
+                  "axisLine": {"onZero": False, "lineStyle": {"color": _GREY}}},
         "yAxis": {"type": "log" if is_log else "value", "scale": True, **axis,
-                  "axisLabel": {"color": _GREY, ":formatter": _TICK}},
+                  "axisLabel": {"color": _GREY, ":formatter": TICK}},
         "series": series,
     }  # fmt: skip

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from nicegui import run as workers
 from nicegui import ui
 
 from dapo.errors import CheckpointError
@@ -53,11 +52,11 @@ def link(run: str, *parts: object) -> str:
 
 def show_site(build: Callable[[], Live]) -> None:
     _frame(None, None)
-    _live(build())
+    _live(build(), None)
 
 
 def show_run(root: Path, name: str, view: str, build: Callable[[Run], Live]) -> None:
-    _frame(name, view)
+    step = _frame(name, view)
     try:
         run = find_run(root, name)
     except CheckpointError as error:
@@ -65,12 +64,12 @@ def show_run(root: Path, name: str, view: str, build: Callable[[Run], Live]) -> 
         return
     live = build(run)
     live.watched = live.watched or (run,)
-    _live(live)
+    _live(live, step)
 
 
 async def ask(question: Callable[..., Any], *values: Any, **options: Any) -> Any:
     """In a thread: a query may take a second, and the other pages must not wait for it."""
-    return await workers.io_bound(question, *values, **options)
+    return await asyncio.to_thread(question, *values, **options)
 
 
 def grid(columns: list[dict[str, Any]], row_id: str, *, html_columns: Sequence[int] = (), **options: Any) -> ui.aggrid:
@@ -117,7 +116,8 @@ def figures(rows: Sequence[tuple[str, str]]) -> None:
             ui.label(value)
 
 
-def _frame(name: str | None, view: str | None) -> None:
+def _frame(name: str | None, view: str | None) -> ui.label | None:
+    """The bar; in it the place for the step that the run has got to."""
     ui.add_css(_STYLE)
     request = ui.context.client.request
     chosen = request.cookies.get(_DARK_COOKIE) if request else None
@@ -132,9 +132,11 @@ def _frame(name: str | None, view: str | None) -> None:
                 weight = " font-bold underline" if each == view else " no-underline"
                 ui.link(each, link(name, each)).classes("text-white" + weight)
         ui.space()
+        step = ui.label().classes("opacity-80 step") if name else None
         # The server stores nothing: the browser keeps this one choice.
         toggle = ui.button(icon="contrast", on_click=lambda: _toggle(dark)).props("flat round dense color=white")
         toggle.tooltip("light or dark").props('aria-label="light or dark"')
+    return step
 
 
 async def _toggle(dark: ui.dark_mode) -> None:
@@ -147,7 +149,7 @@ def _problem_box() -> ui.label:
     return ui.label().classes("w-full p-3 rounded bg-red-700 text-white problem")
 
 
-def _live(live: Live) -> None:
+def _live(live: Live, step: ui.label | None) -> None:
     box = _problem_box()
     box.set_visibility(False)
     box.move(target_index=0)
@@ -163,9 +165,14 @@ def _live(live: Live) -> None:
                 if now != live.seen or not live.watched:
                     await live.refresh()
                     live.seen = now
+                if step is not None:
+                    step.set_text(f"step {now[0].step:,}")
                 box.set_visibility(False)
             except CheckpointError as error:
                 box.set_text(str(error))
                 box.set_visibility(True)
+            except RuntimeError:
+                if not box.is_deleted:  # else the page was closed while it was asked for
+                    raise
 
     ui.timer(live.every, tick)

@@ -24,7 +24,7 @@ from dapo.view.page.frame import Live, ask, figures, fill, grid, link, number_co
 from dapo.view.page.text import number, shown
 from dapo.view.source import Run
 
-PAGE = 50
+PAGE = 25
 _QUESTION = 160
 
 
@@ -52,9 +52,9 @@ class _Groups:
                 share_column("accuracy", "accuracy", width=100),
                 number_column("reward", "reward", 3, width=100),
                 number_column("length", "mean tokens", 1, width=115),
-                number_column("responses", "responses", width=105),
+                number_column("responses", "responses", width=100),
                 number_column("judged", "judged", width=90),
-                {"field": "data_source", "headerName": "source", "width": 120},
+                {"field": "data_source", "headerName": "source", "width": 150},
                 {"field": "question", "headerName": "question", "flex": 1, "minWidth": 200},
             ],
             "serial",

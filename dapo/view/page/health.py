@@ -16,12 +16,12 @@ from dapo.view.page.frame import Live, ask, fill, grid, link, number_column
 from dapo.view.page.text import shown
 from dapo.view.source import Run
 
-LIMIT = 200
+LIMIT = 50
 _SIGNS = {
     "updates/non_finite": ("updates that were not finite", "sum"),
     "rollouts/unjudged": ("responses not judged", "sum"),
-    "groups/skipped": ("groups skipped", "sum"),
-    "logprob_gap/max": ("largest log-probability gap", "max"),
+    "groups/skipped": ("prompts skipped by the ledger", "sum"),
+    "logprob_gap/max": ("largest log-probability gap, nats", "max"),
     "staleness/max": ("largest staleness, versions", "max"),
 }
 
@@ -38,7 +38,7 @@ class _Health:
             ui.label("Events").classes("text-lg")
             self.kinds = ui.select([], label="kind", multiple=True, on_change=self.refresh)
             self.kinds.classes("w-56").props("use-chips dense")
-            ui.label("a click opens the groups of the step").classes("quiet text-sm")
+            self.count = ui.label().classes("quiet text-sm")
         self.events = grid(
             [
                 {"field": "time", "headerName": "time (UTC)", "width": 170},
@@ -65,9 +65,12 @@ class _Health:
         self.reasons.on("cellClicked", self._open_reason, ["data"])
 
     async def refresh(self) -> None:
-        kinds = list(await ask(event_kinds, self.run))
-        if kinds != self.kinds.options:
-            self.kinds.set_options(kinds)
+        counts: dict[str, int] = await ask(event_kinds, self.run)
+        if list(counts) != self.kinds.options:
+            self.kinds.set_options(list(counts))
+        total = sum(count for kind, count in counts.items() if not self.kinds.value or kind in self.kinds.value)
+        newest = f"the newest {LIMIT} of {total:,}; " if total > LIMIT else ""
+        self.count.set_text(f"{newest}a click opens the groups of the step")
         found = await ask(
             read_events, self.run, tuple(self.kinds.value or ()), limit=LIMIT, newest_first=True
         )  # fmt: skip

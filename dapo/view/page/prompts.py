@@ -45,7 +45,7 @@ class _Prompts:
         self.table = grid(
             [
                 {"field": "question", "headerName": "question", "flex": 1, "minWidth": 240},
-                {"field": "data_source", "headerName": "source", "width": 120},
+                {"field": "data_source", "headerName": "source", "width": 150},
                 number_column("groups", "groups", width=90),
                 number_column("responses", "responses", width=105),
                 share_column("pass_rate", "pass rate", width=100),
@@ -67,7 +67,11 @@ class _Prompts:
         rows = [{**asdict(row), "question": shown(row.question[:_QUESTION])} for row in page.rows]
         fill(self.table, rows)
         last = self.offset + len(rows)
-        self.where.set_text(f"{self.offset + 1:,} to {last:,} of {page.total:,} prompts" if rows else "no such prompts")
+        self.where.set_text(
+            f"{self.offset + 1:,} to {last:,} of {page.total:,} prompts"
+            if rows
+            else "no such prompts (only those count whose responses the judge calls right or wrong)"
+        )
         self.back.set_enabled(self.offset > 0)
         self.forth.set_enabled(last < page.total)
         if self.chosen is not None:

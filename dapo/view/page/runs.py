@@ -27,7 +27,7 @@ def build(root: Path) -> Live:
             number_column("step", "step", width=80),
             number_column("planned", "of", width=80),
             number_column("reward", "reward", 3, width=100),
-            {"field": "curve", "headerName": "reward over the run", "width": 160, "sortable": False},
+            {"field": "curve", "headerName": "reward curve", "width": 160, "sortable": False},
             {
                 "field": "model",
                 "headerName": "model",

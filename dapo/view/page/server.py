@@ -9,6 +9,7 @@ import time
 import webbrowser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from nicegui import app, ui
 from dapo.errors import ConfigError
 from dapo.view.groups import GroupFilter
 from dapo.view.page import curves, groups, health, prompts, runs, tokens
+from dapo.view.page.decode import FindModel, decoder
 from dapo.view.page.frame import show_run, show_site
 from dapo.view.page.guard import Guard, is_loopback
 from dapo.view.runs import run_names
@@ -53,10 +55,12 @@ def address(host: str, port: int, token: str | None) -> Address:
         return Address(host, probe.getsockname()[1], token)
 
 
-def serve(root: Path, where: Address, *, opens: bool, ready: Callable[[], None] = lambda: None) -> None:
+def serve(
+    root: Path, where: Address, *, opens: bool, find_model: FindModel, ready: Callable[[], None] = lambda: None
+) -> None:
     """Answer until interrupted. The databases below `root` are only read."""
     run_names(root)  # a folder that cannot be read is said before the server starts
-    register(root)
+    register(root, find_model)
     app.add_middleware(Guard, token=where.token, host=where.host, port=where.port)
     actions = [ready, *([lambda: webbrowser.open(where.url)] if opens else [])]
     # In a thread: the server listens only after its startup, and some browsers hold up who opens them.
@@ -85,8 +89,9 @@ def _when_listening(where: Address, actions: Sequence[Callable[[], object]]) -> 
         action()
 
 
-def register(root: Path) -> None:
+def register(root: Path, find_model: FindModel) -> None:
     """One address per view. A run is only ever found by its name (`find_run`)."""
+    texts = partial(decoder, root, find_model)
 
     @ui.page("/")
     def _runs() -> None:
@@ -117,7 +122,7 @@ def register(root: Path) -> None:
 
     @ui.page("/run/{name}/tokens/{serial}/{sample}")
     def _tokens(name: str, serial: int, sample: int, start: int = 0) -> None:
-        show_run(root, name, "tokens", lambda run: tokens.build(root, run, serial, sample, max(0, start)))
+        show_run(root, name, "tokens", lambda run: tokens.build(run, serial, sample, max(0, start), texts))
 
     @ui.page("/run/{name}/prompts")
     def _prompts(name: str) -> None:

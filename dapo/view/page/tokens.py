@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 from nicegui import ui
-from tokenizers import Tokenizer
 
 from dapo.view.groups import GroupFilter, groups
+from dapo.view.page.decode import Decode
 from dapo.view.page.frame import Live, ask, link
 from dapo.view.page.text import number, visible
 from dapo.view.source import Run
@@ -75,7 +72,7 @@ def build_newest(run: Run) -> Live:
     return Live(refresh)
 
 
-def build(root: Path, run: Run, serial: int, sample: int, start: int) -> Live:
+def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run], Decode]) -> Live:
     ui.add_css(_STYLE)
     with ui.row().classes("items-center gap-4 w-full"):
         ui.label(f"Response {sample} of group {serial}").classes("text-xl")
@@ -84,7 +81,7 @@ def build(root: Path, run: Run, serial: int, sample: int, start: int) -> Live:
     with ui.row().classes("items-center gap-4 w-full"):
         ui.label("colour by").classes("quiet")
         choice = ui.toggle(list(get_args(Figure)), value="log-probability").props("no-caps dense")
-        legend = ui.html("", sanitize=False)
+        legend = ui.html("", sanitize=False).props("id=token-legend")
     body = ui.html("", sanitize=False).classes("tokens w-full p-4 border rounded border-gray-500/30")
     body.on("mouseover", js_handler=_OVER).on("mouseleave", js_handler=_OUT)
     ui.element("div").props("id=token-tip")
@@ -98,7 +95,7 @@ def build(root: Path, run: Run, serial: int, sample: int, start: int) -> Live:
             legend.set_content(legend_html(scale, found[0].clips is not None))
 
     async def refresh() -> None:
-        answer = await ask(lambda: tokens(run, serial, sample, _decoder(root, run), start, LIMIT))
+        answer = await ask(lambda: tokens(run, serial, sample, decoder(run), start, LIMIT))
         if answer is None:
             summary.set_text("its tokens were not stored (option run.store_tokens)")
             return
@@ -213,32 +210,3 @@ def _pages(run: Run, serial: int, sample: int, found: ResponseTokens) -> None:
         ui.link("earlier tokens", f"{here}?start={max(0, found.start - LIMIT)}")
     if found.start + len(found.ids) < found.length:
         ui.link("later tokens", f"{here}?start={found.start + LIMIT}")
-
-
-def _decoder(root: Path, run: Run) -> Callable[[int], str]:
-    """The tokenizer that the run saved with its newest checkpoint; without one, tokens are shown by their numbers."""
-    saved = run.path.parent.glob("checkpoints/*/tokenizer.json")
-    home = Path(os.path.realpath(root))
-    # Links that lead out of the folder are not followed, as with databases.
-    inside = [path for path in map(os.path.realpath, saved) if Path(path).is_relative_to(home)]
-    if not inside:
-        return lambda token: f"⟨{token}⟩"
-    newest = max(inside, key=os.path.getmtime)
-    return _decoding(newest, os.path.getmtime(newest))
-
-
-@lru_cache(maxsize=4)
-def _decoding(path: str, changed: float) -> Callable[[int], str]:
-    """`changed` is there so that a file that was written anew is read anew."""
-    try:
-        tokenizer = Tokenizer.from_file(path)
-    except Exception:  # the library raises nothing narrower; a broken file must not keep the numbers from being shown
-        return lambda token: f"⟨{token}⟩"
-
-    def decode(token: int) -> str:
-        piece = tokenizer.decode([token], skip_special_tokens=False)
-        # Alone, a word of SentencePiece loses the space in front of it.
-        has_space = (tokenizer.id_to_token(token) or "").startswith("▁")
-        return f" {piece}" if has_space and not piece.startswith(" ") else piece
-
-    return decode

@@ -1,0 +1,176 @@
+"""What the panels of curves show, of one run or several over each other; as options of ECharts, without a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dapo.view import curves as read
+from dapo.view.page.charts import Line, Look, Zone, color_of, line_chart, stacked_chart
+from dapo.view.source import Run, configuration
+
+POINTS = 400  # of a curve: a panel is hardly wider in pixels, and a browser takes seconds for a dozen with more
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Curves that are looked at together: the names of figures, and what they are called here."""
+
+    title: str
+    unit: str
+    figures: Mapping[str, str]
+    spread: str | None = None  # the column of single responses whose 10 to 90 % are shaded around the first figure
+
+
+PANELS = (
+    Panel("Reward", "mean over responses; shaded: 10 to 90 %", {"reward/mean": "reward"}, "reward"),
+    Panel("Accuracy", "share of right responses", {"acc/mean": "accuracy"}),
+    Panel(
+        "Response length",
+        "tokens; shaded: 10 to 90 %",
+        {"response_length/mean": "mean", "response_length/max": "longest"},
+        "length",
+    ),
+    Panel("Entropy", "nats per token", {"entropy": "entropy"}),
+    Panel(
+        "Clip fractions",
+        "share of trained tokens",
+        {"clip_fraction/low": "low", "clip_fraction/high": "high", "clip_fraction/dual": "dual"},
+    ),
+    Panel("Gradient norm", "mean over the updates of a step", {"grad_norm": "gradient norm"}),
+    Panel(
+        "Sampler and trainer gap",
+        "|difference of log-probabilities|, nats",
+        {"logprob_gap/mean": "mean", "logprob_gap/max": "largest"},
+    ),
+    Panel(
+        "Throughput",
+        "tokens per second",
+        {"throughput/generated_tokens_per_s": "generated", "throughput/trained_tokens_per_s": "trained"},
+    ),
+)
+_PHASES = {"timing_s/generate": "generate", "timing_s/reward": "reward", "timing_s/train": "train"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """All that the panels of one run need, read once per step."""
+
+    name: str
+    curves: Mapping[str, read.Curve]
+    bands: Mapping[str, read.Band]
+    verdicts: read.Parts
+    tokens: read.Parts
+    evaluations: Sequence[read.EvalCurve]
+    zone: Zone | None
+
+
+def load(run: Run, chosen: Sequence[str] = ()) -> Loaded:
+    """`chosen` are figures that a person wants to see beside those of the panels."""
+    names = dict.fromkeys([*_PHASES, *(name for panel in PANELS for name in panel.figures), *chosen])
+    columns = [panel.spread for panel in PANELS if panel.spread]
+    return Loaded(
+        name=run.name,
+        curves={curve.name: curve for curve in read.curves(run, names, POINTS)},
+        bands={column: read.spread(run, column) for column in columns},  # pyright: ignore[reportArgumentType]
+        verdicts=read.verdicts_over_steps(run, POINTS),
+        tokens=read.tokens_over_steps(run, POINTS),
+        evaluations=_told(read.evaluations(run)),
+        zone=overlong_zone(configuration(run)),
+    )
+
+
+def overlong_zone(options: Mapping[str, Any]) -> Zone | None:
+    """The lengths at which a response loses reward."""
+    limit = options.get("data.max_response_length")
+    shaping = options.get("reward.length_shaping")
+    starts = {
+        "buffer": (limit or 0) - (options.get("reward.overlong_buffer.len") or 0),
+        "target": options.get("reward.target_length") or 0,
+    }
+    if not limit or shaping not in starts:
+        return None
+    return Zone("overlong", starts[shaping], limit)
+
+
+def all_charts(loaded: Sequence[Loaded], look: Look, chosen: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """By a key that stays the same while a run grows; in the order in which they first appear."""
+    charts = {f"chosen {name}": _panel(Panel(name, "value per step", {name: name}), loaded, look) for name in chosen}
+    charts |= {panel.title: _panel(panel, loaded, look) for panel in PANELS}
+    for each in loaded:
+        suffix = f" · {each.name}" if len(loaded) > 1 else ""
+        phases = {label: each.curves[name] for name, label in _PHASES.items() if name in each.curves}
+        if phases:
+            steps = max((curve.steps for curve in phases.values()), key=len)
+            parts = {label: np.interp(steps, curve.steps, curve.values) for label, curve in phases.items()}
+            charts[f"phases {each.name}"] = stacked_chart(f"Time per step{suffix}", "seconds", steps, parts)
+        verdicts = stacked_chart(
+            f"Groups by verdict{suffix}", "groups sampled per step", each.verdicts.steps, _first(each.verdicts, "kept")
+        )
+        spent = {name: values for name, values in _first(each.tokens, "trained").items() if name not in read.TOKENS_IN}
+        tokens = stacked_chart(
+            f"Where tokens went{suffix}", "response tokens per step; what is not trained is waste",
+            each.tokens.steps, spent,
+        )  # fmt: skip
+        charts |= {f"verdicts {each.name}": verdicts, f"tokens {each.name}": tokens}
+    for dataset in sorted({found.dataset for each in loaded for found in each.evaluations}):
+        charts[f"evaluation {dataset}"] = _evaluation(dataset, loaded, look)
+    return {key: options for key, options in charts.items() if options["series"]}
+
+
+def _panel(panel: Panel, loaded: Sequence[Loaded], look: Look) -> dict[str, Any]:
+    lines: list[Line] = []
+    for run, each in enumerate(loaded):
+        for place, (name, label) in enumerate(panel.figures.items()):
+            if name not in each.curves:
+                continue
+            curve = each.curves[name]
+            color, dash = color_of(run, place, len(loaded))
+            band = each.bands.get(panel.spread or "") if place == 0 else None
+            bounds = {} if band is None else {
+                "low": band.quantiles[0], "high": band.quantiles[-1], "band_steps": band.steps
+            }  # fmt: skip
+            lines.append(Line(_label(each, label, loaded), curve.steps, curve.values, color, dash, **bounds))
+    zone = loaded[0].zone if loaded and panel.spread == "length" else None
+    return line_chart(panel.title, panel.unit, lines, look, zone)
+
+
+def _evaluation(dataset: str, loaded: Sequence[Loaded], look: Look) -> dict[str, Any]:
+    lines: list[Line] = []
+    for run, each in enumerate(loaded):
+        for place, found in enumerate(found for found in each.evaluations if found.dataset == dataset):
+            color, dash = color_of(run, place, len(loaded))
+            name = _label(each, found.figure, loaded)
+            lines.append(Line(name, found.steps, found.values, color, dash, found.low, found.high))
+    # Few points, each with an interval of its own: a smoothed curve would leave its band.
+    is_share = any("@" in found.figure for each in loaded for found in each.evaluations if found.dataset == dataset)
+    unit = f"{'share of right responses' if is_share else 'mean reward'}; shaded: 95 % interval"
+    chart = line_chart(f"Evaluation: {dataset}", unit, lines, Look(is_log=look.is_log))
+    for series in chart["series"]:
+        series["showSymbol"] = series["name"] in chart["legend"]["data"]
+    return chart
+
+
+def _told(evaluations: Sequence[read.EvalCurve]) -> list[read.EvalCurve]:
+    """Of each set avg@k, pass@k and maj@k; the reward where nothing is right or wrong."""
+    judged = {each.dataset for each in evaluations if each.figure.startswith("avg@")}
+
+    def is_told(each: read.EvalCurve) -> bool:
+        if each.dataset not in judged:
+            return each.figure == "reward/mean"
+        # One sample passes as often as samples are right on average: pass@1 would lie on avg@k.
+        return "@" in each.figure and each.figure != "pass@1"
+
+    return [each for each in evaluations if is_told(each)]
+
+
+def _label(each: Loaded, label: str, loaded: Sequence[Loaded]) -> str:
+    return label if len(loaded) == 1 else f"{each.name}: {label}"
+
+
+def _first(parts: read.Parts, name: str) -> dict[str, np.ndarray]:
+    """The part that one hopes for at the bottom, the others over it by their names."""
+    return dict(sorted(parts.parts.items(), key=lambda item: (item[0] != name, item[0])))

@@ -1,0 +1,57 @@
+"""The page beside a training: it follows another process that really trains, and does not hold it up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nicegui", reason="the page needs dapo[view]")
+
+from dapo.store.database import RunDatabase
+from tests import runs
+from tests.view.test_server import ROOT, running
+
+STEPS = 40
+
+
+def step_shown(page: Any, at_least: int) -> int:
+    number = "+(document.querySelector('.step')?.innerText ?? '').replace('step ', '')"
+    page.wait_for_function(f"{number} >= {at_least}", timeout=120_000)
+    return page.evaluate(number)
+
+
+@pytest.mark.timeout(400)
+def test_the_page_follows_a_training_in_another_process(page: Any, tmp_path: Path):
+    recipe = runs.recipe(tmp_path, run={"steps": STEPS, "save_every": 0, "name": "live"})
+    (tmp_path / "runs").mkdir()
+    with running(tmp_path / "runs") as url:
+        page.goto(url)
+        training = subprocess.Popen(
+            [sys.executable, "-m", "dapo", "train", str(recipe)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            # The list finds the run that was not there when it was opened.
+            page.locator(".opens .ag-row", has_text="live").wait_for(timeout=120_000)
+            page.goto(f"{url}run/live/curves")
+            first = step_shown(page, 1)
+            page.locator(".curves :not(.waiting) > div > canvas").first.wait_for()
+            page.evaluate("window.sameDocument = true")
+            canvas = "document.querySelector('.curves :not(.waiting) > div > canvas').toDataURL()"
+            before = page.evaluate(canvas)
+            assert step_shown(page, first + 2) > first
+            page.wait_for_function(f"before => {canvas} !== before", arg=before)
+            output, _ = training.communicate(timeout=200)
+        finally:
+            training.kill()
+        assert training.returncode == 0
+        assert f"{STEPS} steps," in output
+        assert step_shown(page, STEPS) == STEPS
+        assert page.evaluate("window.sameDocument") is True
+        page.close()  # before the server is: a page without one complains
+    with RunDatabase.open_readonly(tmp_path / "runs" / "live" / "run.db") as database:
+        assert [step["step"] for step in database.steps()] == list(range(1, STEPS + 1))
+        assert [event["kind"] for event in database.events()][-1] == "finished"
