@@ -1,14 +1,13 @@
-"""What a run will take: tokens per step, and memory by its parts; known without reading any weights."""
+"""What a run will take here: tokens per step, and memory by its parts; known without reading any weights."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from dapo.config import Config
 from dapo.data.readers import GYM, find_files
 from dapo.errors import DataError
+from dapo.plan.shapes import find_shape
 
 _GIB = 2**30
 
@@ -34,18 +33,18 @@ def _token_lines(config: Config) -> list[str]:
 
 
 def _memory_lines(config: Config) -> list[str]:
-    shape = _shape(config.model.path)
+    shape = find_shape(config.model.path)
     if shape is None:
         return [f"  memory    not known for {config.model.path}: it has not been fetched yet, or is of an unusual kind"]
-    parameters = _parameters(shape)
+    from dapo.model.meter import kv_bytes
+
+    parameters = shape.parameters
     full = config.model.lora.rank == 0
     # float32: weights, gradients, two moments. bfloat16: float32 masters, gradients and two moments.
     wide = _is_float32(config)
     weights = parameters * (4 if wide else 2)
     training = parameters * (12 if wide else 16) if full else 0
-    heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    per_token = 2 * shape["num_hidden_layers"] * heads * head_dim * (4 if wide else 2)
+    per_token = kv_bytes(shape, 4 if wide else 2)
     cache = _cached_tokens(config) * per_token
     parts = {
         "weights": weights,
@@ -100,30 +99,3 @@ def _on_gpu(config: Config) -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _shape(path: str) -> dict[str, Any] | None:
-    """The model's config.json, where it is on this machine already and of the usual kind."""
-    from dapo.model.gguf import conversion_dir, find_fetched
-
-    folder = Path(path).expanduser()
-    if path.startswith("pypi:"):
-        fetched = find_fetched(path.removeprefix("pypi:"))
-        folder = conversion_dir(fetched) if fetched else folder
-    elif folder.suffix == ".gguf" and folder.is_file():
-        folder = conversion_dir(folder)
-    file = folder / "config.json"
-    shape = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    return shape if all(key in shape for key in needed) else None
-
-
-def _parameters(shape: dict[str, Any]) -> int:
-    """Of a Llama-like model: projections, gated feed-forward and embeddings; norms and biases do not matter here."""
-    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-    kv_heads = shape.get("num_key_value_heads") or heads
-    head_dim = shape.get("head_dim") or hidden // heads
-    attention = 2 * hidden * head_dim * (heads + kv_heads)
-    layer = attention + 3 * hidden * shape["intermediate_size"]
-    embeddings = shape["vocab_size"] * hidden * (1 if shape.get("tie_word_embeddings") else 2)
-    return shape["num_hidden_layers"] * layer + embeddings

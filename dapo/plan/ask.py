@@ -1,0 +1,89 @@
+"""`dapo plan`: from the options of the command line to a printed plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from dapo.config import Config
+from dapo.errors import ConfigError
+from dapo.plan.estimate import Plan, estimate
+from dapo.plan.hardware import CONTROLLER_GROUPS, JUDGE_SECONDS, find_gpu
+from dapo.plan.memory import DoesNotFit
+from dapo.plan.table import print_comparison, print_plan
+from dapo.plan.workload import SIGMA, workload
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the command line asks; None and 0 leave it to the plan."""
+
+    gpus: str = "1"
+    gpu: str = "h200"
+    rollout_share: float = 0.0
+    tensor_parallel: int = 0
+    mean_response: float | None = None
+    mean_prompt: float | None = None
+    keep_rate: float | None = None
+    judge_seconds: float | None = None
+    network: float | None = None
+
+
+def answer(console: Console, config: Config, question: Question) -> None:
+    """One number of GPUs in detail, several beside each other; refused where none fits."""
+    counts = _counts(question.gpus)
+    if not 0 <= question.rollout_share < 1:
+        raise ConfigError(f"--rollout-share is {question.rollout_share:g}, but must be at least 0 and below 1")
+    for option, value in (("--network", question.network), ("--judge-seconds", question.judge_seconds)):
+        if value is not None and value <= 0:
+            raise ConfigError(f"{option} is {value:g}, but must be above 0")
+    gpu = find_gpu(question.gpu, question.network)
+    work = workload(
+        config,
+        mean_response=question.mean_response,
+        mean_prompt=question.mean_prompt,
+        keep_rate=question.keep_rate,
+        judge_seconds=JUDGE_SECONDS if question.judge_seconds is None else question.judge_seconds,
+    )
+    found: dict[int, Plan | DoesNotFit] = {}
+    for count in counts:
+        try:
+            found[count] = estimate(
+                config, work, gpu, count,
+                rollout_gpus=math.ceil(question.rollout_share * count), tensor_parallel=question.tensor_parallel,
+            )  # fmt: skip
+        except DoesNotFit as fault:
+            found[count] = fault
+    plans = [plan for plan in found.values() if isinstance(plan, Plan)]
+    if not plans:
+        raise next(fault for fault in found.values() if isinstance(fault, DoesNotFit))
+    if len(counts) == 1:
+        print_plan(console, config.run.name, plans[0], _assumed(config, plans, question))
+    else:
+        print_comparison(console, config.run.name, found, _assumed(config, plans, question))
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ConfigError(f"--gpus {text}: expected a number such as 8, or several such as 8,128,1024") from None
+
+
+def _assumed(config: Config, plans: list[Plan], question: Question) -> list[str]:
+    """What the plans rest on and nobody gave or measured."""
+    work = plans[0].work
+    assumed = [f"log-normal lengths (sigma {SIGMA})"]
+    if question.mean_response is None:
+        assumed.append(f"responses of {work.lengths.mean:,.0f} tokens (--mean-response)")
+    if question.mean_prompt is None:
+        assumed.append(f"prompts of {work.prompt:,.0f} (--mean-prompt)")
+    if question.keep_rate is None and work.keep_rate < 1:
+        assumed.append(f"{100 * work.keep_rate:.0f} % of groups kept (--keep-rate)")
+    if any(plan.sampling.driver > 0 for plan in plans):
+        assumed.append(f"a driver that hands out {CONTROLLER_GROUPS:.0f} groups a second")
+    if config.model.lora.rank > 0:
+        assumed.append("LoRA updates as slow as full ones")
+    return assumed

@@ -1,0 +1,165 @@
+"""A plan as tables that fit 100 columns: one number of GPUs in detail, or several beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dapo.plan.advice import advice
+from dapo.plan.estimate import Plan
+from dapo.plan.hardware import GIB, NODE, USABLE
+from dapo.plan.memory import DoesNotFit
+
+WIDTH = 100
+_MEASURED = (
+    "Measured on one H200 (docs/performance.md): the shares of bandwidth and peak that decoding and updates reach, the "
+    "fixed costs of layers and of vLLM's steps, the judge. From data sheets: memory, bandwidth, operations, links."
+)
+
+
+def print_plan(console: Console, name: str, plan: Plan, assumed: Sequence[str]) -> None:
+    """`assumed`: the averages that nobody gave."""
+    _say(console, f"{name} on {_machines(plan)}: {_roles(plan)}")
+    _say(console, _step_line(plan))
+    console.print(_phase_table(plan), width=_width(console))
+    console.print(_memory_table(plan), width=_width(console))
+    for sentence in advice(plan):
+        _say(console, f"- {sentence}")
+    if plan.layout.gpus > 1:
+        _say(console, f"- Options: {_options(plan)}")
+    _say(console, _sources(plan, assumed))
+
+
+def print_comparison(
+    console: Console, name: str, found: Mapping[int, Plan | DoesNotFit], assumed: Sequence[str]
+) -> None:
+    """A row for each number of GPUs; where it does not fit, the reason stands below."""
+    plans = [plan for plan in found.values() if isinstance(plan, Plan)]
+    table = Table(
+        title=f"{name}: a step on N x {plans[0].gpu.name}", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for heading in ("GPUs", "TP", "GiB", "s/step", "sampling", "longest", "update", "sync", "tok/s/GPU"):
+        table.add_column(heading, justify="right")
+    table.add_column("bound by")
+    for count, plan in found.items():
+        cells = _cells(plan) if isinstance(plan, Plan) else [""] * 8 + ["does not fit"]
+        table.add_row(f"{count:,}", *cells)
+    console.print(table, width=_width(console))
+    for count, fault in found.items():
+        if isinstance(fault, DoesNotFit):
+            _say(console, f"- {count:,} GPUs: {fault}")
+    _say(console, _sources(plans[-1], assumed))
+
+
+def _cells(plan: Plan) -> list[str]:
+    phases = (plan.phases[name] for name in ("sampling", "the longest responses", "update", "weight sync"))
+    rate = plan.work.generated_tokens / plan.seconds / plan.layout.gpus
+    return [
+        str(plan.layout.tensor_parallel), f"{max(plan.memory.peak) / GIB:.0f}", _seconds(plan.seconds),
+        *map(_seconds, phases), f"{rate:,.0f}",
+        plan.bottleneck if plan.limit == "empty slots" else f"{plan.bottleneck}: {plan.limit}",
+    ]  # fmt: skip
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, width=_width(console))
+
+
+def _width(console: Console) -> int:
+    return min(WIDTH, console.width)
+
+
+def _sources(plan: Plan, assumed: Sequence[str]) -> str:
+    network = [f"{plan.gpu.network / 1e9:g} GB/s per GPU between nodes of {NODE} (--network)", "3 µs a hop"]
+    return f"{_MEASURED} Assumed: {', '.join([*assumed, *(network if plan.layout.gpus > NODE else [])])}."
+
+
+def _machines(plan: Plan) -> str:
+    gpus = plan.layout.gpus
+    nodes = f" in {-(-gpus // NODE):,} nodes" if gpus > NODE else ""
+    return f"{gpus:,} x {plan.gpu.name}{nodes}"
+
+
+def _roles(plan: Plan) -> str:
+    layout = plan.layout
+    if layout.gpus == 1:
+        return "one process samples and trains"
+    engine = "vLLM" if layout.is_vllm else "embedded"
+    each = f" of {layout.tensor_parallel} GPUs" if layout.tensor_parallel > 1 else ""
+    how = "beside" if layout.rollout_gpus else "in turns with"
+    return f"{layout.engines:,} {engine} engines{each} {how} {layout.learners:,} learners"
+
+
+def _options(plan: Plan) -> str:
+    """What a recipe has to say for this layout."""
+    layout = plan.layout
+    options = {"cluster.learners": layout.learners, "cluster.rollout_workers": layout.engines}
+    if not layout.rollout_gpus:
+        del options["cluster.rollout_workers"]
+    if layout.is_vllm:
+        options["rollout.tensor_parallel"] = layout.tensor_parallel
+    return " ".join(f"{name}={value}" for name, value in options.items())
+
+
+def _step_line(plan: Plan) -> str:
+    work = plan.work
+    busy = work.generated_tokens / plan.sampling.full
+    trained = work.trained_tokens / (plan.reference + plan.learning.seconds)
+    return (
+        f"{_seconds(plan.seconds)} s a step: {work.generated_tokens / plan.sampling.seconds:,.0f} tokens/s sampled "
+        f"({busy:,.0f} while all slots are busy), {trained:,.0f} tokens/s trained "
+        f"(MFU {100 * plan.learning.mfu:.0f} %)."
+    )
+
+
+def _phase_table(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading, justify in (("phase", "left"), ("seconds", "right"), ("share", "right"), ("", "left")):
+        table.add_column(heading, justify=justify)  # pyright: ignore[reportArgumentType]
+    notes = _phase_notes(plan)
+    for name, seconds in plan.phases.items():
+        if seconds > 0:
+            share = f"{100 * seconds / plan.seconds:.0f} %" if name in plan.critical else "beside"
+            style = "bold" if name == plan.bottleneck else None
+            table.add_row(name, _seconds(seconds), share, notes.get(name, ""), style=style)
+    return table
+
+
+def _phase_notes(plan: Plan) -> dict[str, str]:
+    work, updates = plan.work, plan.work.updates * plan.work.epochs
+    groups, rounds = sum(work.rounds), len(work.rounds)
+    return {
+        "sampling": f"{groups:,.0f} x {work.n} in {rounds} {_plural(rounds, 'round')}, "
+        f"{plan.memory.slots:,.0f} slots an engine, by {plan.sampling.limit}",
+        "update": f"{work.trained_groups:,.0f} x {work.n} in {updates} {_plural(updates, 'update')}, "
+        f"by {plan.learning.limit}",
+        "rewards": f"{work.judges} judges",
+    }
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("GiB on a GPU that")
+    for heading in ("samples", "trains"):
+        table.add_column(heading, justify="right")
+    for name, pair in plan.memory.parts.items():
+        note = f" ({plan.memory.held_tokens:,.0f} tokens)" if name == "activations" else ""
+        note += ", computed twice" if note and plan.memory.recomputes else ""
+        table.add_row(name + note, *(f"{size / GIB:.1f}" if size else "" for size in pair))
+    table.add_section()
+    room = f"of {USABLE * plan.gpu.memory / GIB:.0f} to use"
+    table.add_row(room, *(f"{size / GIB:.1f}" for size in plan.memory.peak))
+    return table
+
+
+def _plural(count: int, word: str) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _seconds(value: float) -> str:
+    if 0 < value < 0.01:
+        return "< 0.01"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}" if value else "0"
