@@ -39,6 +39,7 @@ from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import TrainingStopped
 from dapo.evaluate import evaluate
 from dapo.model.loading import load_model, load_tokenizer
+from dapo.policy.policy import Policy
 from dapo.rewards.rules import make_rule
 from dapo.trainer import Trainer
 from dapo.types import Prompt, SamplingParams
@@ -129,6 +130,7 @@ class Examiner:
         """The engines capture what they will replay, before the clock starts."""
         for temperature in (1.0, 0.0):
             params = SamplingParams(temperature, max_tokens=self.max_tokens)
+            assert isinstance(self.trainer.engine, EmbeddedEngine)
             self.trainer.engine.prepare(params)
             self.accuracy(temperature)
 
@@ -146,6 +148,7 @@ class Examiner:
 
 def _second_engine(trainer: Trainer, slots: int) -> EmbeddedEngine:
     data = trainer.config.data
+    assert isinstance(trainer.policy, Policy)
     return EmbeddedEngine(
         trainer.policy.causal_lm, trainer.tokenizer, trainer.stop_ids,
         trainer.config.run.seed, slots, max_length=data.max_prompt_length + data.max_response_length,

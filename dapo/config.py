@@ -112,6 +112,14 @@ class RolloutConfig(Section):
         description="When weights change: strict: between rounds; inflight: as soon as a batch is full, and what is "
         "unfinished goes on with the new ones, at most algorithm.max_staleness times.",
     )
+    engine: Literal["embedded", "vllm"] = Field(
+        default="embedded",
+        description="What samples: embedded: the very weights that are trained; vllm: vLLM in a process of its own.",
+    )
+    tensor_parallel: int = Field(default=1, ge=1, description="GPUs that share one copy of the model in vLLM.")
+    vllm: dict[str, Any] = Field(
+        default={}, description="More arguments of vLLM's engine, by its own names; unknown ones are refused."
+    )
 
 
 class OverlongBufferConfig(Section):
@@ -283,6 +291,24 @@ class RunConfig(Section):
     )
 
 
+class ClusterConfig(Section):
+    learners: int = Field(default=1, ge=1, description="Processes that share the trained weights with FSDP2.")
+    offload: bool = Field(default=False, description="Parameters and optimiser state rest in CPU memory.")
+    rollout_workers: int = Field(
+        default=0,
+        ge=0,
+        description="Processes that sample, placed by Ray, each with a copy of the weights; 0: whoever learns samples.",
+    )
+    max_restarts: int = Field(
+        default=3, ge=0, description="How many lost processes Ray replaces before the run saves and stops."
+    )
+    timeout: float = Field(
+        default=1800.0,
+        gt=0,
+        description="Seconds without an answer after which a process counts as lost; longer than any response takes.",
+    )
+
+
 class Config(Section):
     """Everything a run needs to know."""
 
@@ -294,6 +320,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
@@ -372,6 +399,13 @@ class Config(Section):
                 "rollout.mode inflight needs an algorithm.max_staleness of at least 1, because every update makes what "
                 "is under way one version older"
             )
+        if self.rollout.engine != "vllm" and (self.rollout.tensor_parallel > 1 or self.rollout.vllm):
+            name = "vllm" if self.rollout.vllm else "tensor_parallel"
+            raise ValueError(f"rollout.{name} is for vLLM alone: set rollout.engine to vllm, or leave it out")
+        if self.cluster.offload and self.cluster.learners == 1:
+            raise ValueError(
+                "cluster.offload is for weights that several processes share: set cluster.learners to at least 2"
+            )
         if self.optim.ppo_mini_batch_size > self.data.train_batch_size:
             raise ValueError(
                 f"optim.ppo_mini_batch_size is {self.optim.ppo_mini_batch_size} prompts, more than the "
@@ -426,7 +460,7 @@ is loaded. Relative paths start at the working directory. This page is made from
 """
 _ESCAPED_BAR = "\\|"
 _BOUNDS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
-_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
+_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "anything"}
 
 
 def _type_text(kind: Any) -> str:

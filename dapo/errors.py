@@ -31,3 +31,21 @@ class TrainingStopped(DapoError, RuntimeError):
     """The run cannot go on in a way that makes sense: a guard stopped it."""
 
     exit_code = 3
+
+
+class ClusterError(DapoError, RuntimeError):
+    """The cluster cannot be joined, or has too little for what is asked of it."""
+
+
+class LearnerLost(ClusterError):
+    """A process that learns is gone, and its weights with it: the run goes back to its newest checkpoint."""
+
+
+class ClusterLost(TrainingStopped):
+    """Parts of the cluster are gone and will not be replaced: the run saves what it has, and stops."""
+
+
+class EngineError(DapoError, RuntimeError):
+    """The engine that samples could not be started, has ended, or does not answer."""
+
+    exit_code = 3

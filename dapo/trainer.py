@@ -15,21 +15,18 @@ from functools import reduce
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
+from dapo.assemble import assemble, model_source
 from dapo.config import Config, Source, leaves
 from dapo.data.dataset import load_eval_sets, load_train_stream
-from dapo.engine.embedded.engine import EmbeddedEngine
-from dapo.errors import CheckpointError, ConfigError, TrainingStopped
+from dapo.errors import CheckpointError, ClusterLost, ConfigError, LearnerLost, TrainingStopped
 from dapo.evaluate import evaluate
 from dapo.inflight import InflightSampler
-from dapo.model.forward import check_model
-from dapo.model.loading import load_model, load_tokenizer
-from dapo.model.lora import add_adapters, causal_lm
+from dapo.model.loading import load_tokenizer
 from dapo.policy import checkpoint
 from dapo.policy.checkpoint import Best, TrainerState
-from dapo.policy.policy import Policy, UpdateResult
+from dapo.policy.protocol import UpdateResult
 from dapo.rewards.judge import build_judge
 from dapo.sampling import DynamicSampler, Sampled
 from dapo.store.console import Reporter
@@ -87,6 +84,8 @@ class Trainer:
         self.step, self.version, self.empty_in_a_row = 0, 0, 0
         self.saved_step = 0
         self.best: Best | None = None
+        self.signal: int | None = None
+        self.is_open = False
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self.recording: Future[None] | None = None
         self.judge = build_judge(config.reward, reward)
@@ -100,13 +99,14 @@ class Trainer:
                     f"{self.run_dir}: has all of its {self.step} steps already; raise run.steps to train on"
                 )
             self.lock, self.database = self._open_run_dir(goes_on)
+            self.is_open = True
         except BaseException:
             self.judge.close()
             raise
         for note in self.notes:
             self._event("data", note)
-        if self.policy.weight.is_cuda:
-            self._event("plan", self.policy.memory_plan(self.engine.cache_bytes))
+        if plan := self.policy.memory_plan(self.parts.cache_bytes):
+            self._event("plan", plan)
         if goes_on:
             undone = self.database.rewind(self.step)
             self.reporter.event(Event("resumed", f"after step {self.step}, {undone} later steps undone", self.step))
@@ -115,7 +115,7 @@ class Trainer:
         self.trackers = Trackers(config, self.step, on_failure=lambda message: self._event("tracker", message))
         self.before: tuple[EvalReport, ...] = ()
         self.latest: tuple[EvalReport, ...] = ()
-        self.signal: int | None = None
+        self.at_rest = self.at_start = self._state()
         self.seconds = 0.0
 
     def run(self) -> RunResult:
@@ -125,17 +125,45 @@ class Trainer:
                 self.before = self.latest = self._evaluate()
                 self._best_figure()  # a figure that is not there should be known before hours are spent
             while self.step < self.config.run.steps and self.signal is None:
-                self.train_step()
-                is_finished = self.step >= self.config.run.steps
-                if is_finished or self._is_due(self.config.eval.every):
-                    self.latest = self._evaluate()
-                if self._is_best() or self._is_due(self.config.run.save_every):
-                    self._save()
+                try:
+                    self._train_evaluate_save()
+                except LearnerLost as lost:
+                    self._go_back(lost)
+                except ClusterLost as lost:  # the weights are those of the last whole step
+                    if self.step > self.saved_step:
+                        self._save(self.at_rest)
+                    self._event("stopped", str(lost))
+                    raise
             if self.step > self.saved_step:
                 self._save()
             is_finished = self.step >= self.config.run.steps
             self._event("finished" if is_finished else "interrupted", f"after step {self.step}")
         return RunResult(self.run_dir, self.step, self.before, self.latest, self.signal, self.seconds)
+
+    def _train_evaluate_save(self) -> None:
+        self.train_step()
+        is_finished = self.step >= self.config.run.steps
+        if is_finished or self._is_due(self.config.eval.every):
+            self.latest = self._evaluate()
+        if self._is_best() or self._is_due(self.config.run.save_every):
+            self._save()
+
+    def _go_back(self, lost: LearnerLost) -> None:
+        """The weights are gone: all learners start again from the newest checkpoint, and so does everything else."""
+        saved = checkpoint.newest(self.run_dir / "checkpoints")
+        try:
+            self.parts.restart(lost, saved)
+        except ClusterLost as end:
+            self._event("stopped", str(end))
+            raise
+        self.engine.cancel(list(self.sampler.pending))
+        self.engine.figures()  # of what is undone
+        self.sampler = self._new_sampler()
+        self._restore(saved, checkpoint.read_state(saved) if saved else self.at_start)
+        self._wait_for_records()
+        undone = self.database.rewind(self.step)
+        self.at_rest = self._state()
+        self._event("learners", f"{lost}; all learners start again from step {self.step}, {undone} steps undone")
 
     def close(self) -> None:
         with ExitStack() as stack:  # in the opposite order; one that fails does not keep the others
@@ -166,8 +194,8 @@ class Trainer:
         self.empty_in_a_row = self.empty_in_a_row + 1 if found_nothing else 0
         updating = time.perf_counter()
         self.reporter.phase("training")
-        if self.policy.budget.needs_cache and not self.sampler.pending:
-            self.engine.release_cache()
+        if self.policy.needs_cache and not self.sampler.pending:
+            self.parts.release_cache()
         update = self.policy.update(sampled.batch, step, self.version)
         if update.metrics["updates"] > 0:
             self.version += 1
@@ -180,6 +208,7 @@ class Trainer:
         report = StepReport(step, metrics, sampled.groups, update.token_stats, (*sampled.events, *notes))
         self._record(report)
         self.step = step
+        self.at_rest = self._state()
         self.reporter.step(report)
         self.trackers.step(report)
         stop = sampled.stop or update.stop
@@ -230,10 +259,8 @@ class Trainer:
             raise ConfigError(f"eval.best_metric: there is no '{metric}'; there are: {', '.join(figures)}")
         return figures[metric]
 
-    def _save(self) -> None:
-        self.reporter.phase("saving")
-        self._wait_for_records()  # the database may be ahead of a checkpoint, never behind
-        state = TrainerState(
+    def _state(self) -> TrainerState:
+        return TrainerState(
             step=self.step,
             version=self.version,
             positions=list(self.stream.positions),
@@ -247,6 +274,11 @@ class Trainer:
             carried=self.sampler.carried,
             pending={serial: group.prompt for serial, group in self.sampler.pending.items()},
         )
+
+    def _save(self, state: TrainerState | None = None) -> None:
+        self.reporter.phase("saving")
+        self._wait_for_records()  # the database may be ahead of a checkpoint, never behind
+        state = state or self._state()
         folder, best = self.run_dir / "checkpoints", self.best
         checkpoint.save(folder, state, self.policy, self.tokenizer, best.step if best else None)
         if best is not None and best.step == self.step:
@@ -258,8 +290,9 @@ class Trainer:
 
     def _event(self, kind: str, message: str) -> None:
         event = Event(kind, message, self.step)
-        self._wait_for_records()
-        self.database.record_event(event)
+        if self.is_open:
+            self._wait_for_records()
+            self.database.record_event(event)
         self.reporter.event(event)
 
     def _holds_run(self) -> bool:
@@ -298,35 +331,17 @@ class Trainer:
     def _build(self, saved: Path | None) -> None:
         """Model, policy, engine and sampler; weights from the checkpoint where there is one."""
         config = self.config
-        uses_adapters = config.model.lora.rank > 0
-        source = config.model
-        if saved and not uses_adapters:
-            source = source.model_copy(update={"path": str(saved)})
-        self._load_data(load_tokenizer(source.path))  # before the weights: what is wrong with it should show at once
-        loaded = load_model(source)
-        reference = None
-        if config.needs_reference and not uses_adapters:
-            reference = load_model(config.model).model.requires_grad_(False)
-        torch.manual_seed(config.run.seed)  # adapters start from random numbers; nothing else draws from it
-        model = add_adapters(loaded.model, config.model.lora) if uses_adapters else loaded.model
-        self.tokenizer = loaded.tokenizer
-        check_model(causal_lm(model), config.data.max_prompt_length + config.data.max_response_length)
-        self.policy = Policy(model, config, reference)
-        self.stop_ids = loaded.stop_ids
-        self.engine = EmbeddedEngine(
-            causal_lm(model),
-            loaded.tokenizer,
-            loaded.stop_ids,
-            config.run.seed,
-            config.concurrent if loaded.model.device.type == "cuda" else config.rollout.max_concurrent,
-            max_length=config.data.max_prompt_length + config.data.max_response_length,
-            kv_memory_fraction=config.rollout.kv_memory_fraction,
-            reserved=self.policy.optimiser.bytes_to_come,
-        )
-        if config.rollout.mode == "strict":  # in flight the cache is never empty
-            self.policy.cache_bytes = self.engine.cache_bytes
+        # Before the weights: what is wrong with the data should show at once.
+        self._load_data(load_tokenizer(model_source(config, saved).path))
+        self.parts = assemble(config, saved, self._event, lambda: self.signal is not None)
+        self.policy, self.engine = self.parts.policy, self.parts.engine
+        self.tokenizer, self.stop_ids = self.parts.tokenizer, self.parts.stop_ids
+        self.sampler = self._new_sampler()
+
+    def _new_sampler(self) -> DynamicSampler:
+        config = self.config
         build_sampler = InflightSampler if config.rollout.mode == "inflight" else DynamicSampler
-        self.sampler = build_sampler(
+        return build_sampler(
             config,
             self.engine,
             self.judge,
@@ -346,18 +361,20 @@ class Trainer:
         if config.eval.k > 0 and not self.eval_sets:
             self.eval_sets = {_stem(config.data.train[0].path): self.stream.questions()}
 
-    def _restore(self, saved: Path, state: TrainerState) -> None:
+    def _restore(self, saved: Path | None, state: TrainerState) -> None:
+        """As a checkpoint says; without one, as everything was at the start."""
         if state.data_digest != self.stream.digest():
             raise CheckpointError(
                 f"data.train: the questions are not those that {self.run_dir} was trained on so far; "
                 "restore the files, or give this run another run.name"
             )
-        checkpoint.restore_optimiser(saved, self.policy)
+        if saved is not None:
+            checkpoint.restore(saved, self.policy)
         self.step, self.version = state.step, state.version
         self.saved_step = state.step
         self.empty_in_a_row = state.empty_in_a_row
         self.policy.non_finite_in_a_row = state.non_finite_in_a_row
-        self.best = checkpoint.best(saved.parent)
+        self.best = checkpoint.best(self.run_dir / "checkpoints")
         self.stream.positions = list(state.positions)
         self.sampler.ledger.restore(state.ledger, state.considered)
         self.sampler.next_serial = state.next_serial

@@ -30,7 +30,7 @@ OPTIONS = [
     "data.train", "data.train_batch_size", "data.gen_batch_size", "data.max_prompt_length", "data.max_response_length",
     "data.overlong_prompts", "data.prompt_template", "data.system_prompt",
     "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_concurrent",
-    "rollout.kv_memory_fraction", "rollout.mode",
+    "rollout.kv_memory_fraction", "rollout.mode", "rollout.engine", "rollout.tensor_parallel", "rollout.vllm",
     "reward.use", "reward.extract", "reward.regex", "reward.threshold", "reward.workers", "reward.timeout",
     "reward.memory_gb", "reward.model.device", "reward.model.batch_size", "reward.length_shaping",
     "reward.target_length", "reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor",
@@ -44,6 +44,7 @@ OPTIONS = [
     "optim.ppo_mini_batch_size",
     "optim.ppo_epochs", "optim.max_tokens_per_micro_batch", "optim.recompute_activations",
     "eval.k", "eval.every", "eval.data", "eval.best_metric", "eval.temperature", "eval.top_p", "eval.top_k",
+    "cluster.learners", "cluster.offload", "cluster.rollout_workers", "cluster.max_restarts", "cluster.timeout",
 ]  # fmt: skip
 
 
@@ -288,10 +289,12 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
     group_rules(config.model_copy(update={"reward": options}))
     unread = {name for name, _ in leaves() if _owner(name) not in reads}
     # The two that exist to be refused, the one that the database takes from the resolved YAML, the worker's own limit,
-    # and those of reward models; the last three have their tests in tests/rewards.
+    # and those of reward models, of vLLM and of clusters, which have their tests in tests/rewards, engine and cluster.
     assert unread == {
         "rollout.top_p", "rollout.top_k", "run.store_tokens",
         "reward.memory_gb", "reward.model.device", "reward.model.batch_size",
+        "rollout.tensor_parallel", "rollout.vllm",
+        "cluster.rollout_workers", "cluster.offload", "cluster.max_restarts", "cluster.timeout",
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dapo.config import OptimConfig
 from dapo.model.forward import free_memory, head_weight
@@ -44,17 +45,35 @@ class Budget:
         recompute = always or (may_recompute and (given > keep if given else keep < _ENOUGH_TOKENS))
         return cls(given or _within(int(free / least) if recompute else keep), recompute, needs_cache)
 
+    @classmethod
+    def shared(
+        cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, like: Tensor, to_come: int, cache_bytes: int = 0,
+        *, recompute: bool,
+    ) -> Budget:  # fmt: skip
+        """Of one rank of several, whose layers keep or recompute their activations since they were cut into shards.
+
+        `like` has the device and the precision of what is computed.
+        """
+        given = config.max_tokens_per_micro_batch
+        if not like.is_cuda:
+            return cls(given or _CPU_TOKENS, recompute)
+        per_token = activation_bytes(causal_lm, trunk, recompute=recompute, dtype=like.dtype)
+        free = _SHARE * free_memory(like.device) - to_come - _HEAD_BYTES
+        needs_cache = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * per_token
+        free = max(0.0, free + _SHARE * cache_bytes * needs_cache)
+        return cls(given or _within(int(free / per_token)), recompute, needs_cache)
+
 
 def _within(tokens: int) -> int:
     return max(1, min(_MOST_TOKENS, tokens))
 
 
-def activation_bytes(causal_lm: Any, trunk: Trunk, *, recompute: bool) -> int:
+def activation_bytes(causal_lm: Any, trunk: Trunk, *, recompute: bool, dtype: torch.dtype | None = None) -> int:
     """Held per packed token between forward and backward: an estimate by counting what each layer saves."""
     config = causal_lm.config.get_text_config()
     width, inner = config.hidden_size, inner_width(config)
     kv_width, query_width = (heads * head_size(config) for heads in (key_heads(config), config.num_attention_heads))
-    size = torch.finfo(head_weight(causal_lm).dtype).bits // 8
+    size = torch.finfo(dtype or head_weight(causal_lm).dtype).bits // 8
     # Both sums of the residual stream in float32; both norms, queries, keys and values (which may be copied for each
     # response), attention's result, gate and up.
     saved = 8 * width + size * (2 * width + 2 * query_width + 6 * kv_width + 2 * inner)

@@ -14,20 +14,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from peft import PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from dapo.errors import CheckpointError
 from dapo.model.cache import published
-from dapo.model.lora import adapter_state, load_adapter_state, save_merged
-from dapo.policy.policy import Policy
+from dapo.policy.protocol import Learner
 from dapo.types import Group, Prompt, Rollout, Score
 
 FORMAT = 2
 KEEP = 2
-ADAPTERS = "trainer/adapters.safetensors"
-_STATE, _OPTIMISER = "trainer/state.json", "trainer/optimiser.safetensors"
+_STATE = "trainer/state.json"
 _BEST = "best.json"
 
 Which = int | Literal["best", "last"]
@@ -60,7 +56,7 @@ class Best:
     value: float
 
 
-def save(folder: Path, state: TrainerState, policy: Policy, tokenizer: Any, best: int | None = None) -> Path:
+def save(folder: Path, state: TrainerState, policy: Learner, tokenizer: Any, best: int | None = None) -> Path:
     """Write checkpoints/step_N, all or nothing; keep the newest two, that of step `best`, and the one marked best."""
     target = folder / f"step_{state.step}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,10 +66,8 @@ def save(folder: Path, state: TrainerState, policy: Policy, tokenizer: Any, best
         _remove(target)
     with _explained(target), published(target) as draft:
         (draft / "trainer").mkdir()
-        save_merged(policy.model, tokenizer, draft)
-        save_file(policy.optimiser.state_dict(), draft / _OPTIMISER)
-        if isinstance(policy.model, PeftModel):
-            save_file(adapter_state(policy.model), draft / ADAPTERS)
+        policy.save(draft)
+        tokenizer.save_pretrained(draft)
         files = {str(path.relative_to(draft)): _digest(path) for path in sorted(draft.rglob("*")) if path.is_file()}
         own = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("carried", "pending")}
         carried = [_to_json(group) for group in state.carried]
@@ -163,14 +157,11 @@ def read_state(checkpoint: Path) -> TrainerState:
         raise CheckpointError(_damaged(checkpoint, f"{type(error).__name__}: {error}")) from error
 
 
-def restore_optimiser(checkpoint: Path, policy: Policy) -> None:
+def restore(checkpoint: Path, policy: Learner) -> None:
     """Optimiser and adapters; a full model's weights are loaded from the checkpoint directory as from any other."""
-    device = str(policy.weight.device)
     try:
-        if isinstance(policy.model, PeftModel):
-            load_adapter_state(policy.model, load_file(checkpoint / ADAPTERS, device=device))
-        policy.optimiser.load_state_dict(load_file(checkpoint / _OPTIMISER, device=device))
-    except (SafetensorError, KeyError, RuntimeError) as error:
+        policy.restore(checkpoint)
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise CheckpointError(_damaged(checkpoint, f"the optimiser's state does not fit: {error}")) from error
 
 

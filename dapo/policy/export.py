@@ -13,7 +13,8 @@ from dapo.config import ModelConfig
 from dapo.errors import CheckpointError
 from dapo.model.cache import published
 from dapo.model.lora import adapter_settings
-from dapo.policy.checkpoint import ADAPTERS, read_state
+from dapo.policy.checkpoint import read_state
+from dapo.policy.files import ADAPTERS
 
 _WEIGHTS_AND_SHAPE = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 

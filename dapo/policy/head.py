@@ -84,6 +84,32 @@ def fused_head_loss(
     return result, grad_hidden_R
 
 
+def head_loss(
+    hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss
+) -> tuple[Tensor, HeadResult]:
+    """As `fused_head_loss`, for who lets autograd hand on the gradients: of the hidden states, and of the weight."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    weight_grad = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
+    result, grad_hidden_R = fused_head_loss(hidden_R, weight.detach(), targets_R, temperature, loss, weight_grad)
+    return _WithGradients.apply(hidden_R, weight, result.loss, grad_hidden_R, weight_grad), result
+
+
+class _WithGradients(Function):
+    """A loss whose gradients are known already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_R: Tensor, weight: Tensor, loss: Tensor, grad_hidden_R: Tensor, weight_grad: Tensor | None
+    ) -> Tensor:
+        ctx.grads = grad_hidden_R, None if weight_grad is None else weight_grad.to(weight.dtype)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_hidden_R, grad_weight), ctx.grads = ctx.grads, None
+        return grad_hidden_R * grads[0], None if grad_weight is None else grad_weight * grads[0], None, None, None
+
+
 @torch.no_grad()
 def chunked_logprobs(hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
     parts = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dapo.config import OptimConfig
 from dapo.model.trunk import Weight
@@ -85,7 +86,8 @@ class Optimiser:
     def step(self, trainer_step: int) -> float:
         """One update; returns the gradient norm before clipping. A norm that is not finite changes nothing."""
         grads = [master.grad for master in self.masters if master.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(grads))
+        total = torch.nn.utils.get_total_norm(grads)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # of all shards
         if not math.isfinite(norm):
             return norm
         if norm > self.config.grad_clip:
@@ -101,7 +103,7 @@ class Optimiser:
     @property
     def bytes_to_come(self) -> int:
         """Gradients of an update, and the moments before the first one."""
-        trained = sum(master.numel() * master.element_size() for master in self.masters)
+        trained = sum(map(held_bytes, self.masters))
         return trained if self.adam.state else 3 * trained
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -124,3 +126,8 @@ class Optimiser:
                 key: state[f"{key}/{name}"].to(master.device) for key in ("exp_avg", "exp_avg_sq")
             }
             self.adam.state[master] = {"step": state[f"step/{name}"].clone(), **moments}
+
+
+def held_bytes(tensor: Tensor) -> int:
+    """On this rank, where the tensor is in shards."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ class Batch:
     tokens_T: Tensor
     positions_T: Tensor
     families: tuple[Family, ...]
-    rollouts: tuple[Rollout, ...]  # in the order of their tokens in the R tensors
+    rollouts: tuple[Rollout, ...]  # in the order of their tokens in the R tensors; none: a filler, to be forgotten
     predictors_R: Tensor  # index of the hidden state that predicts the token
     targets_R: Tensor
     advantages_R: Tensor
@@ -70,10 +71,13 @@ def micro_batches(
     like: Tensor,
     *,
     share_prompts: bool = True,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> list[Batch]:
     """Pack the trained rollouts of one mini-batch. The counts behind the weights are those of all of them.
 
-    `like` gives the device, and float64 where the model computes in it; else figures are float32.
+    `like` gives the device, and float64 where the model computes in it; else figures are float32. Of several ranks each
+    gets about the same number of tokens, and exactly the same number of micro-batches.
     """
     pairs = [(group, i) for group in groups for i in np.flatnonzero(group.trains)]
     total_tokens = sum(len(group.rollouts[i]) for group, i in pairs)
@@ -86,13 +90,46 @@ def micro_batches(
         )
         for group, i in pairs
     ]
-    return [_pack(part, like, share_prompts) for part in _cut(items, max_tokens, share_prompts)]
+    return _packed(items, max_tokens, like, share_prompts, rank, ranks)
 
 
-def reference_batches(groups: Sequence[Group], max_tokens: int, like: Tensor) -> list[Batch]:
+def reference_batches(
+    groups: Sequence[Group], max_tokens: int, like: Tensor, *, rank: int = 0, ranks: int = 1
+) -> list[Batch]:
     """Pack every rollout of these groups, trained or not, only to compute log-probabilities."""
     items = [_Item(group, i, 0.0, False) for group in groups for i in range(len(group.rollouts))]
-    return [_pack(part, like, share_prompts=True) for part in _cut(items, max_tokens, share_prompts=True)]
+    return _packed(items, max_tokens, like, True, rank, ranks)
+
+
+def _packed(
+    items: list[_Item], max_tokens: int, like: Tensor, share_prompts: bool, rank: int, ranks: int
+) -> list[Batch]:
+    if ranks == 1:
+        return [_pack(part, like, share_prompts) for part in _cut(items, max_tokens, share_prompts)]
+    cuts = [list(_cut(share, max_tokens, share_prompts)) for share in _shares(items, ranks, share_prompts)]
+    own = cuts[rank] if rank < len(cuts) else []
+    batches = [_pack(part, like, share_prompts) for part in own]
+    missing = max(map(len, cuts), default=0) - len(own)
+    return batches + [_filler(items, like)] * missing
+
+
+def _shares(items: list[_Item], ranks: int, share_prompts: bool) -> list[list[_Item]]:
+    """At most one share per rank, the largest as small as it can be with equal prompts side by side."""
+    if not items:
+        return []
+    most = sum(item.inputs + len(item.group.prompt.tokens) for item in items)
+    limit = bisect_left(
+        range(most), True, key=lambda tokens: sum(1 for _ in _cut(items, tokens, share_prompts)) <= ranks
+    )
+    return list(_cut(items, limit, share_prompts))
+
+
+def _filler(items: list[_Item], like: Tensor) -> Batch:
+    """Something small to compute that counts for nothing: what ranks do together, all of them must do."""
+    smallest = min(items, key=lambda item: item.inputs + len(item.group.prompt.tokens))
+    batch = _pack([replace(smallest, weight=0.0, is_current=False)], like, share_prompts=True)
+    # Where an advantage is not finite, a weight of zero alone would not silence it.
+    return replace(batch, rollouts=(), advantages_R=torch.zeros_like(batch.advantages_R))
 
 
 def _cut(items: list[_Item], max_tokens: int, share_prompts: bool) -> Iterator[list[_Item]]:

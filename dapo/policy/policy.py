@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,48 +19,29 @@ from dapo.config import Config
 from dapo.errors import ModelError
 from dapo.model.attention import AttentionPlan
 from dapo.model.forward import head_weight, hidden_states, packed_plan
-from dapo.model.lora import causal_lm, reference_mode
+from dapo.model.lora import causal_lm, merged, reference_mode
 from dapo.model.meter import peak_flops, training_flops
 from dapo.model.trunk import joined_weights, trunk_of
+from dapo.policy import files
 from dapo.policy.budget import Budget
 from dapo.policy.captured import CapturedBackward
-from dapo.policy.head import HeadResult, chunked_logprobs, fused_head_loss, picked
-from dapo.policy.optimiser import Optimiser
+from dapo.policy.head import ChunkLoss, HeadResult, chunked_logprobs, fused_head_loss, picked
+from dapo.policy.optimiser import Optimiser, held_bytes
 from dapo.policy.packing import Batch, micro_batches, mini_batches, reference_batches
-from dapo.types import Group, Rollout, TokenStats
+from dapo.policy.protocol import UpdateResult
+from dapo.policy.tally import Tally, by_rollout
+from dapo.types import Group
 
 MAX_NON_FINITE_STEPS = 3
+Values = TypeVar("Values")
+
 REFERENCE_TOKENS = 4096  # computed at once where no gradient is needed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UpdateResult:
-    metrics: dict[str, float]
-    token_stats: dict[tuple[int, int], TokenStats]
-    stop: str | None = None  # why the run cannot go on, if it cannot
-    notes: tuple[str, ...] = ()  # what a person should know of it
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Sums over the tokens of one whole update, so that every figure is a mean over tokens."""
-
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    tokens: int = 0
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gap_sum: float = 0.0
-    gap_max: float = 0.0
-    gap_tokens: int = 0
-    skipped: int = 0
-    stop: str | None = None
-    computed: int = 0  # tokens through the trunk
-    notes: list[str] = field(default_factory=list)
-    token_stats: dict[tuple[int, int], TokenStats] = field(default_factory=dict)
 
 
 class Policy:
     """Owns the trained weights and the optimiser. `reference` is a frozen model, or None where adapters can be off."""
+
+    rank, ranks = 0, 1  # of the processes that learn together
 
     def __init__(self, model: Any, config: Config, reference: Any | None = None, *, share_prompts: bool = True) -> None:
         self.model = model
@@ -69,6 +50,7 @@ class Policy:
         self.config = config
         self.share_prompts = share_prompts
         self.weight = head_weight(self.causal_lm)
+        self.like = self.weight  # has the device and the precision of what is computed
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.trunk = trunk_of(self.causal_lm)
         joined = joined_weights(self.trunk, self.weight)
@@ -87,11 +69,13 @@ class Policy:
             kl_coef=algorithm.kl_loss_coef,
         )
 
-    def memory_plan(self, cache_bytes: int) -> str:
-        """What a GPU's memory will hold, in words."""
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        masters = sum(m.numel() * m.element_size() for m in self.optimiser.masters if m.dtype != self.weight.dtype)
-        trained = sum(m.numel() * m.element_size() for m in self.optimiser.masters)
+    def memory_plan(self, cache_bytes: int) -> str | None:
+        """What a GPU's memory will hold, in words; None where there is no GPU."""
+        if not self.weight.is_cuda:
+            return None
+        weights = sum(map(held_bytes, self.model.parameters()))
+        masters = sum(held_bytes(m) for m in self.optimiser.masters if m.dtype != self.weight.dtype)
+        trained = sum(map(held_bytes, self.optimiser.masters))
         moments = 3 * trained + masters
         again = ", activations computed twice" if self.budget.recompute else ""
         again += ", in the memory of the cache, which is given back and taken every step" * self.budget.needs_cache
@@ -107,9 +91,13 @@ class Policy:
         to_come = self.optimiser.bytes_to_come
         return Budget.of(self.causal_lm, self.trunk, self.config.optim, to_come, self.cache_bytes)
 
+    @property
+    def needs_cache(self) -> bool:
+        return self.budget.needs_cache
+
     def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
         """All mini-batches and epochs over one batch of groups that `version` of the weights is about to learn from."""
-        tally = _Tally()
+        tally = Tally()
         size, seed = self.config.mini_batch_size, self.config.run.seed
         parts = [
             (epoch, part)
@@ -120,17 +108,21 @@ class Policy:
             self._update_once(part, step, version, tally, is_first=index == 0, record=epoch == 0)
             if tally.stop:
                 break
-        return UpdateResult(self._metrics(tally, step), tally.token_stats, tally.stop, tuple(tally.notes))
+        metrics = tally.metrics(self.optimiser.learning_rate(step))
+        return UpdateResult(metrics, self._collected(tally.token_stats), tally.stop, tuple(tally.notes))
 
     def _update_once(
-        self, groups: list[Group], step: int, version: int, tally: _Tally, *, is_first: bool, record: bool
+        self, groups: list[Group], step: int, version: int, tally: Tally, *, is_first: bool, record: bool
     ) -> None:
         """One optimiser step over a mini-batch, micro-batch by micro-batch."""
         results = self._gradients(groups, version, tally)
         # Only here does the host look at what was computed: micro-batches follow each other without waiting for it.
-        loss = sum(float(result.loss) for _, result in results)
+        part = Tally()
         for batch, result in results:
-            _count(batch, result, tally, is_first=is_first, record=record)
+            part.count(batch, result, is_first=is_first, record=record)
+        self._agree(part)
+        tally.add(part)
+        loss = part.loss
         if is_first and self._gap_is_too_wide(tally):
             self.optimiser.zero_grad()
             return
@@ -143,7 +135,14 @@ class Policy:
         tally.losses.append(loss)
         tally.norms.append(norm)
 
-    def _gradients(self, groups: list[Group], version: int, tally: _Tally) -> list[tuple[Batch, HeadResult]]:
+    def _agree(self, part: Tally) -> None:
+        """Where several learn together: add the figures up, so that all decide alike."""
+
+    def _collected(self, found: dict[tuple[int, int], Values]) -> dict[tuple[int, int], Values]:
+        """Where several learn together: what each has found, rollout by rollout, where it will be asked for."""
+        return found
+
+    def _gradients(self, groups: list[Group], version: int, tally: Tally) -> list[tuple[Batch, HeadResult]]:
         """Of a whole mini-batch. What does not fit into memory is cut into halves; the gradient is the same."""
         while True:
             self.optimiser.zero_grad()
@@ -168,38 +167,43 @@ class Policy:
             self.config.algorithm.loss_agg_mode,
             self.budget.max_tokens,
             version,
-            self.weight,
+            self.like,
             share_prompts=self.share_prompts,
+            rank=self.rank,
+            ranks=self.ranks,
         )
 
     def _backward(self, batch: Batch) -> HeadResult:
         result = self.captured(batch) if self.captured is not None and not self.budget.recompute else None
         if result is None:
-            plan = packed_plan(self.causal_lm, batch.families, batch.positions_T)
-            result = self._forward_backward(batch, plan)
+            result = self._forward_backward(batch, self._plan(self.causal_lm, batch))
         return result
+
+    def _plan(self, model: Any, batch: Batch) -> AttentionPlan:
+        return packed_plan(model, batch.families, batch.positions_T)
 
     def _forward_backward(self, batch: Batch, plan: AttentionPlan) -> HeadResult:
         """Forward through trunk and head, and the gradient of the weighted loss added to every parameter's."""
 
-        def chunk_loss(logprobs: Tensor, chunk: slice) -> tuple[Tensor, dict[str, Tensor]]:
-            reference = (
-                batch.ref_logprobs_R[chunk]
-                if self.loss_config.kl_coef > 0 and batch.ref_logprobs_R is not None
-                else None
-            )
+        hidden_R = self._hidden(self.causal_lm, batch, plan)
+        temperature, weight_grad = self.config.rollout.temperature, self.optimiser.grad_of(self.weight)
+        result, grad_hidden_R = fused_head_loss(
+            hidden_R, self.weight, batch.targets_R, temperature, self._chunk_loss(batch), weight_grad
+        )
+        hidden_R.backward(grad_hidden_R)
+        return result
+
+    def _chunk_loss(self, batch: Batch) -> ChunkLoss:
+        has_reference = self.loss_config.kl_coef > 0 and batch.ref_logprobs_R is not None
+
+        def loss_of(logprobs: Tensor, chunk: slice) -> tuple[Tensor, dict[str, Tensor]]:
+            reference = batch.ref_logprobs_R[chunk] if has_reference and batch.ref_logprobs_R is not None else None
             loss, metrics = policy_loss(
                 logprobs, batch.old_logprobs_R[chunk], batch.advantages_R[chunk], reference, self.loss_config
             )
             return (loss * batch.weights_R[chunk]).sum(), metrics
 
-        hidden_R = self._hidden(self.causal_lm, batch, plan)
-        temperature, weight_grad = self.config.rollout.temperature, self.optimiser.grad_of(self.weight)
-        result, grad_hidden_R = fused_head_loss(
-            hidden_R, self.weight, batch.targets_R, temperature, chunk_loss, weight_grad
-        )
-        hidden_R.backward(grad_hidden_R)
-        return result
+        return loss_of
 
     def _hidden(self, model: Any, batch: Batch, plan: AttentionPlan) -> Tensor:
         hidden_T = hidden_states(model, batch.tokens_T, batch.positions_T, plan, recompute=self.budget.recompute)
@@ -210,25 +214,39 @@ class Policy:
         """Per group the reference's log-probabilities of every rollout's tokens."""
         found: dict[tuple[int, int], np.ndarray] = {}
         with self._reference_model() as model:
-            for batch in reference_batches(groups, REFERENCE_TOKENS, self.weight):
-                plan = packed_plan(model, batch.families, batch.positions_T)
-                hidden_R = self._hidden(model, batch, plan)
-                temperature = self.config.rollout.temperature
-                logprobs_R = chunked_logprobs(hidden_R, head_weight(model), batch.targets_R, temperature)
-                for rollout, values in _split(batch.rollouts, logprobs_R):
+            for batch in reference_batches(groups, REFERENCE_TOKENS, self.like, rank=self.rank, ranks=self.ranks):
+                logprobs_R = self._logprobs(model, batch)
+                for rollout, values in by_rollout(batch.rollouts, logprobs_R) if batch.rollouts else ():
                     found[rollout.serial, rollout.index] = values
+        found = self._collected(found)
+        if self.rank > 0:
+            return []
         return [tuple(found[group.serial, r.index] for r in group.rollouts) for group in groups]
+
+    def _logprobs(self, model: Any, batch: Batch) -> Tensor:
+        hidden_R = self._hidden(model, batch, self._plan(model, batch))
+        return chunked_logprobs(hidden_R, head_weight(model), batch.targets_R, self.config.rollout.temperature)
 
     @contextmanager
     def _reference_model(self) -> Iterator[Any]:
         with nullcontext() if self.reference is not None else reference_mode(self.model):
             yield self.reference if self.reference is not None else self.causal_lm
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights as they are now, adapters merged; those that are tied come once."""
+        return files.distinct(self.causal_lm, merged(self.model))
+
+    def save(self, folder: Path) -> None:
+        files.write(self.model, self.optimiser.state_dict(), folder)
+
+    def restore(self, folder: Path) -> None:
+        self.optimiser.load_state_dict(files.read(self.model, folder, str(self.weight.device)))
+
     def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:
         """The share of the GPU's peak rate that the update's operations took; empty where the peak is not known."""
-        if not self.weight.is_cuda or not batch:
+        if not self.like.is_cuda or not batch:
             return {}
-        peak = peak_flops(torch.cuda.get_device_name(self.weight.device), self.weight.dtype)
+        peak = peak_flops(torch.cuda.get_device_name(self.like.device), self.like.dtype)
         if peak is None:
             return {}
         trained = [(g, r) for g in batch for r, trains in zip(g.rollouts, g.trains, strict=True) if trains]
@@ -240,19 +258,18 @@ class Policy:
             head_tokens=epochs * sum(len(rollout) for _, rollout in trained),
             spared_prompts=[n for g in batch for n in [len(g.prompt.tokens)] * (int(g.trains.sum()) - 1)] * epochs,
         )
-        return {"throughput/mfu": flops / max(seconds, 1e-9) / peak}
+        return {"throughput/mfu": flops / max(seconds, 1e-9) / (peak * self.ranks)}
 
-    def _gap_is_too_wide(self, tally: _Tally) -> bool:
+    def _gap_is_too_wide(self, tally: Tally) -> bool:
         limit = self.config.algorithm.max_logprob_gap
-        gap = tally.gap_sum / max(tally.gap_tokens, 1)
-        if gap > limit:
+        if tally.gap > limit:
             tally.stop = (
-                f"the sampler's log-probabilities differ from the trainer's by {gap:.4f} on average, more than "
+                f"the sampler's log-probabilities differ from the trainer's by {tally.gap:.4f} on average, more than "
                 f"algorithm.max_logprob_gap = {limit}: the importance ratio would be wrong from the start"
             )
-        return gap > limit
+        return tally.gap > limit
 
-    def _skip_non_finite(self, tally: _Tally, loss: float, norm: float) -> None:
+    def _skip_non_finite(self, tally: Tally, loss: float, norm: float) -> None:
         tally.skipped += 1
         self.non_finite_in_a_row += 1
         if self.non_finite_in_a_row >= MAX_NON_FINITE_STEPS:
@@ -261,42 +278,3 @@ class Policy:
                 f"(loss {loss}, gradient norm {norm}); the weights are unchanged since, "
                 "try a lower optim.lr or look at the rewards"
             )
-
-    def _metrics(self, tally: _Tally, step: int) -> dict[str, float]:
-        tokens = max(tally.tokens, 1)
-        metrics = {name: total / tokens for name, total in tally.sums.items()}
-        metrics |= {
-            "loss": float(np.mean(tally.losses)) if tally.losses else 0.0,
-            "grad_norm": float(np.mean(tally.norms)) if tally.norms else 0.0,
-            "lr": self.optimiser.learning_rate(step),
-            "updates": float(len(tally.norms)),
-            "updates/non_finite": float(tally.skipped),
-            "tokens/computed": float(tally.computed),
-        }
-        if tally.gap_tokens:
-            metrics["logprob_gap/mean"] = tally.gap_sum / tally.gap_tokens
-            metrics["logprob_gap/max"] = tally.gap_max
-        return metrics
-
-
-def _count(batch: Batch, result: HeadResult, tally: _Tally, *, is_first: bool, record: bool) -> None:
-    tally.tokens += len(batch.targets_R)
-    tally.computed += len(batch.tokens_T)
-    tally.sums["entropy"] += float(result.entropy_R.sum())
-    for name, values in result.metrics.items():
-        tally.sums[name] += float(values.sum())
-    if is_first and batch.is_current_R.any():
-        gap = (result.logprobs_R - batch.old_logprobs_R)[batch.is_current_R].abs()
-        tally.gap_sum += float(gap.sum())
-        tally.gap_max = max(tally.gap_max, float(gap.max()))
-        tally.gap_tokens += len(gap)
-    if record:
-        pairs = zip(_split(batch.rollouts, result.logprobs_R), _split(batch.rollouts, result.entropy_R), strict=True)
-        for (rollout, logprobs), (_, entropy) in pairs:
-            tally.token_stats[rollout.serial, rollout.index] = TokenStats(logprobs, entropy)
-
-
-def _split(rollouts: Sequence[Rollout], values_R: Tensor) -> Iterator[tuple[Rollout, np.ndarray]]:
-    values = values_R.detach().float().cpu().numpy()
-    ends = np.cumsum([len(rollout) for rollout in rollouts])
-    yield from zip(rollouts, np.split(values, ends[:-1]), strict=True)

@@ -1,0 +1,180 @@
+"""A rank's part in a run under torchrun, and on rank 0 the policy and the engine that stand for all parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dapo.assemble import Parts, build_policy, embedded_engine, model_source
+from dapo.config import Config
+from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.errors import ConfigError
+from dapo.model.loading import load_model
+from dapo.policy.protocol import UpdateResult
+from dapo.policy.sharded import ShardedPolicy
+from dapo.ranks import Channel
+from dapo.types import Group, Request, Rollout
+
+_AT_ONCE = 4  # a rank hands over its rollouts when a quarter of what it has is finished, since all wait for all
+
+
+class Member:
+    """What each rank holds, and does on command. Every method is called on all ranks, with the same arguments."""
+
+    policy: ShardedPolicy
+    engine: EmbeddedEngine
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: frozenset[int]
+
+    def open(self, options: str, saved: Path | None) -> None:
+        config = Config.model_validate_json(options)
+        _, policy = build_policy(config, saved)
+        assert isinstance(policy, ShardedPolicy)
+        source = model_source(config, saved).model_copy(update={"device": str(policy.device)})
+        copy = load_model(source)
+        reserved = policy.optimiser.bytes_to_come if not config.cluster.offload else 0
+        self.policy, self.model, self.tokenizer, self.stop_ids = policy, copy.model, copy.tokenizer, copy.stop_ids
+        self.engine = embedded_engine(config, copy, copy.model, reserved)
+        if config.rollout.mode == "strict":  # in flight the cache is never empty
+            policy.cache_bytes = self.engine.cache_bytes
+
+    def learn(self, name: str, *arguments: Any) -> Any:
+        """Of the policy, which knows by itself that there are others."""
+        return getattr(self.policy, name)(*arguments)
+
+    def needs_cache(self) -> bool:
+        return self.policy.needs_cache
+
+    def set_non_finite(self, value: int) -> None:
+        self.policy.non_finite_in_a_row = value
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.engine.submit([r for r in requests if r.serial % self.policy.ranks == self.policy.rank])
+
+    def poll(self) -> list[Rollout]:
+        """By counts, never by the clock: what is finished when must not depend on how fast a rank is."""
+        enough = (len(self.engine.active) + len(self.engine.waiting)) // _AT_ONCE
+        finished = self.engine.poll()
+        while len(finished) < enough:
+            finished += self.engine.poll()
+        return finished
+
+    def cancel(self, serials: Sequence[int]) -> int:
+        return self.engine.cancel(serials)
+
+    @torch.no_grad()
+    def sync_weights(self, version: int) -> None:
+        own = self.model.state_dict()
+        for name, tensor in self.policy.weights():
+            own[name].copy_(tensor)
+        self.engine.sync_weights(version)
+
+    def figures(self) -> dict[str, float]:
+        return self.engine.figures()
+
+    def release_cache(self) -> None:
+        self.engine.release_cache()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class RanksPolicy:
+    """The learner protocol over all ranks."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.own: ShardedPolicy = channel.member.policy
+
+    def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
+        return self._learn("update", groups, step, version)
+
+    def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
+        return self._learn("reference_logprobs", groups)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The copy that this rank samples from."""
+        return iter(self.channel.member.model.named_parameters())
+
+    def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:
+        return self.own.efficiency(batch, update, seconds)
+
+    def memory_plan(self, cache_bytes: int) -> str | None:
+        return self._learn("memory_plan", cache_bytes)
+
+    def save(self, folder: Path) -> None:
+        self._learn("save", folder.absolute())
+
+    def restore(self, folder: Path) -> None:
+        self._learn("restore", folder.absolute())
+
+    @property
+    def needs_cache(self) -> bool:
+        return self.channel.call("needs_cache")[0]
+
+    @property
+    def non_finite_in_a_row(self) -> int:
+        return self.own.non_finite_in_a_row
+
+    @non_finite_in_a_row.setter
+    def non_finite_in_a_row(self, value: int) -> None:
+        self.channel.call("set_non_finite", value)
+
+    def _learn(self, name: str, *arguments: Any) -> Any:
+        return self.channel.call("learn", name, *arguments)[0]
+
+
+class RanksEngine:
+    """The engine protocol over all ranks: each samples the groups of every so-manieth serial."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.channel.call("submit", list(requests))
+
+    def poll(self) -> list[Rollout]:
+        return [rollout for rollouts in self.channel.call("poll") for rollout in rollouts]
+
+    def cancel(self, serials: Iterable[int]) -> int:
+        return sum(self.channel.call("cancel", list(serials)))
+
+    def sync_weights(self, version: int) -> None:
+        self.channel.call("sync_weights", version)
+
+    def figures(self) -> dict[str, float]:
+        """The mean over the ranks."""
+        found = self.channel.call("figures")
+        return {name: sum(figures.get(name, 0.0) for figures in found) / len(found) for name in found[0]}
+
+    def release_cache(self) -> None:
+        self.channel.call("release_cache")
+
+    def close(self) -> None:
+        if not self.channel.is_broken:
+            self.channel.call("close")
+
+
+def assemble_ranks(config: Config, saved: Path | None, channel: Channel) -> Parts:
+    """On rank 0: every rank builds its part."""
+    world, asked = torch.distributed.get_world_size(), config.cluster.learners
+    if asked not in (1, world):
+        raise ConfigError(
+            f"cluster.learners is {asked}, but torchrun has started {world} processes; leave it out, or make it {world}"
+        )
+    if config.rollout.engine != "embedded":
+        raise ConfigError(
+            f"rollout.engine {config.rollout.engine} does not go together with torchrun, where every process samples "
+            "from its own copy; leave it out, or train on Ray"
+        )
+    channel.member = member = Member()
+    channel.call("open", config.model_dump_json(), saved.absolute() if saved else None)
+    engine = RanksEngine(channel)
+    cache = member.engine.cache_bytes
+    return Parts(RanksPolicy(channel), engine, member.tokenizer, member.stop_ids, cache, engine.release_cache)

@@ -1,0 +1,190 @@
+"""A policy that several processes share: FSDP2 holds the weights in shards, and each rank computes its part of a batch.
+
+One object per rank of an initialised `torch.distributed` group. Every method is collective: all ranks call it with the
+same arguments, and what it returns counts on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dapo.config import Config
+from dapo.errors import ModelError
+from dapo.model.export import save_dense
+from dapo.model.forward import head_weight
+from dapo.model.lora import adapter_state, causal_lm, load_adapter_state, merged
+from dapo.model.trunk import trunk_of
+from dapo.policy import files, shardfiles
+from dapo.policy.budget import Budget
+from dapo.policy.head import HeadResult, head_loss
+from dapo.policy.optimiser import held_bytes
+from dapo.policy.packing import Batch
+from dapo.policy.policy import Policy
+from dapo.policy.sharding import Root, shard, whole
+from dapo.policy.tally import Tally
+from dapo.types import Group
+
+Values = TypeVar("Values")
+
+
+class ShardedPolicy(Policy):
+    """`model` and `reference`, whole on every rank and in the precision to compute in, are cut into shards in place."""
+
+    def __init__(self, model: Any, config: Config, reference: Any | None = None, device: Any = "cpu") -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.device, self.compute = torch.device(device), causal_lm(model).dtype
+        asked = config.optim.recompute_activations
+        self.recompute = asked == "always" or (asked == "auto" and self.device.type == "cuda")
+        self.root = self._sharded(causal_lm(model), config, recompute=self.recompute)
+        self.reference_root = self.root if reference is None else self._sharded(reference, config, recompute=False)
+        super().__init__(model, config, reference)
+        self.like = torch.empty((), device=self.device, dtype=self.compute)
+
+    def _sharded(self, model: Any, config: Config, *, recompute: bool) -> Root:
+        root = shard(model, self.device, self.compute, recompute=recompute, offload=config.cluster.offload)
+        trunk_of(model)  # now that its weights are float32: as transformers computes it, whatever the device
+        return root
+
+    @cached_property
+    def budget(self) -> Budget:
+        to_come = self.optimiser.bytes_to_come if self.weight.device.type == self.device.type else 0
+        found = Budget.shared(
+            self.causal_lm,
+            self.trunk,
+            self.config.optim,
+            self.like,
+            to_come,
+            self.cache_bytes,
+            recompute=self.recompute,
+        )
+        fewest, needs_cache = self._least(found.max_tokens), bool(-self._least(-int(found.needs_cache)))
+        return Budget(fewest, found.recompute, needs_cache)
+
+    def _least(self, value: int) -> int:
+        """Over all ranks."""
+        box = torch.tensor(value, device=self.device)
+        dist.all_reduce(box, dist.ReduceOp.MIN)
+        return int(box)
+
+    def _gradients(self, groups: list[Group], version: int, tally: Tally) -> list[tuple[Batch, HeadResult]]:
+        """Of this rank's part of a mini-batch. Halving it after all is not possible: the others would not know."""
+        self.optimiser.zero_grad()
+        batches = self._micro_batches(groups, version)
+        try:
+            return [(batch, self._backward(batch)) for batch in batches]
+        except torch.cuda.OutOfMemoryError as error:
+            largest = max(len(batch.tokens_T) for batch in batches)
+            raise ModelError(
+                f"an update ran out of GPU memory with {largest} tokens at once on rank {self.rank}; set "
+                f"optim.max_tokens_per_micro_batch to {largest // 2}, or lower rollout.kv_memory_fraction"
+            ) from error
+
+    def _backward(self, batch: Batch) -> HeadResult:
+        def run() -> tuple[Tensor, HeadResult]:
+            hidden_R = self._hidden(self.causal_lm, batch, self._plan(self.causal_lm, batch))
+            temperature, weight = self.config.rollout.temperature, head_weight(self.causal_lm)
+            return head_loss(hidden_R, weight, batch.targets_R, temperature, self._chunk_loss(batch))
+
+        # Within the root's forward the model looks whole, and of the precision that is computed in.
+        loss, result = self.root(run)
+        loss.backward()
+        return result
+
+    def _logprobs(self, model: Any, batch: Batch) -> Tensor:
+        logprobs_R = self.reference_root(partial(super()._logprobs, model, batch))
+        assert isinstance(self.reference_root, FSDPModule)
+        self.reference_root.reshard()  # which otherwise happens in the backward pass
+        return logprobs_R
+
+    def _agree(self, part: Tally) -> None:
+        names = sorted(part.sums)
+        figures = [part.loss, part.tokens, part.computed, part.gap_sum, part.gap_tokens, *(part.sums[n] for n in names)]
+        sums, largest = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (figures, part.gap_max))
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        part.loss, tokens, computed, part.gap_sum, gap_tokens, *totals = sums.tolist()
+        part.tokens, part.computed, part.gap_tokens = int(tokens), int(computed), int(gap_tokens)
+        part.gap_max = float(largest)
+        part.sums |= dict(zip(names, totals, strict=True))
+
+    def _collected(self, found: dict[tuple[int, int], Values]) -> dict[tuple[int, int], Values]:
+        parts: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
+        dist.gather_object(found, parts)
+        return {key: value for part in parts or () for key, value in part.items()}
+
+    def memory_plan(self, cache_bytes: int) -> str | None:
+        if not self.like.is_cuda:
+            return None
+        shards, rest = (sum(map(held_bytes, tensors)) for tensors in (self.model.parameters(), self.optimiser.masters))
+        where = "CPU memory" if self.config.cluster.offload else "memory"
+        return (
+            f"{self.ranks} ranks, each with {(shards + 3 * rest) / 2**30:.1f} GiB of weights, optimiser and gradients "
+            f"in {where} and {cache_bytes / 2**30:.1f} GiB of key/value cache; an update computes up to "
+            f"{self.budget.max_tokens:,} tokens at once on each"
+        )
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole on every rank, one by one, in the precision that is computed in."""
+        for name, tensor in files.distinct(self.causal_lm, merged(self.model)):
+            yield name, whole(tensor, self.device, self.compute)
+
+    def save(self, folder: Path) -> None:
+        """The model by rank 0, the optimiser by each its own part. `folder` must be the same place for all."""
+        state: dict[str, Tensor] = {}
+        for name, tensor in merged(self.model).items():
+            full = whole(tensor, self.device, self.compute)
+            if self.rank == 0:
+                state[name] = full.cpu()
+        adapters = {n: whole(t, self.device, t.dtype).cpu() for n, t in adapter_state(self.model).items()}
+        if self.rank == 0:
+            save_dense(self.causal_lm, state, folder)
+            if adapters:
+                save_file(adapters, folder / files.ADAPTERS)
+        shardfiles.write(self._optimiser_state(), folder)
+
+    def _optimiser_state(self) -> dict[str, Tensor]:
+        """As one process has it: beside weights in bf16 there are float32 masters."""
+        state = self.optimiser.state_dict()
+        if self.compute == torch.bfloat16:
+            named = zip(self.optimiser.names, self.optimiser.masters, strict=True)
+            state |= {f"master/{name}": master.detach() for name, master in named}
+        return state
+
+    @torch.no_grad()
+    def restore(self, folder: Path) -> None:
+        if isinstance(self.model, PeftModel):
+            self._restore_adapters(load_file(folder / files.ADAPTERS))
+        there = shardfiles.names(folder)
+        state: dict[str, Tensor] = {}
+        for name, master in zip(self.optimiser.names, self.optimiser.masters, strict=True):
+            for key in ("exp_avg", "exp_avg_sq", "master"):
+                if f"{key}/{name}" in there:
+                    state[f"{key}/{name}"] = torch.zeros_like(master.detach())
+            if f"step/{name}" in there:
+                state[f"step/{name}"] = torch.zeros((), device=master.device)
+        shardfiles.read_into(state, folder)
+        for name, master in zip(self.optimiser.names, self.optimiser.masters, strict=True):
+            if f"master/{name}" in state:
+                master.copy_(state[f"master/{name}"])
+        self.optimiser.load_state_dict(state)
+
+    def _restore_adapters(self, saved: dict[str, Tensor]) -> None:
+        mesh = self.weight.device_mesh if isinstance(self.weight, DTensor) else None
+        own = adapter_state(self.model)
+        fitting = {
+            name: distribute_tensor(tensor.to(self.device), mesh, like.placements).to(like.device)
+            if isinstance(like := own.get(name), DTensor) else tensor
+            for name, tensor in saved.items()
+        }  # fmt: skip
+        load_adapter_state(self.model, fitting)

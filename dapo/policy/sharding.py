@@ -1,0 +1,97 @@
+"""FSDP2 around a causal LM: every layer's weights, and those outside of the layers, lie in shards on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from dapo.errors import ModelError
+from dapo.model.loading import resolve_device
+
+Result = TypeVar("Result")
+
+
+class Root(nn.Module):
+    """Runs a function while the weights outside of the layers are whole: embedding, last norm and head.
+
+    The head's loss is not part of the model's own forward, and a head that is tied is the embedding: so both are in
+    the root's group, and the root's forward is whatever needs them.
+    """
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(self, run: Callable[[], Result]) -> Result:
+        return run()
+
+
+def backend(on_gpu: bool) -> str:
+    """Of torch.distributed. Objects, and shards that rest in CPU memory, travel by gloo in any case."""
+    return "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+
+
+def rank_device(name: str) -> torch.device:
+    """Where this rank computes: of several GPUs it has that of its place on the machine."""
+    device = resolve_device(name)
+    if device.type == "cpu":
+        return device
+    own, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if own >= there or name.startswith("cuda:"):
+        raise ModelError(
+            f"model.device is '{name}', but each of the {dist.get_world_size()} learners needs a GPU of its own, and "
+            f"there are {there} here; set model.device to cuda with enough GPUs, or to cpu"
+        )
+    return torch.device("cuda", own)
+
+
+def shard(causal_lm: Any, device: torch.device, compute: torch.dtype, *, recompute: bool, offload: bool) -> Root:
+    """Cut the weights into shards in place, one layer after the other; the shards are the float32 masters."""
+    narrow = compute == torch.bfloat16
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if narrow
+        else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy(),
+    }  # fmt: skip
+    for layer in _layers(causal_lm):
+        if recompute:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        fully_shard(_widened(layer), **options)
+    root = fully_shard(_widened(Root(causal_lm)), **options)
+    assert isinstance(root, Root)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # Token weights have the counts of all ranks in them, so that gradients are added, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return root
+
+
+def _layers(causal_lm: Any) -> list[nn.Module]:
+    """What transformers says must stay on one device: the decoder layers."""
+    kinds = set(causal_lm._no_split_modules or ())
+    return [module for module in causal_lm.modules() if type(module).__name__ in kinds]
+
+
+def _widened(module: nn.Module) -> nn.Module:
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    return module
+
+
+def whole(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Of a shard, the whole tensor on every rank; narrowed before it travels."""
+    moved = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+    return moved.full_tensor() if isinstance(moved, DTensor) else moved

@@ -1,0 +1,90 @@
+"""What one update found out, added up token by token."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from dapo.policy.head import HeadResult
+from dapo.policy.packing import Batch
+from dapo.types import Rollout, TokenStats
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the tokens of one whole update, so that every figure is a mean over tokens."""
+
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    loss: float = 0.0  # of the mini-batch at hand
+    tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gap_sum: float = 0.0
+    gap_max: float = 0.0
+    gap_tokens: int = 0
+    skipped: int = 0
+    stop: str | None = None
+    computed: int = 0  # tokens through the trunk
+    notes: list[str] = field(default_factory=list)
+    token_stats: dict[tuple[int, int], TokenStats] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        return self.gap_sum / max(self.gap_tokens, 1)
+
+    def count(self, batch: Batch, result: HeadResult, *, is_first: bool, record: bool) -> None:
+        if not batch.rollouts:
+            self.sums |= {name: self.sums[name] for name in ("entropy", *result.metrics)}  # all ranks have the same
+            return
+        self.loss += float(result.loss)
+        self.tokens += len(batch.targets_R)
+        self.computed += len(batch.tokens_T)
+        self.sums["entropy"] += float(result.entropy_R.sum())
+        for name, values in result.metrics.items():
+            self.sums[name] += float(values.sum())
+        if is_first and batch.is_current_R.any():
+            gap = (result.logprobs_R - batch.old_logprobs_R)[batch.is_current_R].abs()
+            self.gap_sum += float(gap.sum())
+            self.gap_max = max(self.gap_max, float(gap.max()))
+            self.gap_tokens += len(gap)
+        if record:
+            logprobs, entropies = (by_rollout(batch.rollouts, v) for v in (result.logprobs_R, result.entropy_R))
+            for (rollout, logprob), (_, entropy) in zip(logprobs, entropies, strict=True):
+                self.token_stats[rollout.serial, rollout.index] = TokenStats(logprob, entropy)
+
+    def add(self, part: Tally) -> None:
+        """A mini-batch to the whole update."""
+        for name, value in part.sums.items():
+            self.sums[name] += value
+        self.tokens += part.tokens
+        self.computed += part.computed
+        self.gap_sum += part.gap_sum
+        self.gap_max = max(self.gap_max, part.gap_max)
+        self.gap_tokens += part.gap_tokens
+        self.token_stats |= part.token_stats
+
+    def metrics(self, learning_rate: float) -> dict[str, float]:
+        tokens = max(self.tokens, 1)
+        metrics = {name: total / tokens for name, total in self.sums.items()}
+        metrics |= {
+            "loss": float(np.mean(self.losses)) if self.losses else 0.0,
+            "grad_norm": float(np.mean(self.norms)) if self.norms else 0.0,
+            "lr": learning_rate,
+            "updates": float(len(self.norms)),
+            "updates/non_finite": float(self.skipped),
+            "tokens/computed": float(self.computed),
+        }
+        if self.gap_tokens:
+            metrics["logprob_gap/mean"] = self.gap
+            metrics["logprob_gap/max"] = self.gap_max
+        return metrics
+
+
+def by_rollout(rollouts: Sequence[Rollout], values_R: Tensor) -> Iterator[tuple[Rollout, np.ndarray]]:
+    values = values_R.detach().float().cpu().numpy()
+    ends = np.cumsum([len(rollout) for rollout in rollouts])
+    yield from zip(rollouts, np.split(values, ends[:-1]), strict=True)

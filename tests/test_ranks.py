@@ -1,0 +1,171 @@
+"""Runs of two processes under torchrun: what they train, how they end, and how they go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dapo import Trainer
+from dapo.errors import CheckpointError, ConfigError
+from dapo.store.database import RunDatabase
+from tests import runs
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def launch(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    program = [] if arguments[0].endswith(".py") else ["-m", "dapo"]
+    return subprocess.Popen(
+        [*LAUNCH, *program, *arguments],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def sentences(text: str) -> list[str]:
+    """Ours, not torchrun's report of who has failed."""
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def assert_same(first: Path, second: Path, step: int) -> None:
+    assert runs.verdicts(first) == runs.verdicts(second)
+    one, two = runs.weights(first, step), runs.weights(second, step)
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+    for before, after in zip(runs.figures(first), runs.figures(second), strict=True):
+        for name, value in before.items():
+            if not name.startswith(("engine/", "logprob_gap/", "tokens/computed")):
+                assert after[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < limit and process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def has_steps(run_dir: Path) -> bool:
+    try:
+        return bool(runs.figures(run_dir))
+    except CheckpointError:  # the database is not there yet, or just being made
+        return False
+
+
+def pid_of(rank: int, run_dir: Path) -> int:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            started = (folder / "environ").read_bytes().split(b"\0")
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in started and f"run.name={run_dir.name}".encode() in words:
+            return int(folder.name)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def test_two_processes_train_what_one_trains_and_go_on_where_a_killed_one_left_off(tmp_path):
+    # Adam's first steps are the sign of the gradient where it is next to nothing: so small ones are taken.
+    options = ["optim.lr=1e-5", "run.steps=5", "run.save_every=1"]
+    one = runs.load(tmp_path, "run.name=one", *options)
+    Trainer(one).run()
+    two = one.run_dir.parent / "two"
+    arguments = ["train", str(tmp_path / "recipe.yaml"), "run.name=two", *options, "cluster.learners=2"]
+    process = launch(*arguments)
+    wait_until(lambda: (two / "checkpoints" / "step_2").exists(), process)
+    os.kill(pid_of(1, two), signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code != 0
+    (sentence,) = sentences(err)
+    assert "another process of this run has ended without a word" in sentence
+    assert sentence.endswith("go on with --resume")
+    code, out, err = finish(launch(*arguments, "--resume"))
+    assert code == 0, err
+    assert out.count("5 steps,") == 1, "rank 0 alone speaks"
+    assert_same(one.run_dir, two, step=5)
+    with RunDatabase.open_readonly(two / "run.db") as database:
+        assert [event["kind"] for event in database.events()].count("resumed") == 1
+
+
+def test_asked_to_stop_the_run_ends_its_step_saves_and_goes_on_as_one_process(tmp_path):
+    options = ["optim.lr=1e-5", "run.steps=6", "run.save_every=0", "rollout.mode=inflight"]
+    options += ["model.lora.rank=2", "algorithm.kl_loss_coef=0.01"]
+    reward = runs.REWARD.replace("letters =", "__import__('time').sleep(0.02)\n    letters =")
+    whole = runs.load(tmp_path, "run.name=whole", *options)
+    Trainer(whole).run()
+    slow = runs.recipe(tmp_path, reward=reward)
+    stopped = whole.run_dir.parent / "stopped"
+    process = launch("train", str(slow), "run.name=stopped", *options)
+    wait_until(lambda: has_steps(stopped), process)
+    process.send_signal(signal.SIGTERM)
+    _, _, err = finish(process)
+    assert not sentences(err), err
+    steps = len(runs.figures(stopped))
+    assert 0 < steps < 6
+    assert (stopped / "checkpoints" / f"step_{steps}").is_dir()
+    Trainer(runs.load(tmp_path, "run.name=stopped", *options), resume=True).run()
+    assert_same(whole.run_dir, stopped, step=6)
+
+
+FAULTY = """
+import os, sys
+from dapo import member, ranks
+from dapo.cli import main
+from dapo.errors import ModelError
+
+def poll(self):
+    raise ModelError("there is no room for this")
+
+if os.environ["RANK"] in sys.argv.pop(1):
+    member.Member.poll = poll
+ranks.run(main)
+"""
+
+
+@pytest.mark.parametrize("faulty", ["1", "01"])
+def test_a_mistake_on_any_rank_ends_all_of_them_with_one_sentence(tmp_path, faulty):
+    recipe = runs.recipe(tmp_path)
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY)
+    start = time.monotonic()
+    code, _, err = finish(launch(str(script), faulty, "train", str(recipe)))
+    assert code != 0
+    assert sentences(err) == ["error: there is no room for this"]
+    assert str(ROOT / "dapo") not in err, "a traceback of ours"
+    assert time.monotonic() - start < 100
+
+
+def test_processes_that_do_not_know_of_each_other_are_told_how_to_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="each of them would train alone; start them with -m dapo train"):
+        Trainer(runs.load(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("cluster.learners=3", "cluster.learners is 3, but torchrun has started 2 processes"),
+        ("data.train=nowhere.jsonl", "nowhere.jsonl"),
+    ],
+)
+def test_what_cannot_be_is_said_once(tmp_path, option, words):
+    code, _, err = finish(launch("train", str(runs.recipe(tmp_path)), option))
+    assert code != 0
+    (sentence,) = sentences(err)
+    assert words in sentence
