@@ -1,0 +1,177 @@
+"""How the trained weights get to vLLM's processes, each way by what vLLM itself offers for it.
+
+From main memory: one safetensors file in shared memory, which every worker reads with its own loader. From a GPU: the
+trainer's half of vLLM's weight transfer, by NCCL to other GPUs or by CUDA's handles on the same one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+Weights = Callable[[], Iterable[tuple[str, Tensor]]]
+Transport = Literal["memory", "nccl", "ipc"]
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class Channel(Protocol):
+    """The engine's side: runs vLLM's coroutines, none of them for longer than a sync may take."""
+
+    llm: Any
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any: ...
+
+    def seconds_left(self) -> float: ...
+
+
+class MemoryTransfer:
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def send(self, channel: Channel) -> None:
+        tensors = _distinct(self.weights())
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        with tempfile.TemporaryDirectory(prefix="dapo-weights-", dir=_folder_for(size)) as folder:
+            save_file(tensors, Path(folder) / "model.safetensors")
+            channel.run(channel.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder}))
+        channel.run(channel.llm.collective_rpc("renew_shared_weights"))
+
+
+class GpuTransfer:
+    """`weights` is gone through once more at the first sync, for names and shapes."""
+
+    def __init__(self, weights: Weights, backend: Literal["nccl", "ipc"], tensor_parallel: int) -> None:
+        self.weights, self.backend, self.tensor_parallel = weights, backend, tensor_parallel
+        self.sender: Any = None
+
+    def send(self, channel: Channel) -> None:
+        def go() -> None:
+            if self.sender is None:
+                self.sender = self._connect(channel)
+            self.sender.send_weights()
+
+        _within(channel.seconds_left(), go)
+
+    def _connect(self, channel: Channel) -> Any:
+        from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
+            WeightTransferTrainerFactory,
+        )
+
+        return WeightTransferTrainerFactory.trainer_init(
+            self._init_info(), client=_Client(channel), source=_Source(self.weights)
+        )
+
+    def _init_info(self) -> Any:
+        if self.backend == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import (  # pyright: ignore[reportMissingImports]
+                IPCTrainerInitInfo,
+            )
+
+            return IPCTrainerInitInfo(rank=0, packed=True)
+        from vllm.distributed.weight_transfer.nccl_engine import (  # pyright: ignore[reportMissingImports]
+            NCCLTrainerInitInfo,
+        )
+
+        return NCCLTrainerInitInfo("127.0.0.1", _free_port(), self.tensor_parallel + 1, rank=0)
+
+
+class _Client:
+    """The four calls that vLLM's trainer side makes to its inference side."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+            WeightTransferInitRequest,
+        )
+
+        self.channel.run(self.channel.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
+
+    def start_weight_update(self) -> None:
+        self.channel.run(self.channel.llm.start_weight_update())
+
+    def update_weights(self, update_info: Any) -> None:
+        from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+            WeightTransferUpdateRequest,
+        )
+
+        self.channel.run(self.channel.llm.update_weights(WeightTransferUpdateRequest(update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.channel.run(self.channel.llm.finish_weight_update(weight_version))
+
+
+class _Source:
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.known: list[Any] = []
+
+    def metadata(self) -> list[Any]:
+        from vllm.distributed.weight_transfer.base import ParamMeta  # pyright: ignore[reportMissingImports]
+
+        if not self.known:
+            self.known = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights()]
+        return self.known
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.weights())
+
+
+def transfer(transport: Transport, weights: Weights, tensor_parallel: int) -> MemoryTransfer | GpuTransfer:
+    return MemoryTransfer(weights) if transport == "memory" else GpuTransfer(weights, transport, tensor_parallel)
+
+
+def _distinct(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """In main memory. A head that is the embedding is sent once, under the name that comes first."""
+    tensors: dict[str, Tensor] = {}
+    places: set[tuple[int, torch.Size]] = set()
+    for name, tensor in weights:
+        tensor = tensor.detach().cpu().contiguous()
+        place = tensor.data_ptr(), tensor.shape
+        if place not in places:
+            places.add(place)
+            tensors[name] = tensor
+    return tensors
+
+
+def _folder_for(size: int) -> str | None:
+    """Shared memory where it is large enough, which in containers it often is not; None: where temporary files go."""
+    if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 1.1 * size:
+        return str(_SHARED_MEMORY)
+    return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _within(seconds: float, function: Callable[[], None]) -> None:
+    """In a thread that can be left behind: a broadcast to a process that hangs never returns."""
+    device, faults = torch.cuda.current_device(), []
+
+    def run() -> None:
+        try:
+            torch.cuda.set_device(device)
+            function()
+        except BaseException as error:
+            faults.append(error)
+
+    thread = threading.Thread(target=run, name="dapo-vllm-weights", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError
+    if faults:
+        raise faults[0]

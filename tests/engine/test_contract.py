@@ -1,0 +1,190 @@
+"""What every engine keeps to, whoever computes: the trainer relies on nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dapo.types import Request, Rollout, SamplingParams
+from tests import plain
+from tests.engine.conftest import STOP, Subject
+from tests.tiny import PAD_ID, SPECIALS, tiny_tokenizer
+
+
+def drain(engine, *requests) -> dict[tuple[int, int], Rollout]:
+    engine.submit(requests)
+    return by_key(rest(engine))
+
+
+def rest(engine) -> list[Rollout]:
+    rollouts = []
+    while finished := engine.poll():
+        rollouts += finished
+    return rollouts
+
+
+def by_key(rollouts: list[Rollout]) -> dict[tuple[int, int], Rollout]:
+    found = {(rollout.serial, rollout.index): rollout for rollout in rollouts}
+    assert len(found) == len(rollouts), "a rollout came twice"
+    return found
+
+
+def prompts(count, seed=0, longest=30):
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(4, 130, rng.integers(1, longest)).tolist()) for _ in range(count)]
+
+
+def groups(count, n, params, *, seed=0, first=0):
+    return [Request(first + i, prompt, n, params) for i, prompt in enumerate(prompts(count, seed))]
+
+
+def greedy(model, prompt, limit):
+    tokens = torch.tensor([prompt])
+    options = {"do_sample": False, "max_new_tokens": limit, "eos_token_id": sorted(STOP), "pad_token_id": PAD_ID}
+    return model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[0, len(prompt) :].tolist()
+
+
+def check_logprobs(subject: Subject, requests, found, temperature=1.0):
+    twin = plain.plain_copy(subject.model, torch.float32)
+    questions = {request.serial: request.prompt for request in requests}
+    for (serial, _), rollout in found.items():
+        with torch.no_grad():
+            (expected,) = plain.logprobs(twin, questions[serial], [rollout.tokens.tolist()], temperature)
+        np.testing.assert_allclose(rollout.logprobs, expected.numpy(), atol=1e-4)
+
+
+def test_greedy_tokens_are_those_of_transformers_generate(subject):
+    requests = [
+        Request(i, prompt, 1 + i % 3, SamplingParams(temperature=0, max_tokens=20))
+        for i, prompt in enumerate(prompts(8))
+    ]
+    found = drain(subject.engine, *requests)
+    assert len(found) == sum(request.n for request in requests)
+    reference = plain.plain_copy(subject.model, torch.float32)
+    lengths = set()
+    for request in requests:
+        expected = greedy(reference, request.prompt, 20)
+        lengths.add(len(expected))
+        for index in range(request.n):
+            assert found[request.serial, index].tokens.tolist() == expected
+            assert found[request.serial, index].finish_reason == ("stop" if expected[-1] in STOP else "length")
+    assert len(lengths) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_log_probabilities_are_those_of_the_trained_model_at_the_sampling_temperature(subject, temperature):
+    requests = groups(5, 4, SamplingParams(temperature, max_tokens=12), seed=1)
+    found = drain(subject.engine, *requests)
+    assert len(found) == 20
+    check_logprobs(subject, requests, found, temperature)
+
+
+def test_a_response_ends_with_its_stop_token_or_at_the_limit(subject):
+    found = drain(subject.engine, *groups(6, 8, SamplingParams(max_tokens=9), seed=2))
+    for rollout in found.values():
+        assert rollout.tokens.dtype == np.int32 and rollout.logprobs.dtype == np.float32
+        assert len(rollout.logprobs) == len(rollout)
+        assert not STOP & set(rollout.tokens[:-1].tolist())
+        assert (rollout.finish_reason == "stop") == (rollout.tokens[-1] in STOP)
+        assert len(rollout) == 9 or rollout.finish_reason == "stop"
+    assert {rollout.finish_reason for rollout in found.values()} == {"stop", "length"}
+
+
+def test_a_stop_token_that_is_the_only_one_allowed_counts_as_stop(subject):
+    found = drain(subject.engine, *groups(8, 8, SamplingParams(max_tokens=1), seed=3))
+    assert all(len(rollout) == 1 for rollout in found.values())
+    assert all((r.finish_reason == "stop") == (r.tokens[0] in STOP) for r in found.values())
+    assert {rollout.finish_reason for rollout in found.values()} == {"stop", "length"}
+
+
+def test_the_text_is_the_tokens_without_special_ones(subject):
+    tokenizer = tiny_tokenizer()
+    found = drain(subject.engine, *groups(4, 8, SamplingParams(max_tokens=12), seed=4))
+    for rollout in found.values():
+        assert rollout.text == tokenizer.decode([t for t in rollout.tokens.tolist() if t >= len(SPECIALS)])
+
+
+def test_a_serial_draws_the_same_again_and_every_other_serial_index_and_phase_something_else(subject):
+    params = SamplingParams(max_tokens=10)
+    (prompt,) = prompts(1, seed=5)
+    ask = [Request(7, prompt, 3, params), Request(8, prompt, 3, params)]
+    first, again = (drain(subject.engine, *ask) for _ in range(2))
+    assert all(np.array_equal(first[key].tokens, again[key].tokens) for key in first)
+    other_phase = drain(subject.engine, Request(7, prompt, 3, params, "eval"))
+    assert len({tuple(r.tokens.tolist()) for r in [*first.values(), *other_phase.values()]}) == 9
+
+
+def test_no_rollout_is_lost_or_comes_twice_when_groups_arrive_in_bursts(subject):
+    requests = groups(60, 4, SamplingParams(max_tokens=15), seed=6)
+    rollouts: list[Rollout] = []
+    for start in range(0, len(requests), 12):
+        subject.engine.submit(requests[start : start + 12])
+        rollouts += subject.engine.poll()
+    rollouts += rest(subject.engine)
+    assert by_key(rollouts).keys() == {(request.serial, i) for request in requests for i in range(4)}
+    assert subject.engine.poll() == []
+    check_logprobs(subject, requests[:10], by_key([r for r in rollouts if r.serial < 10]))
+
+
+def test_a_cancelled_group_leaves_and_the_others_are_as_without_it(subject):
+    requests = groups(6, 4, SamplingParams(max_tokens=40), seed=7)
+    expected = drain(subject.engine, *requests)
+    subject.engine.submit(requests)
+    early = subject.engine.poll()
+    missing = {r.serial: r.n - sum(e.serial == r.serial for e in early) for r in requests}
+    gone = max(missing, key=lambda serial: missing[serial])
+    tokens = subject.engine.cancel([gone])
+    assert missing[gone] <= tokens <= sum(len(r) for (serial, _), r in expected.items() if serial == gone)
+    assert subject.engine.cancel([gone, 999]) == 0
+    late = rest(subject.engine)
+    assert gone not in {rollout.serial for rollout in late}
+    found = by_key(early + late)
+    assert found.keys() - {(gone, i) for i in range(4)} == {key for key in expected if key[0] != gone}
+    assert all(np.array_equal(found[key].tokens, expected[key].tokens) for key in found)
+
+
+def test_everything_can_be_cancelled_at_once(subject):
+    requests = groups(3, 4, SamplingParams(max_tokens=40), seed=8)
+    subject.engine.submit(requests)
+    subject.engine.cancel(request.serial for request in requests)
+    assert subject.engine.poll() == []
+    assert len(drain(subject.engine, *requests)) == 12
+
+
+def test_a_weight_update_is_visible_in_the_next_sample(subject):
+    params = SamplingParams(temperature=0, max_tokens=12)
+    long = prompts(1, seed=9, longest=2)[0] * 150  # what a cache may have kept of it must not be used again
+    requests = [*groups(4, 2, params, seed=9), Request(9, long, 2, params)]
+    before = drain(subject.engine, *requests)
+    subject.change()
+    after = drain(subject.engine, *requests)
+    assert any(not np.array_equal(before[key].tokens, after[key].tokens) for key in before)
+    assert {r.weight_version for r in before.values()} == {subject.version - 1}
+    assert {r.weight_version for r in after.values()} == {subject.version}
+    assert all(rollout.switches == () for rollout in after.values())
+    check_logprobs(subject, requests, after)
+
+
+def test_what_is_under_way_goes_on_with_the_new_weights_and_says_from_where(subject):
+    requests = groups(8, 8, SamplingParams(max_tokens=200), seed=10)  # more than are decoded at once
+    subject.engine.submit(requests)
+    early = subject.engine.poll()
+    subject.change()
+    found = by_key(early + rest(subject.engine))
+    assert len(found) == 64
+    old, new = subject.version - 1, subject.version
+    for rollout in found.values():
+        assert rollout.weight_version in (old, new)
+        assert list(rollout.versions) == sorted(rollout.versions)
+    switched = [rollout for rollout in found.values() if rollout.switches]
+    assert switched
+    assert all(set(rollout.versions) == {old, new} for rollout in switched)
+
+
+def test_figures_say_how_busy_it_was_since_they_were_last_asked_for(subject):
+    subject.engine.figures()
+    drain(subject.engine, *groups(4, 4, SamplingParams(max_tokens=10), seed=11))
+    busy, idle = subject.engine.figures(), subject.engine.figures()
+    assert 0 < busy["engine/batch_occupancy"] <= 1
+    assert (busy["engine/decode_steps"] > 0, idle["engine/decode_steps"]) == (True, 0)
