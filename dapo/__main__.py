@@ -4,7 +4,7 @@ from dapo.cli import main
 
 # torchrun has started several of us. (WORLD_SIZE alone is set by other programs, too.)
 if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
-    from dapo import ranks
+    from dapo.cluster import ranks
 
     ranks.run(main)
 else:

@@ -11,16 +11,15 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from dapo import ranks
+from dapo.cluster import ranks
+from dapo.cluster.placement import join, needs_ray
 from dapo.config import Config, ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.protocol import Engine
-from dapo.errors import ConfigError
 from dapo.errors import LearnerLost
 from dapo.model.forward import check_model
 from dapo.model.loading import LoadedModel, load_model, resolve_device, resolve_dtype, resolve_path
 from dapo.model.lora import add_adapters, causal_lm
-from dapo.placement import join, needs_ray
 from dapo.policy.policy import Policy
 from dapo.policy.protocol import Learner
 from dapo.policy.sharded import ShardedPolicy
@@ -61,18 +60,13 @@ def assemble(
     """
     if needs_ray(config):
         has_joined = join()  # before anything imports Ray
-        from dapo.cluster import place
+        from dapo.cluster.place import place
 
         return place(config, saved, has_joined, on_event, is_stopping)
     if (channel := ranks.channel()) is not None:
-        from dapo.member import assemble_ranks
+        from dapo.cluster.member import assemble_ranks
 
         return assemble_ranks(config, saved, channel)
-    if config.cluster.learners > 1:
-        count = config.cluster.learners
-        raise ConfigError(
-            f"cluster.learners is {count}, but this is one process; use torchrun --nproc-per-node {count} -m dapo train"
-        )
     if config.rollout.engine == "vllm":
         _check_vllm(config, saved)
     loaded, policy = build_policy(config, saved)

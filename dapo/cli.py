@@ -59,7 +59,7 @@ def train(
         from dapo.evaluate import differences
         from dapo.store.console import ConsoleReporter, before_after_table
         from dapo.trainer import Trainer
-    trainer = Trainer(config, resume=resume, reporter=ConsoleReporter(console))
+    trainer = Trainer(config, resume=resume, reporter=ConsoleReporter(console), recipe=recipe.stem)
     try:
         result = trainer.run()
     finally:

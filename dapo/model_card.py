@@ -128,7 +128,7 @@ def _curves(steps: Sequence[Mapping[str, float]]) -> str:
 
 
 def _versions(meta: Mapping[str, str]) -> str:
-    known = {key: value for key, value in meta.items() if key not in ("config", "created")}
+    known = {key: value for key, value in meta.items() if key not in ("config", "created", "recipe")}
     told = ", ".join(f"{key} {value}" for key, value in sorted(known.items()))
     return f"Trained with {told}, started {meta['created']}; exported by dapo {__version__}.\n"
 

@@ -65,11 +65,13 @@ class Trainer:
         *,
         resume: bool = False,
         reporter: Reporter | None = None,
+        recipe: str | None = None,
     ) -> None:
         if reward is not None:
             config = _with_function(config, reward)
         self.config = config
         self.reporter = reporter or Reporter()
+        self.recipe = recipe  # where the configuration came from, for whoever looks at the run
         self.run_dir = config.run_dir
         require_trackers(config.run.trackers)
         goes_on = self._holds_run()
@@ -322,7 +324,8 @@ class Trainer:
             shutil.rmtree(path / "checkpoints", ignore_errors=True)
             for leftover in path.glob("run.db*"):
                 leftover.unlink()
-            database = RunDatabase.create(path / "run.db", resolved, versions())
+            about = versions() if self.recipe is None else {**versions(), "recipe": self.recipe}
+            database = RunDatabase.create(path / "run.db", resolved, about)
         draft = path / ".config.yaml"
         draft.write_text(resolved, encoding="utf-8")
         draft.replace(config_file)

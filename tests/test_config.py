@@ -294,7 +294,7 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
         "rollout.top_p", "rollout.top_k", "run.store_tokens",
         "reward.memory_gb", "reward.model.device", "reward.model.batch_size",
         "rollout.tensor_parallel", "rollout.vllm",
-        "cluster.rollout_workers", "cluster.offload", "cluster.max_restarts", "cluster.timeout",
+        "cluster.offload", "cluster.max_restarts", "cluster.timeout",
     }  # fmt: skip
 
 

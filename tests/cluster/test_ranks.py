@@ -124,7 +124,7 @@ def test_asked_to_stop_the_run_ends_its_step_saves_and_goes_on_as_one_process(tm
 
 FAULTY = """
 import os, sys
-from dapo import member, ranks
+from dapo.cluster import member, ranks
 from dapo.cli import main
 from dapo.errors import ModelError
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dapo.assemble import Parts, build_policy, embedded_engine, model_source
+from dapo.cluster.ranks import Channel
 from dapo.config import Config
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import ConfigError
 from dapo.model.loading import load_model
 from dapo.policy.protocol import UpdateResult
 from dapo.policy.sharded import ShardedPolicy
-from dapo.ranks import Channel
 from dapo.types import Group, Request, Rollout
 
 _AT_ONCE = 4  # a rank hands over its rollouts when a quarter of what it has is finished, since all wait for all

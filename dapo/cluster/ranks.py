@@ -131,7 +131,7 @@ def _is_broken_connection(error: BaseException) -> bool:
 
 def _serve(channel: Channel) -> NoReturn:
     """On every rank but 0."""
-    from dapo.member import Member  # takes long to import, which is none of the others' business
+    from dapo.cluster.member import Member  # takes long to import, which is none of the others' business
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 ends the step first, then the run

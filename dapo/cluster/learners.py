@@ -1,0 +1,228 @@
+"""Learning in processes of their own: the ranks as Ray actors, and one object that stands for all of them."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from torch import Tensor
+
+from dapo.assemble import build_policy
+from dapo.config import Config
+from dapo.engine.actor import Restarts, explain
+from dapo.engine.packed import packed, unpacked
+from dapo.errors import ClusterLost, DapoError, LearnerLost
+from dapo.model.loading import resolve_device
+from dapo.policy.protocol import UpdateResult
+from dapo.policy.sharding import backend
+from dapo.types import Group
+
+TICK = 1.0  # seconds between looks at the clock
+LAST_WORDS = 3.0  # seconds in which the one that died may be told from those that missed it
+
+
+class LearnerRank:
+    """The actor: one rank of the group that shares the trained weights."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+
+    def address(self) -> str:
+        """Where the ranks meet: on this one's node, at a port that is free."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind((host, 0))
+            return f"tcp://{host}:{free.getsockname()[1]}"
+
+    def open(self, options: str, saved: Path | None, address: str) -> tuple[frozenset[int], bool]:
+        """The tokens that end an answer, and whether this is on a GPU."""
+        config = Config.model_validate_json(options)
+        on_gpu = resolve_device(config.model.device).type == "cuda"
+        if self.world > 1:
+            dist.init_process_group(
+                backend(on_gpu),
+                init_method=address,
+                rank=self.rank,
+                world_size=self.world,
+                timeout=timedelta(seconds=config.cluster.timeout),
+            )
+        loaded, self.policy = build_policy(config, saved)
+        return loaded.stop_ids, on_gpu
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """All ranks do it together; the first one answers for them."""
+        answer = getattr(self.policy, name)(*arguments)
+        return answer if self.rank == 0 else None
+
+    def let_go(self) -> None:
+        torch.cuda.empty_cache()
+
+    def get(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def set(self, name: str, value: Any) -> None:
+        setattr(self.policy, name, value)
+
+    def packed_weights(self) -> tuple[bool, Any]:
+        """That it is done, and what the caller has no need to fetch. All ranks take part, the first one answers."""
+        if self.rank == 0:
+            return True, packed(self.policy.weights())
+        for _ in self.policy.weights():
+            pass
+        return True, None
+
+
+class LearnerGroup:
+    """The learner protocol over `count` ranks that `start(rank)` makes. If one is lost, all are: `restart` them."""
+
+    def __init__(
+        self,
+        start: Callable[[int], Any],
+        count: int,
+        config: Config,
+        saved: Path | None,
+        restarts: Restarts,
+        *,
+        shares_gpu: bool = False,
+        missing: Callable[[], str | None] = lambda: None,
+        on_event: Callable[[str, str], None] = lambda kind, message: None,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.start, self.count, self.config, self.restarts = start, count, config, restarts
+        self.missing, self.on_event, self.is_stopping = missing, on_event, is_stopping
+        self.shares_gpu = shares_gpu  # with an engine, in turns
+        self.ranks: list[Any] = []
+        self.on_gpu = False
+        self.stop_ids: frozenset[int] = frozenset()
+        self.waits_for: str | None = None
+        self.batch: tuple[Sequence[Group], Any] = ((), None)  # the last one, and where it is in Ray's store
+        self._open(saved)
+
+    def restart(self, lost: LearnerLost, saved: Path | None) -> None:
+        """All of them anew, from this checkpoint."""
+        self.restarts.spend(str(lost))
+        self._open(saved)
+
+    def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
+        result = self._call("update", self._stored(groups), step, version)
+        if self.needs_cache:  # what PyTorch keeps for later the engine could not have
+            self._ask([rank.let_go.remote() for rank in self.ranks])
+        return result
+
+    def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
+        return self._call("reference_logprobs", ray.put(groups))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return unpacked(ray.get(self.stored_weights()))
+
+    def stored_weights(self) -> Any:
+        """Where they are in Ray's store, from where every node fetches them once; the driver never holds them."""
+        calls = [rank.packed_weights.options(num_returns=2).remote() for rank in self.ranks]
+        self._ask([done for done, _ in calls])
+        return calls[0][1]
+
+    def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:
+        if not self.on_gpu:
+            return {}
+        return self._call("efficiency", self._stored(batch), replace(update, token_stats={}), seconds)
+
+    @property
+    def needs_cache(self) -> bool:
+        return self.shares_gpu and self.on_gpu
+
+    def memory_plan(self, cache_bytes: int) -> str | None:
+        return self._call("memory_plan", cache_bytes)
+
+    def save(self, folder: Path) -> None:
+        self._call("save", folder.absolute())
+
+    def restore(self, folder: Path) -> None:
+        self._call("restore", folder.absolute())
+
+    @property
+    def non_finite_in_a_row(self) -> int:
+        return self._ask([self.ranks[0].get.remote("non_finite_in_a_row")])[0]
+
+    @non_finite_in_a_row.setter
+    def non_finite_in_a_row(self, value: int) -> None:
+        self._ask([rank.set.remote("non_finite_in_a_row", value) for rank in self.ranks])
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            ray.kill(rank)
+        self.ranks = []
+
+    def _open(self, saved: Path | None) -> None:
+        self.ranks = [self.start(rank) for rank in range(self.count)]
+        (address,) = self._ask([self.ranks[0].address.remote()])
+        options, folder = self.config.model_dump_json(), saved.absolute() if saved else None
+        answers = self._ask([rank.open.remote(options, folder, address) for rank in self.ranks])
+        self.stop_ids, self.on_gpu = answers[0]
+
+    def _stored(self, groups: Sequence[Group]) -> Any:
+        """Once for all ranks and calls."""
+        if self.batch[0] is not groups or self.batch[1] is None:
+            self.batch = groups, ray.put(groups)
+        return self.batch[1]
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        return self._ask([rank.call.remote(name, *arguments) for rank in self.ranks])[0]
+
+    def _ask(self, calls: list[Any]) -> list[Any]:
+        """All answers; if one does not come, the others would wait for it in vain."""
+        left, heard, patience = calls, time.monotonic(), self.config.cluster.timeout
+        while left:
+            ready, left = ray.wait(left, num_returns=len(left), timeout=TICK)
+            for call in ready:
+                self._check(call, calls)
+            if left and self._is_waiting():
+                heard = time.monotonic()
+            if left and time.monotonic() - heard > patience:
+                self.close()
+                raise LearnerLost(f"a learner did not answer for {patience:g} s (cluster.timeout)")
+        return ray.get(calls)
+
+    def _is_waiting(self) -> bool:
+        """For a place in the cluster, which is no fault of the one that is to have it."""
+        lacking = self.missing()
+        if lacking is not None and lacking != self.waits_for:
+            self.on_event("waiting", f"learners wait for {lacking}")
+        self.waits_for = lacking
+        if lacking is not None and self.is_stopping():
+            raise ClusterLost(f"told to stop while the run waited for {lacking}")
+        return lacking is not None
+
+    def _check(self, call: Any, calls: list[Any]) -> None:
+        try:
+            ray.get(call)
+        except RayTaskError as error:
+            if isinstance(error.cause, DapoError):
+                raise error.cause from None
+            self._lose(calls, error)
+        except RayError as error:
+            self._lose(calls, error)
+
+    def _lose(self, calls: list[Any], error: RayError) -> NoReturn:
+        """A rank that died makes the others fail: name the one that died."""
+        ray.wait(calls, num_returns=len(calls), timeout=LAST_WORDS)
+        for rank, call in enumerate(calls):
+            ready, _ = ray.wait([call], timeout=0)
+            try:
+                ray.get(ready)
+            except RayActorError as death:
+                self.close()
+                raise LearnerLost(f"learner {rank} died: {explain(death)}") from None
+            except RayError:
+                continue
+        self.close()
+        raise LearnerLost(f"a learner failed: {explain(error)}") from None

@@ -1,0 +1,51 @@
+"""Engines in Ray's actors keep to the contract of all engines: the very same tests, over two workers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from dapo.config import ModelConfig
+from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.model.loading import load_model
+from tests.engine.conftest import MAX_CONCURRENT, MAX_LENGTH, SEED, STOP, Subject, tiny_pair
+from tests.engine.test_contract import *  # noqa: F403
+from tests.tiny import tiny_tokenizer
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+placed = pytest.importorskip("dapo.engine.ray")
+actor = pytest.importorskip("dapo.engine.actor")
+
+
+def build(directory, weights):
+    """In the worker."""
+    from dapo.cluster.place import Follower
+
+    model = load_model(ModelConfig(path=directory, device="cpu")).model
+    engine = EmbeddedEngine(model, tiny_tokenizer(), STOP, SEED, MAX_CONCURRENT, max_length=MAX_LENGTH)
+    return Follower(engine, model, weights)
+
+
+@pytest.fixture(scope="module")
+def connected(cluster):
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def subject(connected, tmp_path_factory):
+    from dapo.engine.packed import packed
+
+    directory, model = tiny_pair(tmp_path_factory.mktemp("placed"))
+    engine = placed.RayEngine(
+        lambda slot: ray.remote(actor.RolloutWorker).options(num_cpus=1).remote(partial(build, str(directory))),
+        2,
+        lambda: ray.put(packed(model.state_dict().items())),
+        limit=2 * MAX_CONCURRENT,
+        restarts=actor.Restarts(0),
+        timeout=300.0,
+    )
+    yield Subject(engine, model)
+    engine.close()

@@ -1,0 +1,213 @@
+"""The fan-out over actors: nothing is lost or doubled, whoever dies, and nothing waits forever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from functools import partial
+
+import pytest
+
+from benchmarks.controller import SimulatedEngine, length_of
+from dapo.errors import ClusterLost, ModelError
+from dapo.types import Request, SamplingParams
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+placed = pytest.importorskip("dapo.engine.ray")
+actor = pytest.importorskip("dapo.engine.actor")
+RayEngine, Restarts, RolloutWorker = placed.RayEngine, actor.Restarts, actor.RolloutWorker
+
+RATE = 400.0  # tokens per second
+PARAMS = SamplingParams(max_tokens=100)
+
+
+def simulated(rate, weights):
+    return SimulatedEngine(rate)
+
+
+class Watched:
+    """An engine over two workers, what was told of it, and the processes behind it."""
+
+    def __init__(self, count=2, rate=RATE, build=None, **options):
+        self.events = []
+        self.actors = []
+        self.build = build or partial(simulated, rate)
+        options = {"limit": 16, "restarts": Restarts(3), "timeout": 60.0} | options
+        self.engine = RayEngine(
+            self.start,
+            count,
+            lambda: ray.put({}),
+            on_event=lambda kind, message: self.events.append((kind, message)),
+            **options,
+        )
+
+    def start(self, slot):
+        if len(self.actors) > slot:
+            self.engine.timeout = 60.0  # a new one has all the time it needs to start
+        self.actors.append(ray.remote(RolloutWorker).options(num_cpus=0).remote(self.build))
+        return self.actors[-1]
+
+    def kill(self, slot, number=signal.SIGKILL):
+        os.kill(ray.get(self.actors[slot].__ray_call__.remote(lambda self: os.getpid())), number)
+
+
+@pytest.fixture
+def watched(driver):
+    made = []
+
+    def make(*args, **options):
+        made.append(Watched(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.engine.close()
+
+
+def requests(count, n=4, start=0):
+    return [Request(serial, (1, 2, 3), n, PARAMS) for serial in range(start, start + count)]
+
+
+def drain(engine):
+    found = []
+    while rollouts := engine.poll():
+        found += rollouts
+    return found
+
+
+def assert_each_once(rollouts, count, n=4, start=0):
+    found = Counter((rollout.serial, rollout.index) for rollout in rollouts)
+    assert found == {(serial, index): 1 for serial in range(start, start + count) for index in range(n)}
+
+
+def test_every_member_of_every_group_arrives_once_also_in_bursts(watched):
+    engine = watched().engine
+    engine.submit(requests(20))
+    first = engine.poll()
+    engine.submit(requests(10, start=20))
+    rollouts = [*first, *drain(engine)]
+    assert_each_once(rollouts, 30)
+    assert all(len(rollout) == length_of(rollout.serial, rollout.index, 100) for rollout in rollouts)
+    assert engine.poll() == []
+
+
+def test_a_worker_is_given_no_more_than_the_limit_and_the_rest_waits(watched):
+    one = watched(limit=8)
+    one.engine.submit(requests(10))
+    with one.engine.changed:
+        assert [worker.load for worker in one.engine.workers] == [8, 8]
+        assert [group.request.serial for group in one.engine.queue] == [4, 5, 6, 7, 8, 9]
+    assert_each_once(drain(one.engine), 10)
+
+
+def test_groups_of_a_worker_killed_in_mid_generation_arrive_once_and_the_event_says_so(watched):
+    one = watched()
+    one.engine.submit(requests(12))
+    found = one.engine.poll()
+    one.kill(0)
+    found += drain(one.engine)
+    assert_each_once(found, 12)
+    ((kind, message),) = one.events
+    assert kind == "worker"
+    assert message.startswith("rollout worker 0 died: its worker process has died; replaced, ")
+    assert len(one.actors) == 3
+
+
+def test_a_worker_that_stops_answering_is_replaced(watched):
+    one = watched()
+    one.kill(1, signal.SIGSTOP)
+    one.engine.timeout = 2.0
+    one.engine.submit(requests(4))
+    assert_each_once(drain(one.engine), 4)
+    assert "rollout worker 1 did not answer for 2 s" in one.events[0][1]
+
+
+def test_more_deaths_than_allowed_stop_with_a_sentence(watched):
+    one = watched(restarts=Restarts(0))
+    one.engine.submit(requests(4))
+    one.kill(0)
+    with pytest.raises(ClusterLost, match=r"rollout worker 0 died.*more than cluster\.max_restarts = 0 times"):
+        drain(one.engine)
+
+
+def test_new_weights_reach_every_worker_before_it_samples_again_the_replaced_one_too(watched):
+    one = watched()
+    one.engine.sync_weights(1)
+    one.engine.submit(requests(4))
+    assert {rollout.weight_version for rollout in drain(one.engine)} == {1}
+    one.engine.sync_weights(2)
+    one.kill(0)
+    one.engine.submit(requests(4))
+    assert {rollout.weight_version for rollout in drain(one.engine)} == {2}
+
+
+def test_workers_go_on_while_the_caller_does_something_else(watched):
+    engine = watched(limit=8).engine
+    engine.submit(requests(8))  # twice what the workers have at once
+    deadline = time.monotonic() + 30
+    while engine.queue or any(worker.groups for worker in engine.workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert_each_once(engine.poll(), 8)
+
+
+def test_cancelled_groups_do_not_arrive_and_their_tokens_are_counted(watched):
+    engine = watched(rate=100.0).engine
+    engine.submit(requests(6))
+    seen = engine.poll()
+    cancelled = engine.cancel([0, 1, 5])
+    rollouts = seen + drain(engine)
+    assert {rollout.serial for rollout in rollouts if rollout not in seen} == {2, 3, 4}
+    assert cancelled > 0
+    assert_each_once([rollout for rollout in rollouts if rollout.serial in (2, 3, 4)], 3, start=2)
+
+
+def test_counts_are_summed_over_workers_and_shares_are_means(watched):
+    assert watched(3).engine.figures() == {"engine/decode_steps": 3.0, "engine/batch_occupancy": 0.5}
+
+
+def refused(weights):
+    raise ModelError("no such model")
+
+
+def test_what_a_worker_cannot_load_is_the_users_sentence_not_a_death(watched):
+    with pytest.raises(ModelError, match=r"^no such model$"):
+        watched(build=refused)
+
+
+def test_without_room_for_a_worker_it_waits_says_for_what_and_stops_when_told(driver):
+    """The only worker dies, and the cluster has nothing for another."""
+    lacking: list[str | None] = [None]
+    stopping = threading.Event()
+    room = iter([{"num_cpus": 1}, {"resources": {"no such thing": 1.0}}])
+    actors, events = [], []
+
+    def start(slot):
+        actors.append(ray.remote(RolloutWorker).options(**next(room)).remote(partial(simulated, RATE)))
+        return actors[-1]
+
+    engine = RayEngine(
+        start,
+        1,
+        lambda: None,
+        limit=16,
+        restarts=Restarts(3),
+        timeout=60.0,
+        missing=lambda: lacking[0],
+        on_event=lambda kind, message: events.append((kind, message)),
+        is_stopping=stopping.is_set,
+    )
+    engine.submit(requests(1))
+    engine.timeout = 2.0
+    lacking[0] = "1 GPU that left the cluster"
+    os.kill(ray.get(actors[0].__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+    threading.Timer(5.0, stopping.set).start()
+    began = time.monotonic()
+    with pytest.raises(ClusterLost, match="told to stop while the run waited for 1 GPU that left the cluster"):
+        drain(engine)
+    assert time.monotonic() - began > 3.0, "it must not be taken for a worker that does not answer"
+    assert ("waiting", "rollout workers wait for 1 GPU that left the cluster") in events
+    engine.close()

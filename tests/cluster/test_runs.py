@@ -1,0 +1,244 @@
+"""Whole runs on a cluster of three nodes: the same as a local one, and whatever dies, nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from dapo import Config, Trainer
+from dapo.errors import ClusterLost
+from dapo.policy import checkpoint
+from dapo.store.console import Reporter
+from dapo.store.database import RunDatabase
+from tests import runs
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Ray gives each process one core; sums over more threads round differently."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(config: Config, reporter: Reporter | None = None, prepare=lambda trainer: None):
+    trainer = Trainer(config, reporter=reporter)
+    prepare(trainer)
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
+
+
+def assert_same_run(first: Path, second: Path, step: int) -> None:
+    one, two = runs.weights(first, step), runs.weights(second, step)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert runs.figures(first) == runs.figures(second)
+    assert runs.verdicts(first) == runs.verdicts(second)
+
+
+def assert_close(first: Path, second: Path, step: int) -> None:
+    """Several ranks add up in another order than one does."""
+    one, two = runs.weights(first, step), runs.weights(second, step)
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=0)
+
+
+def assert_accounts_balance(run_dir: Path, steps: int, n: int = 4) -> None:
+    """Every token that came in went somewhere, every group is there once with all its members."""
+    figures = runs.figures(run_dir)
+    assert [figure["step"] for figure in figures] == list(range(1, steps + 1))
+    for figure in figures:
+        out = sum(
+            value for name, value in figure.items()
+            if name.startswith("tokens/") and name not in ("tokens/carried_in", "tokens/generated", "tokens/computed")
+        )  # fmt: skip
+        assert figure["tokens/carried_in"] + figure["tokens/generated"] == out
+    with RunDatabase.open_readonly(run_dir / "run.db") as database:
+        groups = list(database.groups())
+        under_way = checkpoint.read_state(run_dir / "checkpoints" / f"step_{steps}").pending
+        serials = sorted([*(group["serial"] for group in groups), *under_way])
+        assert serials == list(range(len(serials)))
+        for group in groups:
+            assert [rollout["sample"] for rollout in database.rollouts(group["serial"])] == list(range(n))
+
+
+def events(run_dir: Path, kind: str) -> list[str]:
+    with RunDatabase.open_readonly(run_dir / "run.db") as database:
+        return [event["message"] for event in database.events() if event["kind"] == kind]
+
+
+def pid(actor) -> int:
+    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+
+
+def node(actor) -> str:
+    return ray.get(actor.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()))
+
+
+def once_in_step(trainer: Trainer, step: int, act) -> None:
+    """Call `act` when the first responses of this step have arrived and others are under way."""
+    show, done = trainer.sampler.on_progress, []
+
+    def progress(finished: int, total: int) -> None:
+        if trainer.step + 1 == step and finished < total and not done:
+            done.append(True)
+            act()
+        show(finished, total)
+
+    trainer.sampler.on_progress = progress
+
+
+def test_one_worker_gives_the_kept_groups_and_weights_of_a_local_run_bit_for_bit(tmp_path, driver):
+    local = runs.load(tmp_path, "run.name=local", "eval.k=2")
+    train(local)
+    placed = runs.load(tmp_path, "run.name=placed", "eval.k=2", "cluster.rollout_workers=1")
+    train(placed)
+    assert_same_run(local.run_dir, placed.run_dir, step=6)
+    assert_accounts_balance(placed.run_dir, steps=6)
+
+
+def test_a_rollout_worker_killed_in_mid_generation_costs_nothing(tmp_path, driver):
+    """Numbers are keyed by serial and place: sampled again elsewhere, an answer is the same."""
+    local = runs.load(tmp_path, "run.name=local")
+    train(local)
+    config = runs.load(tmp_path, "run.name=killed", "cluster.rollout_workers=2")
+
+    def prepare(trainer):
+        victim = pid(trainer.engine.workers[0].actor)
+        once_in_step(trainer, 3, lambda: os.kill(victim, signal.SIGKILL))
+
+    train(config, prepare=prepare)
+    assert_accounts_balance(config.run_dir, steps=6)
+    assert runs.verdicts(config.run_dir) == runs.verdicts(local.run_dir)
+    (message,) = events(config.run_dir, "worker")
+    assert message.startswith("rollout worker 0 died: its worker process has died; replaced, ")
+
+
+def test_a_node_that_leaves_is_survived_where_others_have_room(tmp_path, driver):
+    config = runs.load(tmp_path, "run.name=left", "cluster.rollout_workers=2")
+
+    def prepare(trainer):
+        home = node(trainer.policy.ranks[0])
+        gone = next(
+            found for found in driver.worker_nodes
+            if found.node_id != home and found.node_id in [node(worker.actor) for worker in trainer.engine.workers]
+        )  # fmt: skip
+        once_in_step(trainer, 2, lambda: driver.remove_node(gone))
+
+    try:
+        train(config, prepare=prepare)
+    finally:
+        while len(driver.worker_nodes) < 2:
+            driver.add_node(num_cpus=2)
+    assert_accounts_balance(config.run_dir, steps=6)
+    assert "died" in events(config.run_dir, "worker")[0]
+
+
+def test_in_flight_the_workers_sample_beside_the_update_and_no_token_is_older_than_allowed(tmp_path, driver):
+    config = runs.load(tmp_path, "rollout.mode=inflight", "cluster.rollout_workers=2")
+    train(config)
+    assert_accounts_balance(config.run_dir, steps=6)
+    figures = runs.figures(config.run_dir)
+    assert max(figure["staleness/max"] for figure in figures) == 1
+    assert max(figure["groups/in_flight"] for figure in figures) > 0
+
+
+def test_learners_without_rollout_workers_sample_beside_themselves_as_one_process_does(tmp_path, driver):
+    local = runs.load(tmp_path, "run.name=local", "run.steps=3")
+    train(local)
+    shared = runs.load(tmp_path, "run.name=shared", "run.steps=3", "cluster.learners=2")
+    train(shared)
+    assert_accounts_balance(shared.run_dir, steps=3)
+    assert runs.verdicts(shared.run_dir) == runs.verdicts(local.run_dir)
+    assert_close(local.run_dir, shared.run_dir, step=3)
+
+
+class KillInUpdate(Reporter):
+    """Kills the last learner shortly after these updates of a run have begun."""
+
+    def __init__(self, *updates: int) -> None:
+        self.updates = updates
+        self.begun = 0
+        self.trainer: Trainer | None = None
+
+    def phase(self, name: str) -> None:
+        if name == "training":
+            self.begun += 1
+            if self.begun in self.updates:
+                threading.Timer(0.005, os.kill, (pid(self.trainer.policy.ranks[-1]), signal.SIGKILL)).start()
+
+
+def test_a_learner_killed_in_mid_update_sends_the_run_back_to_its_start_or_newest_checkpoint(tmp_path, driver):
+    local = runs.load(tmp_path, "run.name=local")
+    train(local)
+    config = runs.load(tmp_path, "run.name=killed", "cluster.learners=2", "cluster.rollout_workers=1")
+    reporter = KillInUpdate(2, 2 + 5)  # in step 2, and when it has begun again, in step 5
+    train(config, reporter, lambda trainer: setattr(reporter, "trainer", trainer))
+    assert_accounts_balance(config.run_dir, steps=6)
+    assert [message.split(",")[0] for message in events(config.run_dir, "learners")] == [
+        "learner 1 died: its worker process has died; all learners start again from step 0",
+        "learner 1 died: its worker process has died; all learners start again from step 3",
+    ]
+    assert [message.split(":")[0] for message in events(config.run_dir, "resumed")] == [
+        "resumed from step 0",
+        "resumed from step 3",
+    ]
+    assert runs.verdicts(config.run_dir) == runs.verdicts(local.run_dir)
+    assert_close(local.run_dir, config.run_dir, step=6)
+
+
+def test_with_no_restart_left_the_run_saves_the_last_whole_step_and_resumes_from_there(tmp_path, driver):
+    options = ["run.name=lost", "cluster.rollout_workers=1", "run.save_every=0"]
+    config = runs.load(tmp_path, *options, "cluster.max_restarts=0")
+
+    def prepare(trainer):
+        victim = pid(trainer.engine.workers[0].actor)
+        once_in_step(trainer, 4, lambda: os.kill(victim, signal.SIGKILL))
+
+    with pytest.raises(ClusterLost, match=r"more than cluster\.max_restarts = 0 times"):
+        train(config, prepare=prepare)
+    assert (config.run_dir / "checkpoints" / "step_3").is_dir()
+    local = runs.load(tmp_path, "run.name=local", "run.save_every=0")
+    train(local)
+    trainer = Trainer(runs.load(tmp_path, *options, "cluster.max_restarts=0"), resume=True)
+    trainer.run()
+    assert_same_run(local.run_dir, config.run_dir, step=6)
+
+
+def test_a_driver_killed_in_mid_sampling_goes_on_with_resume(tmp_path, cluster):
+    """The reward itself, from its worker process, kills the driver in step 5; on the second try it lets it live."""
+    marker = tmp_path / "killed"
+    deadly = runs.REWARD.replace(
+        "def reward(completion, answer, **row):",
+        "import os, signal\nfrom pathlib import Path\ncalls = 0\n"
+        "def reward(completion, answer, **row):\n"
+        "    global calls\n    calls += 1\n"
+        f"    if calls == 150 and not Path({str(marker)!r}).exists():\n"
+        f"        Path({str(marker)!r}).touch()\n        os.kill(os.getppid(), signal.SIGKILL)",
+    )
+    local = runs.load(tmp_path, "run.name=local")
+    train(local)
+    recipe = runs.recipe(tmp_path, reward=deadly)
+    command = [sys.executable, "-m", "dapo", "train", str(recipe), "run.name=killed", "reward.workers=1"]
+    command.append("cluster.rollout_workers=1")
+    environment = os.environ | {"RAY_ADDRESS": cluster.address}
+    dead = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert dead.returncode == -signal.SIGKILL, dead.stderr
+    again = subprocess.run([*command, "--resume"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    killed = local.run_dir.parent / "killed"
+    assert_same_run(local.run_dir, killed, step=6)
+    assert_accounts_balance(killed, steps=6)

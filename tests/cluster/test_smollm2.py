@@ -1,0 +1,41 @@
+"""A real model on three nodes: two learners, two rollout workers, and a reward that rises."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from dapo import Config, Trainer
+from tests.cluster.test_runs import assert_accounts_balance
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def shape(path: Path) -> list[tuple[str, str]]:
+    """Every table as it was made."""
+    with sqlite3.connect(path) as database:
+        return database.execute("SELECT name, sql FROM sqlite_master ORDER BY name").fetchall()
+
+
+def train(config: Config):
+    trainer = Trainer(config)
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
+
+
+def test_smollm2_learns_to_answer_five_on_three_nodes(tmp_path, smollm2_dir, driver, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    options = [f"model.path={smollm2_dir}", f"run.dir={tmp_path}", "model.device=cpu"]
+    cluster = ["cluster.learners=2", "cluster.rollout_workers=2", "run.steps=5", "eval.k=8"]
+    result = train(Config.load("recipes/guess_five.yaml", [*options, *cluster]))
+    (before,), (after,) = result.before, result.after
+    assert_accounts_balance(result.run_dir, steps=5, n=8)
+    assert after.metrics["reward/mean"] > before.metrics["reward/mean"] + 0.2
+    local = train(Config.load("recipes/guess_five.yaml", [*options, "run.name=local", "run.steps=1", "eval.k=0"]))
+    assert shape(result.run_dir / "run.db") == shape(local.run_dir / "run.db")
