@@ -20,7 +20,8 @@ from dapo.view.source import Run
 
 _MAX_RUNS = 8
 _OPEN_ROWS = 4
-_FIRST = 4
+_FIRST = 2
+_HEAD_START = 0.3  # seconds that the browser has for them
 _WAITING = "waiting"
 
 
@@ -63,7 +64,7 @@ class _Curves:
         if _WAITING in self.charts:
             # The panels on top first: a browser is busy for a while with all of them.
             self.draw(_FIRST)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(_HEAD_START)
         self.draw()
         names = sorted({name for run in self.runs for name in await ask(read.metric_names, run)})
         if names != self.chosen.options:
