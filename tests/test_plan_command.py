@@ -146,7 +146,7 @@ def test_the_memory_table_adds_up():
         (["--tensor-parallel", "3", "--gpus", "8"], "--tensor-parallel is 3, but must be"),
         (["model.path=acme/rocket"], "model.path acme/rocket: its shape is not known here"),
         (["model.dtype=float32"], "a plan is made for bfloat16"),
-        ([], r"does not fit: .*; 16 such GPUs would do$"),
+        (["--gpus", "1"], r"does not fit: .*; 16 such GPUs would do$"),
         (["--gpu", "rtx4090"], "more such GPUs would not help, a smaller data.max_response_length"),
     ],
 )
@@ -178,3 +178,11 @@ def test_the_tables_of_the_page_are_what_the_command_prints(block, monkeypatch):
 def test_constants_stand_in_one_place_with_their_origin():
     source = (ROOT / "dapo" / "plan" / "hardware.py").read_text()
     assert source.index("# MEASURED") < source.index("READING =") < source.index("# ASSUMED") < source.index("NODE =")
+
+
+def test_without_a_number_the_plan_is_for_the_cluster_of_the_recipe():
+    options = ["rollout.engine=vllm", "rollout.tensor_parallel=4", "cluster.learners=64", "cluster.rollout_workers=16"]
+    answers = (CliRunner().invoke(app, ["plan", str(PUBLISHED), *more]).output for more in ([], options))
+    plain, split = (" ".join(answer.split()) for answer in answers)  # lines are as long as the terminal is wide
+    assert "128 x h200" in plain and "in turns with 128 learners" in plain
+    assert "128 x h200" in split and "64 learners" in split

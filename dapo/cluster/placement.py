@@ -137,6 +137,8 @@ def join() -> bool:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     else:
         check_address(address)
+        # Where something answers that is no head, Ray would try twenty times, most of a minute each.
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
     try:
         import ray
     except ModuleNotFoundError as error:

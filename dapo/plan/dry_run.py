@@ -13,7 +13,13 @@ _GIB = 2**30
 
 
 def plan_text(config: Config) -> str:
-    return "\n".join([*_token_lines(config), *_memory_lines(config), *_missing_lines(config)])
+    return "\n".join([*_token_lines(config), *_memory_lines(config), *_cluster_lines(config), *_missing_lines(config)])
+
+
+def _cluster_lines(config: Config) -> list[str]:
+    if config.cluster.learners == 1 and config.cluster.rollout_workers == 0:
+        return []
+    return ["  cluster   all processes together would hold that; `dapo plan` tells what each GPU does"]
 
 
 def _token_lines(config: Config) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 from urllib.parse import quote
 
-from dapo.errors import ConfigError
+from dapo.errors import CheckpointError, ConfigError
 from dapo.store.encoding import to_json
 from dapo.view.curves import EvalCurve, evaluations
 from dapo.view.groups import GroupDetail, Response, extremes, group
@@ -35,7 +35,10 @@ _UNESCAPED = "!$&'()*+,-./:;=?@[]_`{|}~^"  # in a data address inside JSON insid
 
 def write_report(folder: Path, out: Path) -> None:
     """Of the run in `folder`, into the file `out`."""
-    name = Path(folder).resolve().name
+    folder = Path(folder).resolve()
+    name = folder.name
+    if not (folder / "run.db").exists():
+        raise CheckpointError(f"{folder}: there is no run database here; expected one run's folder, as in runs/my")
     run = find_run(folder, name)
     found = summary(folder, name)
     charts = list(all_charts([load(run)], Look()).values())
