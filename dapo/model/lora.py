@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dapo.config import LoraConfig
 from dapo.errors import CheckpointError, ModelError
-from dapo.model.export import save_dense
 
 _ADAPTER = "default"
 
@@ -73,12 +71,6 @@ def merged(model: PreTrainedModel | peft.PeftModel) -> dict[str, Tensor]:
             delta = module.get_delta_weight(_ADAPTER)  # pyright: ignore[reportAttributeAccessIssue]
             state[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype)
     return state
-
-
-def save_merged(model: PreTrainedModel | peft.PeftModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """A directory that transformers and vLLM load as it is, adapters or not."""
-    save_dense(causal_lm(model), merged(model), directory)
-    tokenizer.save_pretrained(directory)
 
 
 def adapter_state(model: PreTrainedModel | peft.PeftModel) -> dict[str, Tensor]:

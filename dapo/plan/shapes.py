@@ -6,7 +6,6 @@ import difflib
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dapo.errors import ModelError
@@ -92,8 +91,10 @@ def _plain_name(path: str) -> str:
 
 
 def _from_disk(path: str) -> Shape | None:
-    file = _folder(path) / "config.json"
-    if not file.is_file():
+    from dapo.model.gguf import find_local
+
+    folder = find_local(path)
+    if folder is None or not (file := folder / "config.json").is_file():
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -110,13 +111,3 @@ def _of_config(values: dict[str, Any]) -> Shape | None:
     hidden, inner, layers, heads, vocabulary = (values[key] for key in needed)
     kv_heads, size = values.get("num_key_value_heads") or heads, values.get("head_dim") or hidden // heads
     return Shape(hidden, inner, layers, heads, kv_heads, size, vocabulary, bool(values.get("tie_word_embeddings")))
-
-
-def _folder(path: str) -> Path:
-    from dapo.model.gguf import conversion_dir, find_fetched
-
-    folder = Path(path).expanduser()
-    if path.startswith("pypi:"):
-        fetched = find_fetched(path.removeprefix("pypi:"))
-        return conversion_dir(fetched) if fetched else folder
-    return conversion_dir(folder) if folder.suffix == ".gguf" and folder.is_file() else folder

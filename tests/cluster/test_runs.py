@@ -220,15 +220,7 @@ def test_with_no_restart_left_the_run_saves_the_last_whole_step_and_resumes_from
 
 def test_a_driver_killed_in_mid_sampling_goes_on_with_resume(tmp_path, cluster):
     """The reward itself, from its worker process, kills the driver in step 5; on the second try it lets it live."""
-    marker = tmp_path / "killed"
-    deadly = runs.REWARD.replace(
-        "def reward(completion, answer, **row):",
-        "import os, signal\nfrom pathlib import Path\ncalls = 0\n"
-        "def reward(completion, answer, **row):\n"
-        "    global calls\n    calls += 1\n"
-        f"    if calls == 150 and not Path({str(marker)!r}).exists():\n"
-        f"        Path({str(marker)!r}).touch()\n        os.kill(os.getppid(), signal.SIGKILL)",
-    )
+    deadly = runs.deadly_reward(tmp_path / "killed")
     local = runs.load(tmp_path, "run.name=local")
     train(local)
     recipe = runs.recipe(tmp_path, reward=deadly)

@@ -20,7 +20,7 @@ from dapo.errors import ModelError
 from dapo.model.cache import cache_dir, published
 from dapo.model.gguf import conversion_dir, fetched, find_fetched
 from dapo.model.loading import LoadedModel, load_model, resolve_device, resolve_dtype, resolve_path
-from dapo.model.lora import save_merged
+from tests.saved import save_merged
 from tests.tiny import CHAT_TEMPLATE, save_tiny, tiny_llama, tiny_qwen2
 
 

@@ -19,8 +19,8 @@ from dapo.model.lora import (
     load_adapter_state,
     merged,
     reference_mode,
-    save_merged,
 )
+from tests.saved import save_merged
 from tests.tiny import save_tiny, tiny_llama, tiny_qwen2, tiny_tokenizer
 
 TOKENS = torch.tensor([[1, 40, 41, 42, 77, 78, 2]])
