@@ -86,7 +86,7 @@ def simulated(rate: float, weights: Any) -> SimulatedEngine:
 
 def measure(workers: int, rate: float, groups: int, marks: int) -> list[tuple[int, float, float, float]]:
     """At `marks` points on the way: groups so far, groups per minute since the last, driver's CPU share and its MiB."""
-    from dapo.cluster.placement import join
+    from dapo.cluster.joining import join
 
     join()
     import ray

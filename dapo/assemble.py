@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from dapo.cluster import ranks
-from dapo.cluster.placement import join, needs_ray
+from dapo.cluster.joining import join, needs_ray
 from dapo.config import Config, ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.protocol import Engine

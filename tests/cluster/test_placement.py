@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dapo.cluster.placement import Demand, Placement, check_address, join, needs_ray, wants_gpus
+from dapo.cluster.joining import check_address, join, needs_ray
+from dapo.cluster.placement import Demand, Placement, wants_gpus
 from dapo.errors import ClusterError
 from tests import runs
 
@@ -159,7 +160,7 @@ def test_what_left_with_a_node_is_named_until_it_is_back(driver):
 def test_a_local_start_listens_on_loopback_alone():
     """What this machine has started and listens with, beyond 127.0.0.1, is nothing of Ray's."""
     program = (
-        "import os, psutil\nos.environ.pop('RAY_ADDRESS', None)\nfrom dapo.cluster.placement import join\njoin()\n"
+        "import os, psutil\nos.environ.pop('RAY_ADDRESS', None)\nfrom dapo.cluster.joining import join\njoin()\n"
         "for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:\n"
         "    for c in process.net_connections('inet'):\n"
         "        if c.status == 'LISTEN': print(c.laddr.ip)\n"
