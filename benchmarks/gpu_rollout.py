@@ -12,6 +12,7 @@ import gc
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,10 @@ from benchmarks.gpu_common import (
     timed,
     word_tokenizer,
 )
+from dapo.engine._vllm_args import VllmOptions
 from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.engine.protocol import Engine
+from dapo.engine.vllm import VllmEngine
 from dapo.types import Request, SamplingParams
 
 SIGMA = 0.8  # of the log-normal lengths: one in twenty is then longer than 3.7 times the median
@@ -105,7 +109,7 @@ def rollout_rows(workload: Workload, model: Any, repeats: int, **engine_options:
     return [row]
 
 
-def drain(engine: EmbeddedEngine, requests: Sequence[Request]) -> None:
+def drain(engine: Engine, requests: Sequence[Request]) -> None:
     engine.submit(requests)
     while engine.poll():
         pass
@@ -128,6 +132,7 @@ def peer_rows(workload: Workload, device: torch.device, dtype: torch.dtype, repe
     found = {"transformers.generate": transformers_timing(workload, device, dtype, repeats)}
     if is_there("vllm") and device.type == "cuda":
         found["vLLM"] = vllm_timing(workload, device, repeats)
+        found["vLLM as dapo's engine"] = vllm_engine_timing(workload, device, repeats)
     tokens = workload.prompts * workload.n * workload.new_tokens
     return [
         Row(f"  {name}", tokens / timing.best, "tokens/s", note=f"first run {timing.first:.1f} s")
@@ -160,9 +165,24 @@ def vllm_timing(workload: Workload, device: torch.device, repeats: int) -> Timin
         workload.shape.save_pretrained(folder)
         llm = vllm.LLM(
             model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
-            max_model_len=workload.max_length, max_num_seqs=workload.slots, gpu_memory_utilization=0.6,
+            max_model_len=workload.max_length, max_num_seqs=workload.slots, gpu_memory_utilization=0.4,
         )  # fmt: skip
-    return timed(lambda: llm.generate(prompts, params, use_tqdm=False), device, repeats)
+    timing = timed(lambda: llm.generate(prompts, params, use_tqdm=False), device, repeats)
+    llm.llm_engine.engine_core.shutdown()
+    return timing
+
+
+def vllm_engine_timing(workload: Workload, device: torch.device, repeats: int) -> Timing:
+    with tempfile.TemporaryDirectory() as folder:
+        workload.shape.save_pretrained(folder)
+        options = VllmOptions(
+            Path(folder), 0, workload.max_length, workload.slots, "bfloat16", memory_fraction=0.4,
+            extra={"load_format": "dummy"},
+        )  # fmt: skip
+        engine = VllmEngine(options, frozenset(), word_tokenizer(workload.shape.vocab_size), lambda: ())
+    timing = timed(lambda: drain(engine, workload.requests()), device, repeats)
+    engine.close()
+    return timing
 
 
 def measure(

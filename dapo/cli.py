@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from dapo import __version__
 from dapo.config import Config
@@ -54,6 +50,7 @@ def train(
         typer.echo(config.to_yaml())
         typer.echo(plan_text(config))
         return
+    _check_cluster(config)
     # torch and transformers take seconds to import: only the commands that need them do.
     with console.status("starting"):
         from dapo.evaluate import differences
@@ -82,29 +79,14 @@ def metrics(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per step and line.")] = False,
 ) -> None:
-    """Print the figures of every step of a run, and its evaluations."""
-    from dapo.store.database import RunDatabase
-    from dapo.store.evaltable import summary
+    """Print the figures of every step of a run, its evaluations, and what else happened."""
+    from dapo.store.history import json_lines, print_history
 
-    with RunDatabase.open_readonly(run / "run.db") as database:
-        steps, evaluations = list(database.steps()), list(database.evals())
     if as_json:
-        for step in steps:
-            # JSON has no NaN: a figure that does not exist is null.
-            finite = {name: value if math.isfinite(value) else None for name, value in step.items()}
-            sys.stdout.write(json.dumps(finite) + "\n")
-        return
-    columns = {heading: name for heading, name in _COLUMNS.items() if any(name in step for step in steps)}
-    table = Table(title=str(run), box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
-    for heading in ("step", *columns):
-        table.add_column(heading, justify="right")
-    for step in steps:
-        table.add_row(str(step["step"]), *(_cell(step.get(name)) for name in columns.values()))
-    if steps:
-        Console().print(table)
-    for found in evaluations:
-        line = f"evaluation of {found['name']} at step {found['step']}: {summary(found['metrics'])}"
-        Console(soft_wrap=True).print(line, markup=False, highlight=False)
+        for line in json_lines(run):
+            sys.stdout.write(line + "\n")
+    else:
+        print_history(Console(), run)
 
 
 @app.command()
@@ -219,7 +201,7 @@ def plan(
     from dapo.plan.ask import Question, answer
 
     config = Config.load(recipe, overrides or ())
-    sampling = config.cluster.rollout_workers * config.rollout.tensor_parallel
+    sampling = sum(config.rollout_gpus)
     total = config.cluster.learners + sampling
     share = sampling / total if rollout_share is None else rollout_share
     question = Question(
@@ -316,26 +298,18 @@ def doctor() -> None:
     raise typer.Exit(0 if is_usable(findings) else 1)
 
 
-_COLUMNS = {
-    "score": "score/mean",
-    "reward": "reward/mean",
-    "acc": "acc/mean",
-    "length": "response_length/mean",
-    "entropy": "entropy",
-    "kept": "groups/kept",
-    "dropped": "groups/dropped",
-    "tokens": "tokens/generated",
-    "s/step": "timing_s/step",
-}
+def _check_cluster(config: Config) -> None:
+    """What is wrong with the place of the run shows before seconds are spent on imports."""
+    from dapo.cluster.joining import check_room, check_run_dir, needs_ray
+
+    check_run_dir(config)
+    if needs_ray(config):
+        check_room(config)
 
 
 def _program() -> str:
     """This command as it was typed, where it was: .venv/bin/dapo need not be on the path."""
     return sys.argv[0] if Path(sys.argv[0]).name == "dapo" else "dapo"
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def main() -> None:

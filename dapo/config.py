@@ -7,14 +7,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from dapo.errors import ConfigError
 
 FromList = Strict(False)  # YAML has lists, not tuples
+EngineName = Literal["embedded", "vllm"]
 
 
 class Section(BaseModel):
@@ -112,7 +115,7 @@ class RolloutConfig(Section):
         description="When weights change: strict: between rounds; inflight: as soon as a batch is full, and what is "
         "unfinished goes on with the new ones, at most algorithm.max_staleness times.",
     )
-    engine: Literal["embedded", "vllm"] = Field(
+    engine: EngineName = Field(
         default="embedded",
         description="What samples: embedded: the very weights that are trained; vllm: vLLM in a process of its own.",
     )
@@ -291,13 +294,28 @@ class RunConfig(Section):
     )
 
 
+def _worker_counts(value: Any) -> Any:
+    """Checked here, since pydantic would tell every way in which it is neither a number nor a mapping."""
+    counts, least = (list(value.values()), 1) if isinstance(value, dict) else ([value], 0)
+    knows_names = not isinstance(value, dict) or value.keys() <= set(get_args(EngineName))
+    if not counts or not knows_names or any(type(count) is not int or count < least for count in counts):
+        raise ValueError("expected a number, or a mapping of engines to numbers such as {vllm: 1, embedded: 2}")
+    return value
+
+
 class ClusterConfig(Section):
     learners: int = Field(default=1, ge=1, description="Processes that share the trained weights with FSDP2.")
     offload: bool = Field(default=False, description="Parameters and optimiser state rest in CPU memory.")
-    rollout_workers: int = Field(
+    rollout_workers: Annotated[int | dict[EngineName, int], BeforeValidator(_worker_counts)] = Field(
+        default=0,
+        description="Processes that sample, placed by Ray, each with a copy of the weights; 0: whoever learns samples. "
+        "A number of them that run rollout.engine, or a mapping such as {vllm: 1, embedded: 2}.",
+    )
+    reward_workers: int = Field(
         default=0,
         ge=0,
-        description="Processes that sample, placed by Ray, each with a copy of the weights; 0: whoever learns samples.",
+        description="Where judging takes place: so many workers, placed by Ray, each with reward.workers processes (0: "
+        "one); 0: all of them beside the trainer.",
     )
     max_restarts: int = Field(
         default=3, ge=0, description="How many lost processes Ray replaces before the run saves and stops."
@@ -352,6 +370,22 @@ class Config(Section):
         return self.rollout.max_concurrent or min(1024, self.gen_batch_size * self.rollout.n)
 
     @property
+    def rollout_engines(self) -> tuple[EngineName, ...]:
+        """What each rollout worker runs; nothing where whoever learns samples."""
+        workers = self.cluster.rollout_workers
+        counts: Mapping[EngineName, int] = {self.rollout.engine: workers} if isinstance(workers, int) else workers
+        return tuple(engine for engine, count in counts.items() for _ in range(count))
+
+    @property
+    def rollout_gpus(self) -> tuple[int, ...]:
+        """Of each rollout worker, where there are GPUs."""
+        return tuple(self.rollout.tensor_parallel if engine == "vllm" else 1 for engine in self.rollout_engines)
+
+    @property
+    def uses_vllm(self) -> bool:
+        return "vllm" in (self.rollout_engines or (self.rollout.engine,))
+
+    @property
     def mini_batch_size(self) -> int:
         return self.optim.ppo_mini_batch_size or self.data.train_batch_size
 
@@ -399,7 +433,9 @@ class Config(Section):
                 "rollout.mode inflight needs an algorithm.max_staleness of at least 1, because every update makes what "
                 "is under way one version older"
             )
-        if self.rollout.engine != "vllm" and (self.rollout.tensor_parallel > 1 or self.rollout.vllm):
+        if self.rollout.engine == "vllm" and not self.uses_vllm:
+            raise ValueError("rollout.engine is vllm, but cluster.rollout_workers names no worker that runs it")
+        if not self.uses_vllm and (self.rollout.tensor_parallel > 1 or self.rollout.vllm):
             name = "vllm" if self.rollout.vllm else "tensor_parallel"
             raise ValueError(f"rollout.{name} is for vLLM alone: set rollout.engine to vllm, or leave it out")
         if self.cluster.offload and self.cluster.learners == 1:
@@ -547,8 +583,9 @@ def _explain(error: ValidationError, source: str) -> str:
         elif not key:
             sentences.append(fault["msg"].removeprefix("Value error, "))
         else:
-            expected = fault["msg"][0].lower() + fault["msg"][1:]
-            sentences.append(f"'{key}' is {fault['input']!r}: {expected}")
+            reason = fault["msg"].removeprefix("Value error, ")
+            expected = reason[0].lower() + reason[1:]
+            sentences.append(f"'{key}' is {fault['input']!r}: {expected}{_quoting(key, fault)}")
     return f"{source}: " + "; ".join(dict.fromkeys(sentences))
 
 
@@ -561,15 +598,27 @@ _OTHER_NAMES = {
 }
 
 
+def _quoting(key: str, fault: ErrorDetails) -> str:
+    """For text that YAML has taken for something else."""
+    if fault["type"] != "string_type" or isinstance(fault["input"], (dict, list, NoneType)):
+        return ""
+    return (
+        "; YAML reads on, off, yes, no and true as truth values and digits as numbers, unless they are in quotes: "
+        f"{key}='\"...\"' on the command line"
+    )
+
+
 def _suggest(key: str) -> str:
     if key in _OTHER_NAMES:
         return f"; here it is '{_OTHER_NAMES[key]}'"
     names = [name for name, _ in leaves()]
     sections = sorted({name.rsplit(".", 1)[0] for name in names})
-    # The right name in the wrong section is the likeliest slip, a misspelling the next.
-    same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    close = same_leaf or difflib.get_close_matches(key, names + sections, n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    # A word too few and the right name in the wrong section are the likeliest slips, a misspelling the next.
+    section, _, leaf = key.rpartition(".")
+    longer = [name for name in names if name.startswith(f"{section}.") and name.endswith(f"_{leaf}")]
+    same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
+    close = longer or same_leaf[:1] or difflib.get_close_matches(key, names + sections, n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def _one_line(error: Exception) -> str:

@@ -34,6 +34,7 @@ OPTIONAL = {
     "math-verify": "judges mathematical answers",
     "reasoning-gym": "generates tasks",
     "datasets": "reads datasets from the hub",
+    **dict.fromkeys(("tensorboard", "wandb", "trackio"), "shows figures, where run.trackers says so"),
 }
 GIB = 1 << 30
 # Training SmolLM2-135M in float32: weights, gradients and two moments are 2.2 GB, and a step works in about as much.

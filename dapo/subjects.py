@@ -104,12 +104,21 @@ def _run_and_checkpoint(model: str) -> tuple[Path | None, Path | None]:
         return Path(model), checkpoint.find(Path(model) / "checkpoints")
     name, at, which = model.rpartition("@")
     if not at or not _is_run(Path(name)):
+        if not Path(model).exists() and _holds_runs(Path(model).parent):  # else the hub would be asked for it
+            raise CheckpointError(f"{model}: there is no such run or model in {Path(model).parent}")
         return None, None
     return Path(name), checkpoint.find(Path(name) / "checkpoints", checkpoint.parse_which(which))
 
 
 def _is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file()
+
+
+def _holds_runs(folder: Path) -> bool:
+    """A folder that has some, or is where they go unless something else is said."""
+    if folder in (Path(), Path("runs")) or not folder.is_dir():
+        return folder == Path("runs")
+    return any(_is_run(path) for path in folder.iterdir())
 
 
 def _config(run: Path | None, path: str, options: Sequence[str]) -> Config:

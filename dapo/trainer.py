@@ -28,6 +28,7 @@ from dapo.policy import checkpoint
 from dapo.policy.checkpoint import Best, TrainerState
 from dapo.policy.protocol import UpdateResult
 from dapo.rewards.judge import build_judge
+from dapo.rewards.protocol import Judge
 from dapo.sampling import DynamicSampler, Sampled
 from dapo.store.console import Reporter
 from dapo.store.database import RunDatabase, versions
@@ -90,10 +91,10 @@ class Trainer:
         self.is_open = False
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self.recording: Future[None] | None = None
-        self.judge = build_judge(config.reward, reward)
+        own_judge = None if config.cluster.reward_workers else build_judge(config.reward, reward)
         try:
             # Whatever can be wrong with model or data shows here, before anything is written.
-            self._build(saved)
+            self._build(saved, own_judge)
             if saved and state:
                 self._restore(saved, state)
             if self.step >= config.run.steps:
@@ -103,7 +104,8 @@ class Trainer:
             self.lock, self.database = self._open_run_dir(goes_on)
             self.is_open = True
         except BaseException:
-            self.judge.close()
+            if own_judge is not None:
+                own_judge.close()
             raise
         for note in self.notes:
             self._event("data", note)
@@ -331,14 +333,17 @@ class Trainer:
         draft.replace(config_file)
         return lock, database
 
-    def _build(self, saved: Path | None) -> None:
-        """Model, policy, engine and sampler; weights from the checkpoint where there is one."""
+    def _build(self, saved: Path | None, own_judge: Judge | None) -> None:
+        """Model, policy, engine, judge and sampler; weights from the checkpoint where there is one."""
         config = self.config
         # Before the weights: what is wrong with the data should show at once.
         self._load_data(load_tokenizer(model_source(config, saved).path))
         self.parts = assemble(config, saved, self._event, lambda: self.signal is not None)
         self.policy, self.engine = self.parts.policy, self.parts.engine
         self.tokenizer, self.stop_ids = self.parts.tokenizer, self.parts.stop_ids
+        judge = own_judge or self.parts.judge
+        assert judge is not None
+        self.judge = judge
         self.sampler = self._new_sampler()
 
     def _new_sampler(self) -> DynamicSampler:
@@ -411,6 +416,11 @@ class Trainer:
 
 def _with_function(config: Config, reward: Callable[..., Any]) -> Config:
     """What config.yaml says of a function that was passed as an object: its name, which cannot be loaded again."""
+    if config.cluster.reward_workers:
+        raise ConfigError(
+            "cluster.reward_workers: a reward that is given as a Python function stays in its process; name it as "
+            "path/to/file.py:function in reward.use, or leave reward_workers out"
+        )
     use = f"python:{getattr(reward, '__name__', type(reward).__name__)}"
     return config.model_copy(update={"reward": config.reward.model_copy(update={"use": use})})
 

@@ -13,7 +13,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from dapo.config import Config
+from dapo.errors import CheckpointError
 from dapo.store.database import RunDatabase
+from dapo.subjects import resolve
+from dapo.types import Event
 from tests import runs
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +60,19 @@ def test_metrics_as_json_are_one_object_per_step_with_the_names_users_know(finis
     assert names <= steps[0].keys()
     table = dapo("metrics", folder / "runs" / "recipe").stdout
     assert all(heading in table for heading in ("score", "acc", "entropy", "dropped", "s/step"))
+
+
+def test_metrics_show_the_newest_of_what_happened_besides(finished, tmp_path):
+    folder, _ = finished
+    quiet = dapo("metrics", folder / "runs" / "recipe").stdout
+    assert "finished" not in quiet and "events" not in quiet
+    shutil.copytree(folder / "runs" / "recipe", tmp_path / "copy")
+    with RunDatabase.open(tmp_path / "copy" / "run.db") as database:
+        for number in range(7):
+            database.record_event(Event("worker", f"rollout worker {number} died", 1))
+    shown = dapo("metrics", tmp_path / "copy").stdout.splitlines()
+    assert shown[-6] == "7 events, of which the newest are:"
+    assert shown[-5:] == [f"worker at step 1: rollout worker {number} died" for number in range(2, 7)]
 
 
 def test_the_exported_directory_loads_in_plain_transformers(finished, tmp_path):
@@ -117,6 +133,8 @@ def test_dry_run_prints_the_resolved_configuration_and_the_plan_and_writes_nothi
         (["model.path=./no/such/model"], "./no/such/model"),
         (["rollout.top_p=0.9"], "must be 1 and 0 in training"),
         (["optim.lr"], "expected section.key=value"),
+        (["run.name=off"], "'run.name' is False: input should be a valid string; YAML reads on, off"),
+        (["cluster.workers=2"], "did you mean 'cluster.rollout_workers' or 'cluster.reward_workers'?"),
     ],
 )
 def test_bad_input_gets_one_sentence_exit_code_2_and_leaves_no_run_behind(tmp_path, arguments, sentence):
@@ -159,6 +177,16 @@ def test_a_run_and_its_base_model_are_evaluated_side_by_side_and_every_sample_is
         (recorded,) = database.evals()
     assert recorded["metrics"]["avg@4"] == models[1]["metrics"]["avg@4"]
     assert "evaluation of data at step 2: avg@4" in dapo("metrics", tmp_path / "eval" / "recipe@2").stdout
+
+
+def test_a_run_that_is_not_there_is_not_asked_of_the_hub(finished, tmp_path, monkeypatch):
+    folder, _ = finished
+    with pytest.raises(CheckpointError, match=r"runs/nope: there is no such run or model in"):
+        resolve([str(folder / "runs" / "nope")], data="none")
+    monkeypatch.chdir(tmp_path)  # where nothing has been trained yet
+    with pytest.raises(CheckpointError, match="runs/nope: there is no such run or model in runs"):
+        resolve(["runs/nope"], data="none")
+    assert [subject.label for subject in resolve(["someone/some-model"], data="none")] == ["some-model"]
 
 
 def test_data_check_counts_repeats_and_bad_rows_and_exits_with_1(tmp_path):

@@ -44,7 +44,8 @@ OPTIONS = [
     "optim.ppo_mini_batch_size",
     "optim.ppo_epochs", "optim.max_tokens_per_micro_batch", "optim.recompute_activations",
     "eval.k", "eval.every", "eval.data", "eval.best_metric", "eval.temperature", "eval.top_p", "eval.top_k",
-    "cluster.learners", "cluster.offload", "cluster.rollout_workers", "cluster.max_restarts", "cluster.timeout",
+    "cluster.learners", "cluster.offload", "cluster.rollout_workers", "cluster.reward_workers",
+    "cluster.max_restarts", "cluster.timeout",
 ]  # fmt: skip
 
 
@@ -86,6 +87,9 @@ def test_an_unknown_key_is_refused_with_the_likeliest_right_one(tmp_path, text, 
     assert sentence(tmp_path, SMALLEST + text).endswith(expected)
 
 
+WORKERS = "expected a number, or a mapping of engines to numbers such as {vllm: 1, embedded: 2}"
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -97,6 +101,12 @@ def test_an_unknown_key_is_refused_with_the_likeliest_right_one(tmp_path, text, 
         ("run.name=7", "'run.name' is 7: input should be a valid string"),
         ("model.lora.target_modules=5", "'model.lora.target_modules' is 5: "),
         ("optim=3", "'optim' is 3: input should be a valid dictionary"),
+        ("cluster.rollout_workers=-1", f"'cluster.rollout_workers' is -1: {WORKERS}"),
+        ("cluster.rollout_workers=true", f"'cluster.rollout_workers' is True: {WORKERS}"),
+        ("cluster.rollout_workers={}", f"'cluster.rollout_workers' is {{}}: {WORKERS}"),
+        ("cluster.rollout_workers={vlm: 1}", f"'cluster.rollout_workers' is {{'vlm': 1}}: {WORKERS}"),
+        ("cluster.rollout_workers={vllm: 0}", f"'cluster.rollout_workers' is {{'vllm': 0}}: {WORKERS}"),
+        ("cluster.rollout_workers={vllm: 1.5}", f"'cluster.rollout_workers' is {{'vllm': 1.5}}: {WORKERS}"),
     ],
 )
 def test_a_wrong_type_or_range_names_the_key_what_was_found_and_what_was_expected(tmp_path, override, expected):
@@ -194,6 +204,11 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
         ),
         (["rollout.top_k=5"], "rollout.top_p and rollout.top_k must be 1 and 0 in training"),
         (["data.train_batch_size=4", "optim.ppo_mini_batch_size=5"], "ppo_mini_batch_size is 5 prompts, more than"),
+        (["rollout.tensor_parallel=2"], "rollout.tensor_parallel is for vLLM alone: set rollout.engine to vllm"),
+        (
+            ["rollout.engine=vllm", "cluster.rollout_workers={embedded: 2}"],
+            "rollout.engine is vllm, but cluster.rollout_workers names no worker that runs it",
+        ),
         (["optim.betas=[0.9, 1.0]"], "optim.betas must both lie in [0, 1), found [0.9, 1.0]"),
         (["run.name=a/b"], "run.name must be a plain folder name, found 'a/b'"),
         (["run.name=.."], "run.name must be a plain folder name, found '..'"),
@@ -216,10 +231,21 @@ def test_a_combination_that_makes_no_sense_is_refused(tmp_path, overrides, expec
         ["optim.betas=[0, 0.999]"],
         [FINAL, "algorithm.kl_reward_coef=0.1"],
         ["model.lora.target_modules=[q_proj]"],
+        ["rollout.tensor_parallel=2", "cluster.rollout_workers={vllm: 1, embedded: 2}"],
     ],
 )
 def test_the_nearest_combination_that_makes_sense_is_accepted(tmp_path, overrides):
     assert load(tmp_path, SMALLEST, *overrides) != load(tmp_path, SMALLEST)
+
+
+def test_rollout_workers_are_a_number_of_one_engine_or_numbers_of_several(tmp_path):
+    assert load(tmp_path).rollout_engines == ()
+    assert load(tmp_path, SMALLEST, "cluster.rollout_workers=2").rollout_engines == ("embedded", "embedded")
+    mixed = load(tmp_path, SMALLEST, "rollout.tensor_parallel=4", "cluster.rollout_workers={vllm: 1, embedded: 2}")
+    assert mixed.rollout_engines == ("vllm", "embedded", "embedded")
+    assert mixed.rollout_gpus == (4, 1, 1)
+    assert mixed.uses_vllm
+    assert Config.model_validate_json(mixed.model_dump_json()) == mixed
 
 
 def test_the_resolved_yaml_loads_as_an_equal_configuration(tmp_path):
@@ -227,6 +253,7 @@ def test_the_resolved_yaml_loads_as_an_equal_configuration(tmp_path):
         tmp_path, SMALLEST, "run.name=2e5x", "run.seed=9223372036854775807", "data.system_prompt='12e3'",
         "model.lora={rank: 4, target_modules: [q_proj, größe]}", "optim.lr=1e-7", "optim.betas=[0.5, 0.75]",
         "algorithm.clip_ratio_c=null", "eval.data='null'", "model.path='é: {x} # y'",
+        "cluster.rollout_workers={vllm: 1, embedded: 2}",
     )  # fmt: skip
     assert config.data.system_prompt == "12e3"  # text that looks like a number must stay text
     (tmp_path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")

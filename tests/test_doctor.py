@@ -24,6 +24,7 @@ def test_a_machine_that_runs_these_tests_is_usable(findings: list[Finding]) -> N
 def test_every_part_is_looked_at(findings: list[Finding]) -> None:
     names = {finding.name for finding in findings}
     assert {"python", "device", "cores", "memory", "disk for runs", "disk for cache", "SmolLM2", "vllm", "ray"} <= names
+    assert {"tensorboard", "wandb", "trackio"} <= names
 
 
 def test_every_problem_says_what_to_do(findings: list[Finding]) -> None:

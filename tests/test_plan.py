@@ -38,9 +38,9 @@ def planned(recipe: Path = PUBLISHED, gpus: int = 128, gpu: str = "h200", overri
     return estimate(config, workload(config, **averages), find_gpu(gpu), gpus, **layout)
 
 
-def printed(config: Config, question: Question) -> str:
+def printed(config: Config, question: Question, width: int = 100) -> str:
     out = io.StringIO()
-    answer(Console(file=out, width=100), config, question)
+    answer(Console(file=out, width=width), config, question)
     return out.getvalue()
 
 

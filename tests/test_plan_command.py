@@ -110,16 +110,31 @@ def test_ranks_without_a_response_do_not_help():
     assert any("Only 512 of 4,096 learners" in sentence for sentence in advice(planned(gpus=4096)))
 
 
+def test_a_driver_is_waited_for_where_responses_are_short_and_groups_are_many():
+    sizes = ("data.train_batch_size=8192", "data.gen_batch_size=16384", "data.max_response_length=64")
+    options = (*sizes, "reward.overlong_buffer.len=16")
+    short = planned(gpus=1024, overrides=options, mean_response=16)
+    assert short.sampling.driver == pytest.approx(16_384 / (20_000 / 60) - 1.7, abs=0.3)  # sampling itself takes 1.7 s
+    assert planned(gpus=1024).sampling.driver == 0
+    asked = Question(gpus="1024", mean_response=16)
+    text = " ".join(printed(Config.load(PUBLISHED, options), asked).split())
+    assert "a driver that hands 333 groups a second to any number of engines" in text
+
+
 # The command
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
-def test_every_recipe_s_plan_fits_100_columns_and_says_what_is_measured_and_what_assumed(recipe):
+def test_every_recipe_s_plan_fits_80_columns_and_says_what_is_measured_and_what_assumed(recipe):
     config = Config.load(ROOT / "recipes" / f"{recipe}.yaml")
     gpus = "128" if "32b" in recipe else "1"
     for question in (Question(gpus=gpus), Question(gpus=f"{gpus},1024")):
-        text = printed(config, question)
+        text, narrow = printed(config, question), printed(config, question, width=80)
         assert max(map(len, text.splitlines())) <= 100
+        assert max(map(len, narrow.splitlines())) <= 80
+        tables, narrow_tables = ([line.rstrip() for line in each.splitlines() if line[:1] == " "]
+                                 for each in (text, narrow))  # fmt: skip
+        assert tables == narrow_tables  # nothing is wrapped or cut off
         assert "Measured on one H200" in text
         assert "Assumed: log-normal lengths" in text
     assert "The bottleneck is" in printed(config, Question(gpus=gpus))

@@ -22,6 +22,7 @@ from dapo.config import Config
 from dapo.engine.actor import Restarts, explain
 from dapo.engine.packed import packed, unpacked
 from dapo.errors import ClusterLost, DapoError, LearnerLost
+from dapo.model.cache import progress
 from dapo.model.loading import resolve_device
 from dapo.policy.protocol import UpdateResult
 from dapo.policy.sharding import backend
@@ -73,6 +74,15 @@ class LearnerRank:
     def set(self, name: str, value: Any) -> None:
         setattr(self.policy, name, value)
 
+    def connect(self, workers: Sequence[Any], size: int, address: str) -> None:
+        """Rollout workers, each with `size` GPUs, that weights are to be sent to."""
+        from dapo.cluster.broadcast import Broadcast  # vLLM's part of it is an extra
+
+        self.broadcast = Broadcast(self.policy.weights, workers, size, address, self.rank)
+
+    def send_weights(self, version: int) -> None:
+        self.broadcast.send(version)
+
     def packed_weights(self) -> tuple[bool, Any]:
         """That it is done, and what the caller has no need to fetch. All ranks take part, the first one answers."""
         if self.rank == 0:
@@ -106,6 +116,7 @@ class LearnerGroup:
         self.stop_ids: frozenset[int] = frozenset()
         self.waits_for: str | None = None
         self.batch: tuple[Sequence[Group], Any] = ((), None)  # the last one, and where it is in Ray's store
+        self.connected: Sequence[Any] = ()  # rollout workers that can be sent to
         self._open(saved)
 
     def restart(self, lost: LearnerLost, saved: Path | None) -> None:
@@ -130,6 +141,15 @@ class LearnerGroup:
         calls = [rank.packed_weights.options(num_returns=2).remote() for rank in self.ranks]
         self._ask([done for done, _ in calls])
         return calls[0][1]
+
+    def broadcast(self, workers: Sequence[Any], version: int) -> None:
+        """Straight from the first learner's GPU to those of these workers."""
+        if workers != self.connected:
+            (address,) = self._ask([self.ranks[0].address.remote()])
+            size = self.config.rollout.tensor_parallel
+            self._ask([rank.connect.remote(workers, size, address) for rank in self.ranks])
+            self.connected = workers
+        self._ask([rank.send_weights.remote(version) for rank in self.ranks])
 
     def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:
         if not self.on_gpu:
@@ -163,10 +183,11 @@ class LearnerGroup:
         self.ranks = []
 
     def _open(self, saved: Path | None) -> None:
-        self.ranks = [self.start(rank) for rank in range(self.count)]
-        (address,) = self._ask([self.ranks[0].address.remote()])
+        self.ranks, self.connected = [self.start(rank) for rank in range(self.count)], ()
         options, folder = self.config.model_dump_json(), saved.absolute() if saved else None
-        answers = self._ask([rank.open.remote(options, folder, address) for rank in self.ranks])
+        with progress(f"Loading the model in {self.count} learner{'s' * (self.count > 1)}"):
+            (address,) = self._ask([self.ranks[0].address.remote()])
+            answers = self._ask([rank.open.remote(options, folder, address) for rank in self.ranks])
         self.stop_ids, self.on_gpu = answers[0]
 
     def _stored(self, groups: Sequence[Group]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dapo.assemble import Parts, build_policy, embedded_engine, model_source
+from dapo.assemble import Parts, build_policy, embedded_engine
 from dapo.cluster.ranks import Channel
 from dapo.config import Config
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import ConfigError
-from dapo.model.loading import load_model
 from dapo.policy.protocol import UpdateResult
 from dapo.policy.sharded import ShardedPolicy
+from dapo.policy.sharding import emptied
 from dapo.types import Group, Request, Rollout
 
 _AT_ONCE = 4  # a rank hands over its rollouts when a quarter of what it has is finished, since all wait for all
@@ -34,13 +35,13 @@ class Member:
 
     def open(self, options: str, saved: Path | None) -> None:
         config = Config.model_validate_json(options)
-        _, policy = build_policy(config, saved)
+        loaded, policy = build_policy(config, saved)
         assert isinstance(policy, ShardedPolicy)
-        source = model_source(config, saved).model_copy(update={"device": str(policy.device)})
-        copy = load_model(source)
+        self.policy, self.tokenizer, self.stop_ids = policy, loaded.tokenizer, loaded.stop_ids
+        self.model = emptied(loaded.model, policy.device)
+        self._copy_weights()
         reserved = policy.optimiser.bytes_to_come if not config.cluster.offload else 0
-        self.policy, self.model, self.tokenizer, self.stop_ids = policy, copy.model, copy.tokenizer, copy.stop_ids
-        self.engine = embedded_engine(config, copy, copy.model, reserved)
+        self.engine = embedded_engine(config, replace(loaded, model=self.model), self.model, reserved)
         if config.rollout.mode == "strict":  # in flight the cache is never empty
             policy.cache_bytes = self.engine.cache_bytes
 
@@ -68,12 +69,16 @@ class Member:
     def cancel(self, serials: Sequence[int]) -> int:
         return self.engine.cancel(serials)
 
-    @torch.no_grad()
     def sync_weights(self, version: int) -> None:
+        self._copy_weights()
+        self.engine.sync_weights(version)
+
+    @torch.no_grad()
+    def _copy_weights(self) -> None:
+        """From all ranks' shards to where this one samples from."""
         own = self.model.state_dict()
         for name, tensor in self.policy.weights():
             own[name].copy_(tensor)
-        self.engine.sync_weights(version)
 
     def figures(self) -> dict[str, float]:
         return self.engine.figures()

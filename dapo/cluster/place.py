@@ -1,4 +1,4 @@
-"""A run on Ray: learners and rollout workers in processes of their own, and a driver that holds no weights."""
+"""A run on Ray: those who learn, sample and judge in processes of their own, and a driver that holds no weights."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 import ray
 
 from dapo.assemble import Parts, embedded_engine, model_source
+from dapo.cluster.judges import PlacedJudge, RewardWorker
 from dapo.cluster.learners import LearnerGroup, LearnerRank
 from dapo.cluster.placement import Demand, Placement, wants_gpus
-from dapo.config import Config
-from dapo.engine._vllm_args import require_vllm
+from dapo.config import Config, EngineName
 from dapo.engine.actor import Restarts, RolloutWorker, Weights
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.packed import unpacked
 from dapo.engine.protocol import Engine
 from dapo.engine.ray import RayEngine
+from dapo.engine.vllm import Transport, open_vllm, require_vllm
 from dapo.model.loading import load_model, load_tokenizer, resolve_path
 
 CPU_CONCURRENT = 64  # responses that a worker decodes side by side where nothing says otherwise
@@ -40,14 +41,18 @@ class Follower:
         self.engine.sync_weights(version)
 
 
-def rollout_engine(options: str, stop_ids: frozenset[int], weights: Callable[[], Weights]) -> Engine:
+def rollout_engine(
+    kind: EngineName,
+    options: str,
+    stop_ids: frozenset[int],
+    weights: Callable[[], Weights],
+    transport: Transport = "memory",
+) -> Engine:
     """In a rollout worker. It starts from the model that the recipe names, and is then told what has been learnt."""
     config = Config.model_validate_json(options)
-    if config.rollout.engine == "vllm":
-        from dapo.engine.vllm import open_vllm
-
+    if kind == "vllm":
         directory, tokenizer = resolve_path(config.model.path), load_tokenizer(config.model.path)
-        return open_vllm(config, directory, tokenizer, stop_ids, lambda: unpacked(weights()), transport="memory")
+        return open_vllm(config, directory, tokenizer, stop_ids, lambda: unpacked(weights()), transport=transport)
     loaded = load_model(config.model)
     return Follower(embedded_engine(config, loaded, loaded.model), loaded.model, weights)
 
@@ -61,7 +66,7 @@ def place(
 ) -> Parts:
     """Put the parts where there is room for them; closing the engine gives all of it back."""
     config = with_absolute_path(config)
-    if config.rollout.engine == "vllm":
+    if config.uses_vllm:
         require_vllm()
     with ExitStack() as undo:
         if has_joined:
@@ -71,33 +76,76 @@ def place(
         placement = Placement(demand, config.cluster.timeout)
         undo.callback(placement.remove)
         restarts = Restarts(config.cluster.max_restarts)
+        judge = None
+        if config.cluster.reward_workers:  # first: what is wrong with a reward shows before models are loaded
+            judge = _place_judges(config, demand, placement, restarts, on_event, is_stopping)
+            undo.callback(judge.close)
+        count = len(demand.learners)
         learners = LearnerGroup(
-            lambda rank: _actor(LearnerRank, placement.options(demand.learner(rank)), rank, demand.learners),
-            demand.learners,
+            lambda rank: _actor(LearnerRank, placement.options(demand.learner(rank)), rank, count),
+            count,
             config,
             saved,
             restarts,
-            shares_gpu=demand.rollout_workers == 0,
-            missing=lambda: placement.missing(map(demand.learner, range(demand.learners))),
+            shares_gpu=not demand.rollout_workers,
+            missing=lambda: placement.missing(map(demand.learner, range(count))),
             on_event=on_event,
             is_stopping=is_stopping,
         )
         undo.callback(learners.close)
-        build = partial(rollout_engine, config.model_dump_json(), learners.stop_ids)
+        kinds = config.rollout_engines or (config.rollout.engine,) * count
+        options = config.model_dump_json()
+        # From GPU to GPU where all workers can take them so.
+        is_straight = learners.on_gpu and bool(demand.rollout_workers) and set(kinds) == {"vllm"}
+        transport: Transport = "broadcast" if is_straight else "memory"
         engine = RayEngine(
-            lambda slot: _actor(RolloutWorker, placement.options(demand.engine(slot)), build),
+            lambda slot: _actor(
+                RolloutWorker,
+                placement.options(demand.engine(slot)),
+                partial(rollout_engine, kinds[slot], options, learners.stop_ids, transport=transport),
+            ),
             demand.engines,
             learners.stored_weights,
             limit=2 * (config.concurrent if learners.on_gpu else config.rollout.max_concurrent or CPU_CONCURRENT),
             restarts=restarts,
             timeout=config.cluster.timeout,
+            broadcast=learners.broadcast if is_straight else None,
             missing=lambda: placement.missing(map(demand.engine, range(demand.engines))),
             on_event=on_event,
             is_stopping=is_stopping,
             on_close=undo.pop_all().close,
         )
     return Parts(
-        learners, engine, tokenizer, learners.stop_ids, release_cache=engine.release_cache, restart=learners.restart
+        learners,
+        engine,
+        tokenizer,
+        learners.stop_ids,
+        release_cache=engine.release_cache,
+        restart=learners.restart,
+        judge=judge,
+    )
+
+
+def _place_judges(
+    config: Config,
+    demand: Demand,
+    placement: Placement,
+    restarts: Restarts,
+    on_event: Callable[[str, str], None],
+    is_stopping: Callable[[], bool],
+) -> PlacedJudge:
+    count = len(demand.reward_workers)
+    return PlacedJudge(
+        lambda slot, concurrency: _actor(
+            RewardWorker, {**placement.options(demand.judge(slot)), "max_concurrency": concurrency}
+        ),
+        count,
+        config.reward,
+        restarts=restarts,
+        timeout=config.cluster.timeout,
+        missing=lambda: placement.missing(map(demand.judge, range(count))),
+        on_event=on_event,
+        is_stopping=is_stopping,
     )
 
 

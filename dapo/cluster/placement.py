@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dapo.config import Config
 from dapo.errors import ClusterError
+from dapo.model.cache import progress
+from dapo.rewards.judge import names_model
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -16,50 +18,60 @@ if TYPE_CHECKING:
 Bundle = dict[str, float]  # resources of one process, all on one node
 
 
+def room(cpus: int = 1, gpus: int = 0) -> Bundle:
+    return {"CPU": float(cpus), "GPU": float(gpus)} if gpus else {"CPU": float(cpus)}
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a run asks of a cluster: a bundle for each learner, then one for each rollout worker.
+    """What a run asks of a cluster: a bundle for each learner, each rollout worker and each reward worker.
 
     Without rollout workers every learner's bundle holds an engine too, and the two take turns.
     """
 
-    learners: int
-    rollout_workers: int
-    gpus: int  # of a rollout worker; 0: nobody has one
+    learners: tuple[Bundle, ...]
+    rollout_workers: tuple[Bundle, ...] = ()
+    reward_workers: tuple[Bundle, ...] = ()
 
     @classmethod
     def of(cls, config: Config, *, on_gpu: bool) -> Demand:
-        gpus = config.rollout.tensor_parallel if on_gpu else 0
-        if gpus > 1 and config.cluster.rollout_workers == 0:
-            raise ClusterError(f"rollout.tensor_parallel = {gpus} needs GPUs of its own: set cluster.rollout_workers")
-        return cls(config.cluster.learners, config.cluster.rollout_workers, gpus)
+        parallel = config.rollout.tensor_parallel
+        if on_gpu and parallel > 1 and not config.rollout_gpus:
+            raise ClusterError(
+                f"rollout.tensor_parallel = {parallel} needs GPUs of its own: set cluster.rollout_workers"
+            )
+        judge = room(config.reward.workers or 1, _judge_gpus(config, on_gpu=on_gpu))
+        return cls(
+            (room(gpus=int(on_gpu)),) * config.cluster.learners,
+            tuple(room(gpus=gpus if on_gpu else 0) for gpus in config.rollout_gpus),
+            (judge,) * config.cluster.reward_workers,
+        )
 
     @property
     def engines(self) -> int:
-        return self.rollout_workers or self.learners
+        return len(self.rollout_workers or self.learners)
 
     @property
     def bundles(self) -> list[Bundle]:
-        learner: Bundle = {"CPU": 1.0, "GPU": 1.0} if self.gpus else {"CPU": 1.0}
-        worker: Bundle = {"CPU": 1.0, "GPU": float(self.gpus)} if self.gpus else {"CPU": 1.0}
-        return [learner] * self.learners + [worker] * self.rollout_workers
+        return [*self.learners, *self.rollout_workers, *self.reward_workers]
 
     def learner(self, rank: int) -> tuple[int, Bundle]:
         """The bundle that it lives in, and its share of it."""
-        return rank, self._share(rank)
+        part = 1.0 if self.rollout_workers else 0.5
+        return rank, {name: part * amount for name, amount in self.learners[rank].items()}
 
     def engine(self, slot: int) -> tuple[int, Bundle]:
-        index = self.learners + slot if self.rollout_workers else slot
-        return index, self._share(index)
+        if not self.rollout_workers:
+            return self.learner(slot)
+        return len(self.learners) + slot, self.rollout_workers[slot]
 
-    def _share(self, index: int) -> Bundle:
-        part = 1.0 if self.rollout_workers else 0.5
-        return {name: part * amount for name, amount in self.bundles[index].items()}
+    def judge(self, slot: int) -> tuple[int, Bundle]:
+        return len(self.learners) + len(self.rollout_workers) + slot, self.reward_workers[slot]
 
     def check(self, nodes: Sequence[Bundle]) -> None:
         """Every bundle needs a node of its own size: the largest first, each where it fits."""
         left = [dict(node) for node in nodes]
-        for bundle in sorted(self.bundles, key=lambda bundle: -bundle.get("GPU", 0.0)):
+        for bundle in sorted(self.bundles, key=lambda bundle: (-bundle.get("GPU", 0.0), -bundle["CPU"])):
             place = next((node for node in left if all(node.get(k, 0.0) >= v for k, v in bundle.items())), None)
             if place is None:
                 raise ClusterError(self._refusal(nodes))
@@ -70,10 +82,13 @@ class Demand:
         needed, there = _total(self.bundles), _total(nodes)
         largest = max(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
         each = f", the largest with {words(largest)}" if len(nodes) > 1 else ""
+        numbers = {"learners": self.learners, "rollout_workers": self.rollout_workers}
+        if self.reward_workers:
+            numbers["reward_workers"] = self.reward_workers
+        *others, last = [f"cluster.{name} = {len(bundles)}" for name, bundles in numbers.items()]
         return (
-            f"cluster.learners = {self.learners} and cluster.rollout_workers = {self.rollout_workers} need "
-            f"{words(needed)}, each process on one node, but Ray has {words(there)} on "
-            f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}{each}"
+            f"{', '.join(others)} and {last} need {words(needed)}, each process on one node, but "
+            f"Ray has {words(there)} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}{each}"
         )
 
 
@@ -87,7 +102,9 @@ class Placement:
         self.demand = demand
         # Close together: learners exchange every gradient, and one node's workers read the same copy of the weights.
         self.group: PlacementGroup = placement_group(demand.bundles, strategy="PACK")
-        if not self.group.wait(timeout):
+        with progress(f"Waiting for room for {len(demand.bundles)} processes"):
+            has_room = self.group.wait(timeout)
+        if not has_room:
             self.remove()
             raise ClusterError(
                 f"the cluster is large enough, but others use it: no room for {words(_total(demand.bundles))} "
@@ -123,14 +140,26 @@ class Placement:
         remove_placement_group(self.group)
 
 
-def wants_gpus(config: Config) -> bool:
-    """Whether learners and rollout workers run on GPUs, by the configuration and what the cluster has."""
-    import ray
-
+def wants_gpus(config: Config, there: float | None = None) -> bool:
+    """Whether learners and rollout workers run on GPUs, if so many are `there`; None: as many as Ray has."""
     device = config.model.device
     if device not in ("cpu", "cuda", "auto"):
         raise ClusterError(f"model.device is {device}, but Ray chooses which GPU a process gets: set auto, cuda or cpu")
-    return device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0.0) > 0)
+    if there is None:
+        import ray
+
+        there = ray.cluster_resources().get("GPU", 0.0)
+    return device == "cuda" or (device == "auto" and there > 0)
+
+
+def _judge_gpus(config: Config, *, on_gpu: bool) -> int:
+    """A reward model gets a GPU of its own, where others have theirs or it asks for one."""
+    device = config.reward.model.device
+    if not config.cluster.reward_workers or not names_model(config.reward):
+        return 0
+    if device not in ("cpu", "cuda", "auto"):
+        raise ClusterError(f"reward.model.device is {device}, but Ray chooses the GPU: set auto, cuda or cpu")
+    return int(device == "cuda" or (device == "auto" and on_gpu))
 
 
 def words(resources: Bundle | Counter[str]) -> str:

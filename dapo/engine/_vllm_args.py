@@ -99,6 +99,7 @@ class VllmOptions:
     extra: Mapping[str, Any] = field(default_factory=dict)
     transport: Transport = "memory"
     devices: Sequence[int] | None = None
+    shares_gpu: bool = False  # with whoever learns: vLLM sleeps meanwhile
 
     @classmethod
     def of(cls, config: Config, model_dir: Path, transport: Transport | None = None) -> Self:
@@ -108,6 +109,7 @@ class VllmOptions:
         devices: Sequence[int] | None = None
         if transport is None:
             transport, devices = placed(device, torch.cuda.device_count(), rollout.tensor_parallel)
+        has_own = transport == "nccl" or bool(config.cluster.rollout_workers)
         return cls(
             model_dir,
             config.run.seed,
@@ -115,16 +117,12 @@ class VllmOptions:
             max_concurrent=config.concurrent if device.type == "cuda" else rollout.max_concurrent,
             dtype=str(resolve_dtype(config.model.dtype, device)).removeprefix("torch."),
             tensor_parallel=rollout.tensor_parallel,
-            memory_fraction=_OWN_GPU_FRACTION if transport == "nccl" else rollout.kv_memory_fraction,
+            memory_fraction=_OWN_GPU_FRACTION if has_own and device.type == "cuda" else rollout.kv_memory_fraction,
             extra=rollout.vllm,
             transport=transport,
             devices=devices,
+            shares_gpu=device.type == "cuda" and not has_own,
         )
-
-    @property
-    def shares_gpu(self) -> bool:
-        """With whoever learns."""
-        return self.transport == "ipc"
 
     def resolved(self) -> Any:
         """vLLM's own configuration: it is there, knows the model, and every argument makes sense to it."""
@@ -167,7 +165,7 @@ class VllmOptions:
         if self.devices is not None:
             arguments["device_ids"] = list(self.devices)
         if self.transport != "memory":
-            arguments["weight_transfer_config"] = {"backend": self.transport}
+            arguments["weight_transfer_config"] = {"backend": "ipc" if self.transport == "ipc" else "nccl"}
         if not torch.cuda.is_available():
             # Of main memory a share is no measure: others live there too, and vLLM would fill all of it with zeros.
             free = psutil.virtual_memory().available

@@ -52,10 +52,11 @@ class Background:
         await asyncio.wait(tasks, timeout=1) if tasks else None
 
     def _work(self) -> None:
-        # Ctrl-C goes to every process of a terminal, but the run wants to finish its step: the processes that this
-        # thread starts inherit that they do not hear it. (Starting the tracker would undo that.)
+        # Ctrl-C goes to every process of a terminal, and a batch system's end to every process of a job, but the run
+        # wants to finish its step: the processes that this thread starts inherit that they do not hear it. (Starting
+        # the tracker would undo that.)
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 

@@ -1,7 +1,8 @@
 """How the trained weights get to vLLM's processes, each way by what vLLM itself offers for it.
 
 From main memory: one safetensors file in shared memory, which every worker reads with its own loader. From a GPU: the
-trainer's half of vLLM's weight transfer, by NCCL to other GPUs or by CUDA's handles on the same one.
+trainer's half of vLLM's weight transfer, by NCCL to other GPUs or by CUDA's handles on the same one. `broadcast` is the
+first way in an engine that learners of other processes may also send to by NCCL.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 Weights = Callable[[], Iterable[tuple[str, Tensor]]]
-Transport = Literal["memory", "nccl", "ipc"]
+Transport = Literal["memory", "nccl", "ipc", "broadcast"]
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -61,30 +62,42 @@ class GpuTransfer:
 
         _within(channel.seconds_left(), go)
 
-    def _connect(self, channel: Channel) -> Any:
+    def _connect(self, channel: Channel) -> Sender:
+        if self.backend == "nccl":
+            return nccl_sender(self.weights, Client(channel), "127.0.0.1", _free_port(), self.tensor_parallel + 1)
+        from vllm.distributed.weight_transfer.ipc_engine import (  # pyright: ignore[reportMissingImports]
+            IPCTrainerInitInfo,
+        )
+
+        return Sender(IPCTrainerInitInfo(rank=0, packed=True), Client(channel), self.weights)
+
+
+class Sender:
+    """The trainer's half of vLLM's weight transfer: one on every rank that `weights` is gone through on together."""
+
+    def __init__(self, info: Any, client: Any, weights: Weights) -> None:
         from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
             WeightTransferTrainerFactory,
         )
 
-        return WeightTransferTrainerFactory.trainer_init(
-            self._init_info(), client=_Client(channel), source=_Source(self.weights)
-        )
+        self.sender = WeightTransferTrainerFactory.trainer_init(info, client=client, source=_Source(weights))
 
-    def _init_info(self) -> Any:
-        if self.backend == "ipc":
-            from vllm.distributed.weight_transfer.ipc_engine import (  # pyright: ignore[reportMissingImports]
-                IPCTrainerInitInfo,
-            )
-
-            return IPCTrainerInitInfo(rank=0, packed=True)
-        from vllm.distributed.weight_transfer.nccl_engine import (  # pyright: ignore[reportMissingImports]
-            NCCLTrainerInitInfo,
-        )
-
-        return NCCLTrainerInitInfo("127.0.0.1", _free_port(), self.tensor_parallel + 1, rank=0)
+    def send_weights(self) -> None:
+        torch.cuda.synchronize()  # vLLM reads the weights on streams of its own, which do not wait for the optimiser
+        self.sender.send_weights()
 
 
-class _Client:
+def nccl_sender(weights: Weights, client: Any, host: str, port: int, processes: int, rank: int = 0) -> Sender:
+    """To be met by `processes` - 1 of vLLM's, which `client` reaches. Of the trainer's ranks the first one sends."""
+    from vllm.distributed.weight_transfer.nccl_engine import (  # pyright: ignore[reportMissingImports]
+        NCCLTrainerInitInfo,
+    )
+
+    # One by one: packed into larger buffers, now and then zeros arrived (vLLM 0.32 beside torch 2.11).
+    return Sender(NCCLTrainerInitInfo(host, port, processes, rank=rank, packed=False), client, weights)
+
+
+class Client:
     """The four calls that vLLM's trainer side makes to its inference side."""
 
     def __init__(self, channel: Channel) -> None:
@@ -128,7 +141,9 @@ class _Source:
 
 
 def transfer(transport: Transport, weights: Weights, tensor_parallel: int) -> MemoryTransfer | GpuTransfer:
-    return MemoryTransfer(weights) if transport == "memory" else GpuTransfer(weights, transport, tensor_parallel)
+    if transport == "ipc" or transport == "nccl":
+        return GpuTransfer(weights, transport, tensor_parallel)
+    return MemoryTransfer(weights)
 
 
 def _distinct(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ray.exceptions import RayError
-
 from dapo.engine.protocol import Engine
-from dapo.errors import ClusterLost
+from dapo.errors import ClusterLost, DapoError
 from dapo.types import Request, Rollout
 
 Weights = Mapping[str, Any]  # as `dapo.engine.packed` makes them: arrays that processes of one node share
@@ -40,6 +39,10 @@ class RolloutWorker:
             self.engine.submit(requests)
         return self.engine.poll()
 
+    def receive(self, call: str, *arguments: Any, version: int) -> None:
+        """From a learner, which sends weights straight to this worker's GPUs."""
+        self.engine.receive(call, *arguments, version=version)  # pyright: ignore[reportAttributeAccessIssue]
+
     def cancel(self, serials: Sequence[int]) -> int:
         return self.engine.cancel(serials)
 
@@ -59,15 +62,21 @@ class Restarts:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.spent = 0
+        self.lock = threading.Lock()  # learners, engine and judge each have their own thread
 
     def spend(self, story: str) -> None:
-        self.spent += 1
-        if self.spent > self.limit:
+        with self.lock:
+            self.spent += 1
+            is_enough = self.spent > self.limit
+        if is_enough:
             raise ClusterLost(f"{story}; that is more than cluster.max_restarts = {self.limit} times")
 
 
-def explain(error: RayError) -> str:
-    """Ray's messages run over many lines; one of them says why."""
+def explain(error: BaseException) -> str:
+    """Ray's messages run over many lines; one of them says why. What an engine advises is not for a worker of many."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, DapoError):
+        return str(cause).partition("; ")[0]
     text = str(error).strip() or type(error).__name__
     found = re.search(r"because (.+?)(?:\.\s|\.?$)", text, re.MULTILINE)
     return found[1] if found else text.splitlines()[-1]

@@ -14,11 +14,18 @@ from ray.exceptions import RayError, RayTaskError
 
 from dapo.engine.actor import Restarts, explain
 from dapo.errors import ClusterLost, DapoError, EngineError
+from dapo.model.cache import progress
 from dapo.types import Request, Rollout
 
 TICK = 0.05  # seconds between looks at clocks and commands while nothing arrives
 PLACEMENT_TICK = 1.0  # seconds between questions to the cluster about what it lacks
 CLOSING = 5.0  # seconds that an engine has to end what it started
+
+
+@dataclass(slots=True, eq=False)
+class _Weights:
+    version: int
+    stored: Any  # where they are in Ray's store; none: nobody has asked for them there
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +43,7 @@ class _Worker:
     since: float  # when it was asked
     is_open: bool = False
     version: int = 0  # of the weights that it has
-    weights: Any = None  # where they came from
+    weights: _Weights | None = None  # none: those that it started with
     groups: dict[int, _Group] = field(default_factory=dict)
     inbox: list[Request] = field(default_factory=list)  # of `groups`, not sent yet
 
@@ -50,7 +57,9 @@ class RayEngine:
 
     A thread of its own hands out groups and takes answers, so that the actors go on while the caller learns. `limit`
     is the number of unfinished responses that a worker is given at once; the rest waits here. `weights()` puts the
-    policy's weights into Ray's store. `missing()` says what the cluster lacks to start an actor, or nothing.
+    policy's weights into Ray's store. `broadcast(actors, version)`, where there is one, sends them straight to these
+    actors; the store is then for those that start later. `missing()` says what the cluster lacks to start an actor, or
+    nothing.
     """
 
     def __init__(
@@ -62,16 +71,17 @@ class RayEngine:
         limit: int,
         restarts: Restarts,
         timeout: float,
+        broadcast: Callable[[Sequence[Any], int], None] | None = None,
         missing: Callable[[], str | None] = lambda: None,
         on_event: Callable[[str, str], None] = lambda kind, message: None,
         is_stopping: Callable[[], bool] = lambda: False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.start, self.weights = start, weights
+        self.start, self.weights, self.broadcast = start, weights, broadcast
         self.limit, self.restarts, self.timeout = limit, restarts, timeout
         self.missing, self.on_event, self.is_stopping, self.on_close = missing, on_event, is_stopping, on_close
-        self.version = 0
-        self.newest: Any = None  # the weights of that version in Ray's store; none: those that a worker starts with
+        self.newest: _Weights | None = None  # none: those that a worker starts with
+        self.lacks_weights = False  # a worker needs the newest ones from the store, and they are not there
         self.queue: deque[_Group] = deque()
         self.finished: list[Rollout] = []
         self.events: list[tuple[str, str]] = []
@@ -84,7 +94,8 @@ class RayEngine:
         self.thread = threading.Thread(target=self._run, name="dapo-ray", daemon=True)
         self.thread.start()
         try:
-            self._wait(lambda: all(worker.is_open for worker in self.workers))
+            with progress(f"Starting {count} rollout worker{'s' * (count > 1)}"):
+                self._wait(lambda: all(worker.is_open for worker in self.workers))
         except BaseException:
             self.close()
             raise
@@ -113,10 +124,21 @@ class RayEngine:
             return tokens + sum(map(len, dropped))
 
     def sync_weights(self, version: int) -> None:
-        """Each worker loads them before its next step: what it is at then goes on with them."""
-        reference = self.weights()
-        with self.changed:
-            self.version, self.newest = version, reference
+        """Each worker has them before its next step: what it is at then goes on with them."""
+        if self.broadcast is None:
+            newest = _Weights(version, self.weights())
+            with self.changed:
+                self.newest = newest
+            return
+        with self.changed:  # all of them at once, and nothing else meanwhile
+            for worker in [worker for worker in self.workers if worker.is_open]:
+                self._settle(worker)
+            there = [worker for worker in self.workers if worker.is_open]
+            if there:
+                self.broadcast([worker.actor for worker in there], version)
+            self.newest, self.lacks_weights = _Weights(version, None), False
+            for worker in there:
+                worker.version, worker.weights = version, self.newest
 
     def release_cache(self) -> None:
         """Engines that share a GPU with a learner give its memory back until they sample again."""
@@ -153,6 +175,8 @@ class RayEngine:
     def _wait(self, is_there: Callable[[], object]) -> None:
         while True:
             self._tell()
+            if self.lacks_weights:
+                self._store()
             with self.changed:
                 if self.fault is not None:
                     raise self.fault
@@ -162,6 +186,14 @@ class RayEngine:
                 if nobody and self.waits_for and self.is_stopping():
                     raise ClusterLost(f"told to stop while the run waited for {self.waits_for}")
                 self.changed.wait(2 * TICK)
+
+    def _store(self) -> None:
+        """Here, and not in the thread: the learners do one thing after the other."""
+        reference = self.weights()
+        with self.changed:
+            assert self.newest is not None
+            self.newest.stored, self.lacks_weights = reference, False
+            self._hand_out()
 
     def _settle(self, worker: _Worker) -> None:
         """Wait for what it is at, so that nothing is on its way."""
@@ -258,13 +290,17 @@ class RayEngine:
 
     def _send(self, worker: _Worker) -> None:
         versions: Sequence[int] = ()
-        if worker.weights is not self.newest:  # a run that goes back has the same version twice
+        stored: Any = None
+        if self.newest is not None and worker.weights is not self.newest:  # one that goes back has a version twice
+            if self.newest.stored is None:
+                self.lacks_weights = True
+                return
             # What is under way counts every version that it went through.
-            is_fresh = len(worker.inbox) == len(worker.groups)
-            versions = (self.version,) if is_fresh else range(worker.version + 1, self.version + 1)
+            is_fresh, version = len(worker.inbox) == len(worker.groups), self.newest.version
+            versions = (version,) if is_fresh else range(worker.version + 1, version + 1)
+            worker.version, worker.weights, stored = version, self.newest, self.newest.stored
         inbox, worker.inbox = worker.inbox, []
-        worker.version, worker.weights = self.version, self.newest
-        worker.call = worker.actor.step.remote(inbox, versions, self.newest if versions else None)
+        worker.call = worker.actor.step.remote(inbox, versions, stored if versions else None)
         worker.since = time.monotonic()
 
     def _worker(self, slot: int) -> _Worker:

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import queue
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,11 @@ import psutil
 
 from dapo.config import Config
 from dapo.engine._vllm_args import VllmOptions, cache_size, one_line
+from dapo.engine._vllm_args import require_vllm as require_vllm
 from dapo.engine._vllm_side import Background, Guard, Meter
-from dapo.engine._vllm_weights import Transport, Weights, transfer
+from dapo.engine._vllm_weights import Client, Weights, transfer
+from dapo.engine._vllm_weights import Transport as Transport
+from dapo.engine._vllm_weights import nccl_sender as nccl_sender
 from dapo.engine.embedded.sampler import row_key
 from dapo.errors import EngineError
 from dapo.model.cache import progress
@@ -115,26 +118,19 @@ class VllmEngine:
 
     def sync_weights(self, version: int) -> None:
         """What is under way is held, and goes on with the new weights: also its cache is computed anew with them."""
-        started = time.monotonic()
-        self.deadline = started + self.sync_seconds
-        try:
-            self._wake()
-            self.run(self.llm.pause_generation(mode="keep", clear_cache=True))
+        with self._sync(version):
+            self._hold()
             self.transfer.send(self)
-            self.run(self.llm.update_weight_version(str(version)))
-            self.run(self.llm.resume_generation())
-        except TimeoutError:
-            self.close()
-            raise EngineError(
-                f"vLLM did not take over the weights of version {version} within {self.sync_seconds:g} seconds: one of "
-                "its processes hangs or is waited for in vain; it was stopped, go on with --resume"
-            ) from None
-        except Exception as error:
-            self.close()
-            raise EngineError(
-                f"vLLM could not take over the weights of version {version} ({one_line(error)}); it was stopped"
-            ) from error
-        self.sync_time += time.monotonic() - started
+            self._go_on(version)
+
+    def receive(self, call: str, *arguments: Any, version: int) -> None:
+        """One of the four calls of a learner in another process, which sends by NCCL; see `Client`."""
+        with self._sync(version):
+            if call == "start_weight_update":
+                self._hold()
+            getattr(Client(self), call)(*arguments)
+            if call == "finish_weight_update":
+                self._go_on(version)
 
     def figures(self) -> dict[str, float]:
         seconds, self.sync_time = self.sync_time, 0.0
@@ -173,6 +169,34 @@ class VllmEngine:
 
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
+
+    @contextlib.contextmanager
+    def _sync(self, version: int) -> Iterator[None]:
+        """What is done in here is done in time, or vLLM has ended and there is a sentence that says so."""
+        started = time.monotonic()
+        self.deadline = started + self.sync_seconds
+        try:
+            yield
+        except TimeoutError:
+            self.close()
+            raise EngineError(
+                f"vLLM did not take over the weights of version {version} within {self.sync_seconds:g} seconds: one of "
+                "its processes hangs or is waited for in vain; it was stopped, go on with --resume"
+            ) from None
+        except Exception as error:
+            self.close()
+            raise EngineError(
+                f"vLLM could not take over the weights of version {version} ({one_line(error)}); it was stopped"
+            ) from error
+        self.sync_time += time.monotonic() - started
+
+    def _hold(self) -> None:
+        self._wake()
+        self.run(self.llm.pause_generation(mode="keep", clear_cache=True))
+
+    def _go_on(self, version: int) -> None:
+        self.run(self.llm.update_weight_version(str(version)))
+        self.run(self.llm.resume_generation())
 
     def _wake(self) -> None:
         if self.is_asleep:
@@ -228,6 +252,9 @@ class VllmEngine:
             ) from error
 
     def _rollout(self, member: _Member, output: Any) -> Rollout:
+        if output.finish_reason not in ("stop", "length"):
+            self.close()
+            raise EngineError(f"vLLM gave up a response ({output.finish_reason}); go on with --resume")
         spans = output.weight_versions
         versions = [int(span.version) for span in spans]
         # One switch stands for one version, also where no token was drawn with the one between.
@@ -257,6 +284,6 @@ def open_vllm(
     return VllmEngine(VllmOptions.of(config, model_dir, transport), stop_ids, tokenizer, weights)
 
 
-def check_vllm(config: Config, model_dir: Path) -> None:
+def check_vllm(config: Config, model_dir: Path, transport: Transport | None = None) -> None:
     """Whatever is known to keep vLLM from starting, told before a model is loaded."""
-    VllmOptions.of(config, model_dir).resolved()
+    VllmOptions.of(config, model_dir, transport).resolved()

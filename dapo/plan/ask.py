@@ -83,7 +83,7 @@ def _assumed(config: Config, plans: list[Plan], question: Question) -> list[str]
     if question.keep_rate is None and work.keep_rate < 1:
         assumed.append(f"{100 * work.keep_rate:.0f} % of groups kept (--keep-rate)")
     if any(plan.sampling.driver > 0 for plan in plans):
-        assumed.append(f"a driver that hands out {CONTROLLER_GROUPS:.0f} groups a second")
+        assumed.append(f"a driver that hands {CONTROLLER_GROUPS:.0f} groups a second to any number of engines")
     if config.model.lora.rank > 0:
         assumed.append("LoRA updates as slow as full ones")
     return assumed

@@ -17,7 +17,7 @@ def plan_text(config: Config) -> str:
 
 
 def _cluster_lines(config: Config) -> list[str]:
-    if config.cluster.learners == 1 and config.cluster.rollout_workers == 0:
+    if config.cluster.learners == 1 and not config.rollout_engines:
         return []
     return ["  cluster   all processes together would hold that; `dapo plan` tells what each GPU does"]
 

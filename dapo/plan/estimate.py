@@ -98,7 +98,7 @@ def estimate(
 
 
 def is_vllm(config: Config) -> bool:
-    return config.rollout.engine == "vllm"
+    return config.uses_vllm
 
 
 def _check(config: Config, gpus: int, rollout_gpus: int, tensor_parallel: int) -> None:

@@ -57,6 +57,8 @@ CAPTURED_LAYER_SECONDS = 33e-3 / 30
 EAGER_LAYER_SECONDS = 108e-3 / 30
 # MEASURED, on two CPU cores: one judgement of a LaTeX answer by `math`, in one worker.
 JUDGE_SECONDS = 2 / 2602
+# MEASURED, on two CPU cores (docs/cluster.md): groups of 16 a second that one driver hands out and takes back.
+CONTROLLER_GROUPS = 20_000 / 60
 
 # ASSUMED.
 NODE = 8  # GPUs in one machine
@@ -68,7 +70,6 @@ HOST_LINK = 25e9  # bytes per second between a GPU and its host
 HOST_BANDWIDTH = 20e9  # bytes per second that an optimiser on the host has for each rank
 OPTIMISER_BYTES = 28  # read and written for a parameter: master, gradient and two moments
 JUDGES = 8  # processes, where the recipe does not say
-CONTROLLER_GROUPS = 2000 / 60  # a second that one driver hands out and takes back: what it is required to reach
 HEAD_BYTES = 4 * GIB  # logits of a chunk and their gradient, at most
 
 

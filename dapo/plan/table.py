@@ -1,4 +1,4 @@
-"""A plan as tables that fit 100 columns: one number of GPUs in detail, or several beside each other."""
+"""A plan as tables that fit 80 columns: one number of GPUs in detail, or several beside each other."""
 
 from __future__ import annotations
 
@@ -36,21 +36,19 @@ def print_plan(console: Console, name: str, plan: Plan, assumed: Sequence[str]) 
 def print_comparison(
     console: Console, name: str, found: Mapping[int, Plan | DoesNotFit], assumed: Sequence[str]
 ) -> None:
-    """A row for each number of GPUs; where it does not fit, the reason stands below."""
+    """A row for each number of GPUs; below stands what bounds it, or why it does not fit."""
     plans = [plan for plan in found.values() if isinstance(plan, Plan)]
     table = Table(
         title=f"{name}: a step on N x {plans[0].gpu.name}", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
     for heading in ("GPUs", "TP", "GiB", "s/step", "sampling", "longest", "update", "sync", "tok/s/GPU"):
         table.add_column(heading, justify="right")
-    table.add_column("bound by")
     for count, plan in found.items():
-        cells = _cells(plan) if isinstance(plan, Plan) else [""] * 8 + ["does not fit"]
-        table.add_row(f"{count:,}", *cells)
+        table.add_row(f"{count:,}", *(_cells(plan) if isinstance(plan, Plan) else ["-"] * 8))
     console.print(table, width=_width(console))
-    for count, fault in found.items():
-        if isinstance(fault, DoesNotFit):
-            _say(console, f"- {count:,} GPUs: {fault}")
+    for count, plan in found.items():
+        noun = "GPU" if count == 1 else "GPUs"
+        _say(console, f"- {count:,} {noun}: {_bound(plan) if isinstance(plan, Plan) else plan}")
     _say(console, _sources(plans[-1], assumed))
 
 
@@ -60,8 +58,12 @@ def _cells(plan: Plan) -> list[str]:
     return [
         str(plan.layout.tensor_parallel), f"{max(plan.memory.peak) / GIB:.0f}", _seconds(plan.seconds),
         *map(_seconds, phases), f"{rate:,.0f}",
-        plan.bottleneck if plan.limit == "empty slots" else f"{plan.bottleneck}: {plan.limit}",
     ]  # fmt: skip
+
+
+def _bound(plan: Plan) -> str:
+    why = "" if plan.limit == "empty slots" else f" ({plan.limit})"
+    return f"bound by {plan.bottleneck}{why}"
 
 
 def _say(console: Console, line: str) -> None:
@@ -105,18 +107,19 @@ def _options(plan: Plan) -> str:
 
 
 def _step_line(plan: Plan) -> str:
-    work = plan.work
+    work, rounds, updates = plan.work, len(plan.work.rounds), plan.work.updates * plan.work.epochs
     busy = work.generated_tokens / plan.sampling.full
     trained = work.trained_tokens / (plan.reference + plan.learning.seconds)
     return (
-        f"{_seconds(plan.seconds)} s a step: {work.generated_tokens / plan.sampling.seconds:,.0f} tokens/s sampled "
+        f"{_seconds(plan.seconds)} s a step of {rounds} {_plural(rounds, 'round')} and {updates} "
+        f"{_plural(updates, 'update')}: {work.generated_tokens / plan.sampling.seconds:,.0f} tokens/s sampled "
         f"({busy:,.0f} while all slots are busy), {trained:,.0f} tokens/s trained "
         f"(MFU {100 * plan.learning.mfu:.0f} %)."
     )
 
 
 def _phase_table(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading, justify in (("phase", "left"), ("seconds", "right"), ("share", "right"), ("", "left")):
         table.add_column(heading, justify=justify)  # pyright: ignore[reportArgumentType]
     notes = _phase_notes(plan)
@@ -129,13 +132,10 @@ def _phase_table(plan: Plan) -> Table:
 
 
 def _phase_notes(plan: Plan) -> dict[str, str]:
-    work, updates = plan.work, plan.work.updates * plan.work.epochs
-    groups, rounds = sum(work.rounds), len(work.rounds)
+    work = plan.work
     return {
-        "sampling": f"{groups:,.0f} x {work.n} in {rounds} {_plural(rounds, 'round')}, "
-        f"{plan.memory.slots:,.0f} slots an engine, by {plan.sampling.limit}",
-        "update": f"{work.trained_groups:,.0f} x {work.n} in {updates} {_plural(updates, 'update')}, "
-        f"by {plan.learning.limit}",
+        "sampling": f"{sum(work.rounds):,.0f} x {work.n}, by {plan.sampling.limit}",
+        "update": f"{work.trained_groups:,.0f} x {work.n}, by {plan.learning.limit}",
         "rewards": f"{work.judges} judges",
     }
 
@@ -145,10 +145,13 @@ def _memory_table(plan: Plan) -> Table:
     table.add_column("GiB on a GPU that")
     for heading in ("samples", "trains"):
         table.add_column(heading, justify="right")
+    twice = ", computed twice" if plan.memory.recomputes else ""
+    notes = {
+        "key/value cache": f" ({plan.memory.slots:,.0f} responses)",
+        "activations": f" ({plan.memory.held_tokens:,.0f} tokens){twice}",
+    }
     for name, pair in plan.memory.parts.items():
-        note = f" ({plan.memory.held_tokens:,.0f} tokens)" if name == "activations" else ""
-        note += ", computed twice" if note and plan.memory.recomputes else ""
-        table.add_row(name + note, *(f"{size / GIB:.1f}" if size else "" for size in pair))
+        table.add_row(name + notes.get(name, ""), *(f"{size / GIB:.1f}" if size else "" for size in pair))
     table.add_section()
     room = f"of {USABLE * plan.gpu.memory / GIB:.0f} to use"
     table.add_row(room, *(f"{size / GIB:.1f}" for size in plan.memory.peak))

@@ -129,7 +129,7 @@ def workload(
         is_inflight=config.rollout.mode == "inflight",
         max_staleness=config.algorithm.max_staleness,
         keep_rate=keep,
-        judges=config.reward.workers or JUDGES,
+        judges=config.cluster.reward_workers * (config.reward.workers or 1) or config.reward.workers or JUDGES,
         judge_seconds=judge_seconds,
     )
 

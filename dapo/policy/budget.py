@@ -26,6 +26,15 @@ class Budget:
     max_tokens: int
     recompute: bool = False
     needs_cache: bool = False  # only with the memory of the sampler's cache
+    room: float = 0.0  # bytes of a rank's GPU for activations
+
+    def measured(self, tokens: int, used: int) -> int:
+        """How many tokens at once there is room for, after so many have `used` bytes more than next to none.
+
+        Logits are computed in chunks, and those of few tokens are no full chunk: so they do not count.
+        """
+        per_token = (used - _HEAD_BYTES) / tokens
+        return min(self.max_tokens, _within(int(self.room / per_token))) if per_token > 0 else self.max_tokens
 
     @classmethod
     def of(cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, to_come: int, cache_bytes: int = 0) -> Budget:
@@ -61,7 +70,7 @@ class Budget:
         free = _SHARE * free_memory(like.device) - to_come - _HEAD_BYTES
         needs_cache = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * per_token
         free = max(0.0, free + _SHARE * cache_bytes * needs_cache)
-        return cls(given or _within(int(free / per_token)), recompute, needs_cache)
+        return cls(given or _within(int(free / per_token)), recompute, needs_cache, free)
 
 
 def _within(tokens: int) -> int:

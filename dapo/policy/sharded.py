@@ -7,6 +7,7 @@ same arguments, and what it returns counts on rank 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,9 +38,14 @@ from dapo.types import Group
 
 Values = TypeVar("Values")
 
+_SMALL = 4  # parts of the tokens that should fit at once, in the first mini-batch
+
 
 class ShardedPolicy(Policy):
-    """`model` and `reference`, whole on every rank and in the precision to compute in, are cut into shards in place."""
+    """`model` and `reference`, in the precision to compute in, are cut into shards in place.
+
+    Their weights are those of rank 0; of the others' models only the shapes are used, which need have no memory.
+    """
 
     def __init__(self, model: Any, config: Config, reference: Any | None = None, device: Any = "cpu") -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -47,9 +53,16 @@ class ShardedPolicy(Policy):
         asked = config.optim.recompute_activations
         self.recompute = asked == "always" or (asked == "auto" and self.device.type == "cuda")
         self.root = self._sharded(causal_lm(model), config, recompute=self.recompute)
-        self.reference_root = self.root if reference is None else self._sharded(reference, config, recompute=False)
-        super().__init__(model, config, reference)
+        self.reference_root = self.root
+        self.fixed_bytes: int | None = None  # that an update takes for however few tokens, once that was seen
+        super().__init__(model, config)
         self.like = torch.empty((), device=self.device, dtype=self.compute)
+        if reference is not None:
+            self.hold_to(reference)
+
+    def hold_to(self, reference: Any) -> None:
+        """Where there are no adapters that could be switched off."""
+        self.reference, self.reference_root = reference, self._sharded(reference, self.config, recompute=False)
 
     def _sharded(self, model: Any, config: Config, *, recompute: bool) -> Root:
         root = shard(model, self.device, self.compute, recompute=recompute, offload=config.cluster.offload)
@@ -69,7 +82,7 @@ class ShardedPolicy(Policy):
             recompute=self.recompute,
         )
         fewest, needs_cache = self._least(found.max_tokens), bool(-self._least(-int(found.needs_cache)))
-        return Budget(fewest, found.recompute, needs_cache)
+        return replace(found, max_tokens=fewest, needs_cache=needs_cache)
 
     def _least(self, value: int) -> int:
         """Over all ranks."""
@@ -78,17 +91,54 @@ class ShardedPolicy(Policy):
         return int(box)
 
     def _gradients(self, groups: list[Group], version: int, tally: Tally) -> list[tuple[Batch, HeadResult]]:
-        """Of this rank's part of a mini-batch. Halving it after all is not possible: the others would not know."""
-        self.optimiser.zero_grad()
-        batches = self._micro_batches(groups, version)
+        """Of this rank's part of a mini-batch.
+
+        A rank that runs out of memory leaves the others waiting within a layer, from where there is no way back. So it
+        is seen to beforehand: the first mini-batch is computed in small parts, and what they take is looked at.
+        """
+        watches = self.like.is_cuda and not self.config.optim.max_tokens_per_micro_batch  # the same on all ranks
+        is_first = watches and self.fixed_bytes is None
+        if is_first:
+            self.fixed_bytes = self._computed(self._cut(groups[:1], version, 1)[:1])[1]
+        batches = self._cut(groups, version, self.budget.max_tokens // (_SMALL if is_first else 1))
+        results, used = self._computed(batches)
+        if self.fixed_bytes is not None:
+            self._look_back(max(len(batch.tokens_T) for batch in batches), used - self.fixed_bytes, tally)
+        return results
+
+    def _cut(self, groups: list[Group], version: int, max_tokens: int) -> list[Batch]:
+        budget = self.budget
+        self.budget = replace(budget, max_tokens=max(1, max_tokens))
         try:
-            return [(batch, self._backward(batch)) for batch in batches]
+            return self._micro_batches(groups, version)
+        finally:
+            self.budget = budget
+
+    def _computed(self, batches: list[Batch]) -> tuple[list[tuple[Batch, HeadResult]], int]:
+        """With the bytes of the GPU that it took beside the gradients."""
+        self.optimiser.zero_grad()
+        on_gpu, before = self.like.is_cuda, 0
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+        try:
+            results = [(batch, self._backward(batch)) for batch in batches]
         except torch.cuda.OutOfMemoryError as error:
             largest = max(len(batch.tokens_T) for batch in batches)
             raise ModelError(
                 f"an update ran out of GPU memory with {largest} tokens at once on rank {self.rank}; set "
                 f"optim.max_tokens_per_micro_batch to {largest // 2}, or lower rollout.kv_memory_fraction"
             ) from error
+        grads = (master.grad for master in self.optimiser.masters)
+        kept = sum(held_bytes(grad) for grad in grads if grad is not None and grad.is_cuda)
+        return results, torch.cuda.max_memory_allocated(self.device) - before - kept if on_gpu else 0
+
+    def _look_back(self, tokens: int, used: int, tally: Tally) -> None:
+        """If `tokens` at once took more on any rank than was counted for them, all compute fewer from now on."""
+        fewest = self._least(self.budget.measured(tokens, used))
+        if fewest < self.budget.max_tokens:
+            tally.notes.append(f"an update takes more memory than was counted; from now on {fewest} tokens at once")
+            self.budget = replace(self.budget, max_tokens=fewest)
 
     def _backward(self, batch: Batch) -> HeadResult:
         def run() -> tuple[Tensor, HeadResult]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from functools import partial
@@ -12,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from dapo.errors import ModelError
 from dapo.model.loading import resolve_device
 
 Result = TypeVar("Result")
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Root(nn.Module):
@@ -55,21 +57,39 @@ def rank_device(name: str) -> torch.device:
     return torch.device("cuda", own)
 
 
+def emptied(model: Model, device: torch.device | str) -> Model:
+    """A copy of the model whose weights are yet to be written; tied ones stay tied.
+
+    Buffers are copied. Those of a model without memory stay real: some are in no file, such as rotary frequencies.
+    """
+    weights: dict[int, Any] = {
+        id(old): nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+        for old in model.parameters()
+    }
+    twin = copy.deepcopy(model, weights)
+    return twin if torch.device(device).type == "meta" else twin.to(device)
+
+
 def shard(causal_lm: Any, device: torch.device, compute: torch.dtype, *, recompute: bool, offload: bool) -> Root:
-    """Cut the weights into shards in place, one layer after the other; the shards are the float32 masters."""
+    """Cut the weights into shards in place; the shards are the float32 masters. Rank 0's weights are what counts."""
+    weights = _taken_out(causal_lm)
+    in_cpu_memory = offload and device.type == "cuda"
     narrow = compute == torch.bfloat16
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if narrow
         else MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if in_cpu_memory else OffloadPolicy(),
     }  # fmt: skip
     for layer in _layers(causal_lm):
         if recompute:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        fully_shard(_widened(layer), **options)
-    root = fully_shard(_widened(Root(causal_lm)), **options)
+        fully_shard(layer, **options)
+    root = fully_shard(Root(causal_lm), **options)
     assert isinstance(root, Root)
+    place = torch.device("cpu") if in_cpu_memory else device
+    root._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
+    _fill(causal_lm, weights, device)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # Token weights have the counts of all ranks in them, so that gradients are added, not averaged.
@@ -84,11 +104,32 @@ def _layers(causal_lm: Any) -> list[nn.Module]:
     return [module for module in causal_lm.modules() if type(module).__name__ in kinds]
 
 
-def _widened(module: nn.Module) -> nn.Module:
-    for parameter in module.parameters():
-        if not isinstance(parameter, DTensor):
-            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-    return module
+def _taken_out(model: nn.Module) -> dict[str, Tensor]:
+    """Leaves shapes without memory in the model, in float32 at least. Returns what was there, on rank 0."""
+    old = dict(model.named_parameters())
+    shapes = {
+        weight: nn.Parameter(
+            torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32), device="meta"),
+            requires_grad=weight.requires_grad,
+        )
+        for weight in old.values()
+    }
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, name, shapes[weight])
+    return {name: weight.data if dist.get_rank() == 0 else weight.data.to("meta") for name, weight in old.items()}
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
+    """Rank 0 shows one weight after the other to all, and each keeps its part: nobody has more than one whole."""
+    for name, shards in model.named_parameters():
+        weight = weights.pop(name)
+        seen = torch.empty_like(weight, device=device) if weight.is_meta else weight.to(device).contiguous()
+        dist.broadcast(seen, 0)
+        assert isinstance(shards, DTensor)
+        part = distribute_tensor(seen, shards.device_mesh, shards.placements, src_data_rank=None)
+        shards.to_local().copy_(part.to_local())
 
 
 def whole(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

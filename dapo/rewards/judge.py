@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
-from dapo.rewards.endpoint import EndpointJudge
+from dapo.rewards.endpoint import THREADS, EndpointJudge
 from dapo.rewards.function import DOES_NOT_APPLY, FunctionJudge, RewardFunction, to_score, unjudged
 from dapo.rewards.pool import WorkerPool
 from dapo.rewards.protocol import Judge
@@ -31,7 +31,7 @@ def build_judge(options: RewardConfig, function: RewardFunction | None = None) -
     """A function given as an object comes first and runs in this process; all else is named by `reward.use`."""
     if function is not None:
         return FunctionJudge(function, options.timeout)
-    specs = [options.use] if isinstance(options.use, str) else [*options.use]
+    specs = named(options)
     for spec in specs:
         _check(spec)
     local = [spec for spec in specs if not _is_url(spec) and not spec.startswith("model:")]
@@ -48,6 +48,19 @@ def build_judge(options: RewardConfig, function: RewardFunction | None = None) -
         return judges[0]
     names = short_names(specs)
     return WeightedSum([_Term(n, w, j) for n, w, j in zip(names, options.use.values(), judges, strict=True)])
+
+
+def named(options: RewardConfig) -> list[str]:
+    return [options.use] if isinstance(options.use, str) else [*options.use]
+
+
+def names_model(options: RewardConfig) -> bool:
+    return any(spec.startswith("model:") for spec in named(options))
+
+
+def at_once(options: RewardConfig) -> int:
+    """Groups that keep a judge busy: one in each process and one to follow, or as many as an endpoint is asked."""
+    return THREADS if any(map(_is_url, named(options))) else options.workers + 1
 
 
 def _open(spec: str, options: RewardConfig, pool: WorkerPool | None) -> Judge:

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from benchmarks.controller import SimulatedEngine, length_of
-from dapo.errors import ClusterLost, ModelError
+from dapo.errors import ClusterLost, EngineError, ModelError
 from dapo.types import Request, SamplingParams
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
@@ -116,6 +116,28 @@ def test_groups_of_a_worker_killed_in_mid_generation_arrive_once_and_the_event_s
     assert len(one.actors) == 3
 
 
+class Ending(SimulatedEngine):
+    """Ends once, when it is asked for what is finished."""
+
+    def __init__(self, marker, weights):
+        super().__init__(RATE)
+        self.marker = marker
+
+    def poll(self):
+        if not self.marker.exists():
+            self.marker.touch()
+            raise EngineError("the engine has ended; go on with --resume")
+        return super().poll()
+
+
+def test_an_engine_that_ends_inside_a_worker_is_replaced_and_its_advice_left_out(watched, tmp_path):
+    one = watched(1, build=partial(Ending, tmp_path / "ended"))
+    one.engine.submit(requests(4))
+    assert_each_once(drain(one.engine), 4)
+    told = "rollout worker 0 failed: the engine has ended; replaced, 4 groups are sampled again"
+    assert one.events == [("worker", told)]
+
+
 def test_a_worker_that_stops_answering_is_replaced(watched):
     one = watched()
     one.kill(1, signal.SIGSTOP)
@@ -211,3 +233,38 @@ def test_without_room_for_a_worker_it_waits_says_for_what_and_stops_when_told(dr
     assert time.monotonic() - began > 3.0, "it must not be taken for a worker that does not answer"
     assert ("waiting", "rollout workers wait for 1 GPU that left the cluster") in events
     engine.close()
+
+
+def test_weights_are_broadcast_to_those_that_are_there_and_stored_for_those_that_come_later(watched):
+    """Where learners send straight to the workers, the store is not used, until a worker is replaced."""
+    sent, stored = [], []
+
+    def broadcast(actors, version):
+        sent.append((list(actors), version))
+        ray.get([a.__ray_call__.remote(lambda self, new: self.engine.sync_weights(new), version) for a in actors])
+
+    one = watched(broadcast=broadcast)
+    one.engine.weights = lambda: stored.append(one.engine.newest.version) or ray.put({})
+    one.engine.submit(requests(6))
+    early = one.engine.poll()
+    one.engine.sync_weights(1)
+    found = [*early, *drain(one.engine)]
+    assert_each_once(found, 6)
+    assert {rollout.weight_version for rollout in found} == {0, 1}
+    one.engine.submit(requests(2, start=6))
+    one.kill(0)
+    found = drain(one.engine)
+    while not all(worker.is_open for worker in one.engine.workers):
+        time.sleep(0.1)
+    assert stored == [], "put into the store when somebody needs them there"
+    one.engine.submit(requests(8, start=8))
+    found += drain(one.engine)
+    assert_each_once(found, 10, start=6)
+    assert {rollout.weight_version for rollout in found} == {1}, "the new worker has what the others have"
+    assert stored == [1]
+    one.engine.sync_weights(2)
+    one.engine.submit(requests(8, start=16))
+    assert {rollout.weight_version for rollout in drain(one.engine)} == {2}
+    first, second, third = one.actors
+    assert sent == [([first, second], 1), ([third, second], 2)]
+    assert stored == [1]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.cluster.joining import check_address, join, needs_ray
-from dapo.cluster.placement import Demand, Placement, wants_gpus
+from dapo.cluster.placement import Demand, Placement, room, wants_gpus
 from dapo.errors import ClusterError
 from tests import runs
 
@@ -41,39 +38,10 @@ def test_too_few_cpus_are_refused_with_what_is_there_and_what_is_needed(tmp_path
         "cluster.learners = 1 and cluster.rollout_workers = 7 need 8 CPUs, each process on one node, but Ray has "
         "5 CPUs on 3 nodes, the largest with 2 CPUs"
     )
-
-
-def test_an_address_where_nothing_answers_is_refused_within_seconds(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-        began = time.monotonic()
-        with pytest.raises(ClusterError, match=f"RAY_ADDRESS is {address}, but nothing answers there"):
-            check_address(address)
-        assert time.monotonic() - began < 10
-
-
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [("ray://head:10001", "ray job submit"), ("nonsense", "expected HOST:PORT"), ("head:", "expected HOST:PORT")],
-)
-def test_an_address_of_the_wrong_kind_is_refused(address, expected):
-    with pytest.raises(ClusterError, match=expected):
-        check_address(address)
-
-
-def test_ray_that_is_not_installed_is_named(monkeypatch):
-    real = builtins.__import__
-
-    def without_ray(name, *args, **kwargs):
-        if name == "ray":
-            raise ModuleNotFoundError("No module named 'ray'", name="ray")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(builtins, "__import__", without_ray)
-    with pytest.raises(ClusterError, match="need Ray: pip install ray"):
-        join()
+    said = sentence(tmp_path, cluster.address, "cluster.rollout_workers={embedded: 2}", "cluster.reward_workers=3")
+    assert said.startswith(
+        "cluster.learners = 1, cluster.rollout_workers = 2 and cluster.reward_workers = 3 need 6 CPUs, each process"
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +55,7 @@ def test_ray_that_is_not_installed_is_named(monkeypatch):
     ],
 )
 def test_every_process_must_fit_on_one_node(nodes, fits):
-    demand = Demand(learners=2, rollout_workers=1, gpus=4)
+    demand = Demand((room(gpus=1),) * 2, (room(gpus=4),))
     if fits:
         demand.check(nodes)
     else:
@@ -96,20 +64,34 @@ def test_every_process_must_fit_on_one_node(nodes, fits):
 
 
 def test_without_rollout_workers_an_engine_shares_each_learners_bundle():
-    demand = Demand(learners=2, rollout_workers=0, gpus=1)
+    demand = Demand((room(gpus=1),) * 2)
     assert demand.bundles == [{"CPU": 1.0, "GPU": 1.0}] * 2
     assert [demand.engine(slot) for slot in range(demand.engines)] == [demand.learner(rank) for rank in range(2)]
     assert demand.engine(1) == (1, {"CPU": 0.5, "GPU": 0.5})
 
 
-def test_ray_is_used_only_where_something_is_to_be_placed(tmp_path, monkeypatch):
-    assert not needs_ray(runs.load(tmp_path))
-    assert needs_ray(runs.load(tmp_path, "cluster.rollout_workers=1"))
-    assert needs_ray(runs.load(tmp_path, "cluster.learners=2"))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert not needs_ray(runs.load(tmp_path, "cluster.learners=2"))
-    with pytest.raises(ClusterError, match="start the run without torchrun"):
-        needs_ray(runs.load(tmp_path, "cluster.rollout_workers=1"))
+def test_each_process_gets_the_room_that_it_needs_by_what_it_runs(tmp_path):
+    rollout = {"n": 4, "tensor_parallel": 4}
+    workers = ["cluster.rollout_workers={vllm: 1, embedded: 2}", "cluster.reward_workers=1", "reward.workers=3"]
+    config = runs.load(tmp_path, *workers, rollout=rollout)
+    demand = Demand.of(config, on_gpu=True)
+    assert demand == Demand((room(gpus=1),), (room(gpus=4), room(gpus=1), room(gpus=1)), (room(3),))
+    assert demand.engine(0) == (1, {"CPU": 1.0, "GPU": 4.0})
+    assert demand.judge(0) == (4, {"CPU": 3.0})
+    assert Demand.of(config, on_gpu=False) == Demand((room(),), (room(),) * 3, (room(3),))
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("auto", 1), ("cuda", 1), ("cpu", 0)])
+def test_a_placed_reward_model_gets_a_gpu_where_others_have_theirs(tmp_path, device, gpus):
+    options = ["cluster.reward_workers=2", "reward.use={model:some/judge: 1.0}", f"reward.model.device={device}"]
+    assert Demand.of(runs.load(tmp_path, *options), on_gpu=True).reward_workers == (room(gpus=gpus),) * 2
+
+
+def test_a_reward_model_on_a_gpu_by_its_number_is_refused_where_it_is_placed(tmp_path):
+    options = ["reward.use=model:some/judge", "reward.model.device=cuda:1"]
+    with pytest.raises(ClusterError, match=r"reward\.model\.device is cuda:1, but Ray chooses"):
+        Demand.of(runs.load(tmp_path, *options, "cluster.reward_workers=1"), on_gpu=True)
+    Demand.of(runs.load(tmp_path, *options), on_gpu=True)  # beside the trainer it is the user's affair
 
 
 def test_a_model_in_a_relative_folder_is_found_by_processes_that_work_elsewhere(tmp_path, monkeypatch):
@@ -132,15 +114,15 @@ def test_room_that_others_use_is_waited_for_and_then_named(driver):
     others = ray.util.placement_group([{"CPU": 2.0}] * 2)
     assert others.wait(30)
     with pytest.raises(ClusterError, match=r"others use it: no room for 2 CPUs within 1 s"):
-        Placement(Demand(1, 1, 0), timeout=1.0)
+        Placement(Demand((room(),), (room(),)), timeout=1.0)
     ray.util.remove_placement_group(others)
 
 
 def test_what_left_with_a_node_is_named_until_it_is_back(driver):
     extra = driver.add_node(num_cpus=3)
-    demand = Demand(4, 4, 0)
+    demand = Demand((room(),) * 4, (room(),) * 3, (room(),))
     placement = Placement(demand, timeout=30.0)
-    everyone = [*map(demand.learner, range(4)), *map(demand.engine, range(4))]
+    everyone = [*map(demand.learner, range(4)), *map(demand.engine, range(3)), demand.judge(0)]
     assert placement.missing(everyone) is None
     driver.remove_node(extra)
     deadline = time.monotonic() + 60
@@ -155,18 +137,3 @@ def test_what_left_with_a_node_is_named_until_it_is_back(driver):
     assert placement.missing(everyone) is None
     placement.remove()
     driver.remove_node(again)
-
-
-def test_a_local_start_listens_on_loopback_alone():
-    """What this machine has started and listens with, beyond 127.0.0.1, is nothing of Ray's."""
-    program = (
-        "import os, psutil\nos.environ.pop('RAY_ADDRESS', None)\nfrom dapo.cluster.joining import join\njoin()\n"
-        "for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:\n"
-        "    for c in process.net_connections('inet'):\n"
-        "        if c.status == 'LISTEN': print(c.laddr.ip)\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    assert done.stdout

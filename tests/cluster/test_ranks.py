@@ -162,6 +162,7 @@ def test_processes_that_do_not_know_of_each_other_are_told_how_to_start(tmp_path
     [
         ("cluster.learners=3", "cluster.learners is 3, but torchrun has started 2 processes"),
         ("data.train=nowhere.jsonl", "nowhere.jsonl"),
+        ("data.max_response_length=4000", "the model's context is 512 tokens"),
     ],
 )
 def test_what_cannot_be_is_said_once(tmp_path, option, words):

@@ -1,7 +1,8 @@
-"""A real model on three nodes: two learners, two rollout workers, and a reward that rises."""
+"""A real model on three nodes: two learners, two rollout workers, a placed judge, and a reward that rises."""
 
 from __future__ import annotations
 
+import importlib.util
 import sqlite3
 from pathlib import Path
 
@@ -13,6 +14,12 @@ from tests.cluster.test_runs import assert_accounts_balance
 pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
 ROOT = Path(__file__).parent.parent.parent
+# With vLLM where it is installed, as by `make test-cluster`: a small cache, and nothing compiled.
+VLLM = [
+    "cluster.rollout_workers={vllm: 1, embedded: 1}",
+    "rollout.vllm={enforce_eager: true, kv_cache_memory_bytes: 268435456}",
+]
+WORKERS = VLLM if importlib.util.find_spec("vllm") else ["cluster.rollout_workers=2"]
 
 
 def shape(path: Path) -> list[tuple[str, str]]:
@@ -32,8 +39,8 @@ def train(config: Config):
 def test_smollm2_learns_to_answer_five_on_three_nodes(tmp_path, smollm2_dir, driver, monkeypatch):
     monkeypatch.chdir(ROOT)
     options = [f"model.path={smollm2_dir}", f"run.dir={tmp_path}", "model.device=cpu"]
-    cluster = ["cluster.learners=2", "cluster.rollout_workers=2", "run.steps=5", "eval.k=8"]
-    result = train(Config.load("recipes/guess_five.yaml", [*options, *cluster]))
+    cluster = ["cluster.learners=2", *WORKERS, "cluster.reward_workers=1"]
+    result = train(Config.load("recipes/guess_five.yaml", [*options, *cluster, "run.steps=5", "eval.k=8"]))
     (before,), (after,) = result.before, result.after
     assert_accounts_balance(result.run_dir, steps=5, n=8)
     assert after.metrics["reward/mean"] > before.metrics["reward/mean"] + 0.2

@@ -1,34 +1,89 @@
-"""vLLM in a rollout worker: it samples what the learner beside it learns."""
+"""vLLM in a rollout worker: it samples what the learners learn, beside other engines, and is replaced if it dies."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
+from collections import Counter
 
 import pytest
 
-from dapo import Trainer
+from dapo import Config
 from tests import runs
-from tests.cluster.test_runs import assert_accounts_balance
+from tests.cluster.test_runs import assert_accounts_balance, events, once_in_step, train
 from tests.tiny import save_tiny
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-
-
-@pytest.mark.skipif(
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
     reason="vLLM is not installed; `make test-cluster` installs its CPU build",
 )
-def test_a_worker_with_vllm_follows_the_learner_step_by_step(tmp_path, driver):
+
+VLLM = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+
+
+def load(tmp_path, *overrides: str) -> Config:
     save_tiny(tmp_path / "model", hidden_size=128)  # heads of a size that vLLM's kernels know
-    rollout = {"n": 4, "engine": "vllm", "vllm": {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}}
-    config = runs.load(tmp_path, "run.steps=3", "cluster.rollout_workers=1", rollout=rollout)
-    trainer = Trainer(config)
-    try:
-        trainer.run()
-    finally:
-        trainer.close()
-    assert_accounts_balance(config.run_dir, steps=3)
+    return runs.load(tmp_path, *overrides, rollout={"n": 4, "vllm": VLLM})
+
+
+def assert_follows(config: Config, steps: int) -> None:
+    """A sampler that had kept the old weights would differ from the trainer after the first update."""
+    assert_accounts_balance(config.run_dir, steps)
     figures = runs.figures(config.run_dir)
     assert all(figure["updates"] > 0 for figure in figures)
-    # A sampler that had kept the old weights would differ from the trainer after the first update.
     assert max(figure["logprob_gap/max"] for figure in figures) < 1e-3
+
+
+def test_a_worker_with_vllm_follows_the_learner_step_by_step(tmp_path, driver):
+    config = load(tmp_path, "run.steps=3", "rollout.engine=vllm", "cluster.rollout_workers=1")
+    train(config)
+    assert_follows(config, steps=3)
+
+
+@pytest.fixture
+def larger(driver):
+    """One more node than other tests need."""
+    extra = driver.add_node(num_cpus=2)
+    yield driver
+    driver.remove_node(extra)
+
+
+def test_vllm_and_embedded_engines_sample_side_by_side_for_two_learners_and_a_placed_judge(tmp_path, larger):
+    workers = ["cluster.learners=2", "cluster.rollout_workers={vllm: 1, embedded: 2}", "cluster.reward_workers=1"]
+    config = load(tmp_path, "run.steps=4", "eval.k=2", *workers)
+    came_from: Counter[int] = Counter()
+
+    def prepare(trainer):
+        deliver = trainer.engine._deliver
+
+        def counting(worker, rollouts):
+            came_from[worker.slot] += len(rollouts)
+            deliver(worker, rollouts)
+
+        trainer.engine._deliver = counting
+
+    train(config, prepare=prepare)
+    assert_follows(config, steps=4)
+    assert came_from.keys() == {0, 1, 2}
+    assert min(came_from.values()) > 0
+
+
+def vllm_processes(actor) -> list[int]:
+    return ray.get(actor.__ray_call__.remote(lambda self: [process.pid for process in self.engine.processes]))
+
+
+def test_vllm_killed_in_mid_generation_is_replaced_and_the_run_ends_right(tmp_path, driver):
+    """The worker around it lives on, and says that what it had is gone."""
+    config = load(tmp_path, "run.steps=4", "rollout.engine=vllm", "cluster.rollout_workers=1")
+
+    def prepare(trainer):
+        victims = vllm_processes(trainer.engine.workers[0].actor)
+        once_in_step(trainer, 3, lambda: [os.kill(victim, signal.SIGKILL) for victim in victims])
+
+    train(config, prepare=prepare)
+    assert_follows(config, steps=4)
+    (message,) = events(config.run_dir, "worker")
+    assert message.startswith("rollout worker 0 failed: vLLM ended or failed while it was sampling (")
+    assert "); replaced, " in message

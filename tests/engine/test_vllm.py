@@ -174,9 +174,11 @@ def test_the_size_of_the_cache_is_what_vllm_was_given(vllm_subject):
     assert _vllm_args.cache_size(vllm_subject.engine.llm.vllm_config) == CACHE_BYTES
 
 
-def test_ctrl_c_in_the_terminal_does_not_reach_vllm(vllm_subject):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_meant_for_the_run_does_not_reach_vllm(vllm_subject, number):
+    """Ctrl-C goes to all processes of a terminal, a batch system's end to all of a job: the run ends its step first."""
     for process in vllm_subject.engine.processes:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
     time.sleep(0.5)
     assert len(drain(vllm_subject.engine, *groups(4, 4, SamplingParams(max_tokens=10)))) == 16
 

@@ -54,6 +54,15 @@ def test_on_a_gpu_it_follows_the_free_memory_and_what_is_still_to_come(monkeypat
     assert abs(found.max_tokens - wanted) <= 1 and not found.recompute
 
 
+def test_what_an_update_took_makes_it_smaller_where_that_is_more_than_was_counted():
+    counted = Budget(60_000, room=60 * GIB)
+    fixed = budget._HEAD_BYTES
+    for used in (fixed // 2, fixed + 15_000 * GIB // 1000):  # little was computed, and as much as was counted
+        assert counted.measured(15_000, used) == 60_000
+    assert counted.measured(15_000, fixed + 2 * 15_000 * GIB // 1000) == 30_000
+    assert Budget(1, room=0.0).measured(100, fixed + GIB) == 1
+
+
 def test_where_too_few_tokens_fit_activations_are_computed_twice_unless_forbidden(monkeypatch):
     probe = OnGpu(monkeypatch, free=0)
     per_token = activation_bytes(probe.model, probe.trunk, recompute=False)

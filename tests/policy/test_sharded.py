@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from dapo.assemble import build_policy
 from dapo.config import LoraConfig
 from dapo.errors import ConfigError
-from dapo.model.loading import load_model
 from dapo.model.lora import add_adapters
+from dapo.policy.budget import Budget
 from dapo.policy.packing import micro_batches
 from dapo.policy.policy import Policy
 from dapo.policy.sharded import ShardedPolicy
@@ -181,6 +182,21 @@ def test_every_rollout_is_packed_once_in_equally_many_micro_batches_of_balanced_
         assert max(tokens) <= whole / count + longest
 
 
+def look_back() -> list[Any]:
+    policy, _ = build(ShardedPolicy, **FREE)
+    policy.budget = Budget(1000, room=1000 * 2.0**20)
+    taken = 2**32 + (100 << 20) * (1 + policy.rank)  # what was counted on rank 0, twice that on rank 1
+    tally = Tally()
+    policy._look_back(100, taken, tally)
+    found: list[Any] = [None] * policy.ranks
+    torch.distributed.all_gather_object(found, (policy.budget.max_tokens, len(tally.notes)))
+    return found
+
+
+def test_a_rank_that_needs_more_memory_than_was_counted_makes_all_of_them_compute_less_at_once(tmp_path):
+    assert ranks.run(2, tmp_path, look_back) == [(500, 1), (500, 1)]
+
+
 def test_offload_is_refused_where_nothing_is_shared():
     with pytest.raises(ConfigError, match=r"cluster.offload is for weights that several processes share"):
         config(cluster__offload=True)
@@ -220,24 +236,20 @@ def test_on_a_gpu_shards_in_bf16_have_the_gradients_of_the_fused_policy(tmp_path
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {},
-    "bf16": {"dtype": "bfloat16"},
-    "adapters": {"lora": {"rank": 3}},
+    "bf16": {"model__dtype": "bfloat16"},
+    "adapters": {"model__lora": {"rank": 3}},
 }
+SHORT = {"model__device": "cpu", "data__max_prompt_length": 64, "data__max_response_length": 64}
 
 
-def go_on(kind: type[Policy], start: Path, folder: Path, is_saved: bool) -> dict[str, Any]:
+def go_on(start: Path, folder: Path, is_saved: bool) -> dict[str, Any]:
     """Take up what is saved in `start`, learn, save in `folder`; the optimiser's state and the weights at both ends."""
     found = {}
     for name, options in KINDS.items():
         place = folder / name
         (place / "trainer").mkdir(parents=True, exist_ok=True)
-        is_base = not is_saved or name == "adapters"
-        path = str(folder.parent / "model" if is_base else start / name)
-        cfg = config(**FREE, model__path=path, model__device="cpu", **{f"model__{k}": v for k, v in options.items()})
-        loaded = load_model(cfg.model)
-        torch.manual_seed(5)
-        model = add_adapters(loaded.model, cfg.model.lora) if name == "adapters" else loaded.model
-        policy = kind(model, cfg)
+        cfg = config(**FREE, **SHORT, **options, model__path=str(folder.parent / "model"))
+        loaded, policy = build_policy(cfg, start / name if is_saved else None)
         if is_saved:
             policy.restore(start / name)
         before = everything(policy)
@@ -260,9 +272,9 @@ def test_a_run_goes_on_with_any_other_number_of_ranks_from_exactly_where_it_was(
     for before, count in (("", 1), ("1", 2), ("2", 3), ("3", 1)):
         start, place = tmp_path / f"after {before}", tmp_path / f"after {count}"
         if count == 1:
-            found = go_on(Policy, start, place, bool(before))
+            found = go_on(start, place, bool(before))
         else:
-            found = ranks.run(count, tmp_path / f"ranks {count}", go_on, ShardedPolicy, start, place, bool(before))
+            found = ranks.run(count, tmp_path / f"ranks {count}", go_on, start, place, bool(before))
         for name in KINDS:
             if before:
                 assert found[name]["before"].keys() == ends[name].keys()

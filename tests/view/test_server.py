@@ -24,7 +24,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from dapo.errors import ConfigError
 from dapo.view.page.guard import Guard, is_loopback
-from dapo.view.page.server import address
+from dapo.view.page.server import address, outward_address
 from tests.view.made import create, make_group, make_report
 
 ROOT = Path(__file__).parent.parent.parent
@@ -150,7 +150,7 @@ def test_a_host_that_others_reach_gets_a_token():
     assert address("127.0.0.1", 0, None).token is None
     first, second = address("0.0.0.0", 0, None), address("0.0.0.0", 0, None)
     assert len(first.token) >= 32 and first.token != second.token
-    assert first.url == f"http://0.0.0.0:{first.port}/?token={first.token}"
+    assert first.url == f"http://{outward_address()}:{first.port}/?token={first.token}"
     assert address("0.0.0.0", 0, "my-own_1").token == "my-own_1"
     assert address("127.0.0.1", 0, "mine").token == "mine"
     for token in ("", "a b", "a&b"):

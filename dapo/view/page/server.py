@@ -33,8 +33,19 @@ class Address:
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = outward_address() if self.host in ("0.0.0.0", "::", "") else self.host
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+
+
+def outward_address() -> str:
+    """Where others reach this machine; with `--host 0.0.0.0` it listens everywhere, which is nowhere to go to."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("8.8.8.8", 53))  # nothing is sent: the system only chooses a way out
+            return probe.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
 
 
 def address(host: str, port: int, token: str | None) -> Address:

@@ -1,0 +1,70 @@
+"""Weights from the learners' GPUs straight into those of vLLM's workers: its NCCL transfer, with Ray for the calls."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from torch import Tensor
+
+from dapo.engine.actor import explain
+from dapo.engine.vllm import nccl_sender
+
+
+class Broadcast:
+    """Of one rank of the learners, to all of these workers, each of which has `size` GPUs; the first rank sends."""
+
+    def __init__(
+        self,
+        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        workers: Sequence[Any],
+        size: int,
+        address: str,
+        rank: int,
+    ) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self.client = _Workers(workers, size)
+        self.sender = nccl_sender(weights, self.client, host, int(port), 1 + size * len(workers), rank)
+
+    def send(self, version: int) -> None:
+        self.client.version = version
+        self.sender.send_weights()
+
+
+class _Workers:
+    """The four calls that vLLM's trainer side makes, made to every rollout worker."""
+
+    def __init__(self, actors: Sequence[Any], size: int) -> None:
+        self.actors, self.size, self.version = actors, size, 0
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        places = [1 + slot * self.size for slot in range(len(self.actors))]
+        self._all("init_weight_transfer_engine", [init_info | {"rank_offset": place} for place in places])
+
+    def start_weight_update(self) -> None:
+        self._all("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._all("update_weights", [update_info] * len(self.actors))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._all("finish_weight_update")
+
+    def _all(self, call: str, arguments: Sequence[Any] | None = None) -> None:
+        each = [(argument,) for argument in arguments] if arguments else [()] * len(self.actors)
+        left = [
+            actor.receive.remote(call, *own, version=self.version) for actor, own in zip(self.actors, each, strict=True)
+        ]
+        while left:
+            ready, left = ray.wait(left)
+            try:
+                ray.get(ready)
+            except RayError as error:
+                # The others, and this process, are in the middle of an exchange that waits for it forever. So the
+                # learners go down as well, and start again from the newest checkpoint with those workers that are left.
+                print(f"a rollout worker was lost while it took over weights: {explain(error)}", file=sys.stderr)
+                os._exit(1)
