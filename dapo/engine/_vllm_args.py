@@ -170,7 +170,10 @@ class VllmOptions:
             # Of main memory a share is no measure: others live there too, and vLLM would fill all of it with zeros.
             free = psutil.virtual_memory().available
             arguments["kv_cache_memory_bytes"] = min(_CPU_CACHE_BYTES, int(self.memory_fraction * free))
-        return arguments | dict(self.extra)
+            return arguments | dict(self.extra)
+        # Logits in float32, as the trainer has them: rounded to bfloat16 the two would differ most by that.
+        overrides = {"head_dtype": "float32"} | dict(self.extra.get("hf_overrides", {}))
+        return arguments | dict(self.extra) | {"hf_overrides": overrides}
 
 
 def cache_size(vllm_config: Any) -> int:

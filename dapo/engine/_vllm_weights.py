@@ -18,6 +18,9 @@ from typing import Any, Literal, Protocol
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.cuda import nccl
+
+from dapo.errors import EngineError
 
 Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 Transport = Literal["memory", "nccl", "ipc", "broadcast"]
@@ -93,8 +96,14 @@ def nccl_sender(weights: Weights, client: Any, host: str, port: int, processes: 
         NCCLTrainerInitInfo,
     )
 
-    # One by one: packed into larger buffers, now and then zeros arrived (vLLM 0.32 beside torch 2.11).
-    return Sender(NCCLTrainerInitInfo(host, port, processes, rank=rank, packed=False), client, weights)
+    sender = Sender(NCCLTrainerInitInfo(host, port, processes, rank=rank), client, weights)
+    group = sender.sender.model_update_group
+    if group is not None and group.disabled:  # it would send nothing, and vLLM would take what it finds for weights
+        raise EngineError(
+            f"vLLM cannot use the NCCL that is installed ({'.'.join(map(str, nccl.version()))}), which must "
+            "be that of the torch that it was built for"
+        )
+    return sender
 
 
 class Client:

@@ -125,20 +125,16 @@ class RayEngine:
 
     def sync_weights(self, version: int) -> None:
         """Each worker has them before its next step: what it is at then goes on with them."""
+        if self.broadcast is not None:
+            try:
+                self._send_straight(version, self.broadcast)
+            except EngineError as error:
+                self.on_event("weights", f"{error}; weights go through Ray's store instead")
+                self.broadcast = None
         if self.broadcast is None:
             newest = _Weights(version, self.weights())
             with self.changed:
                 self.newest = newest
-            return
-        with self.changed:  # all of them at once, and nothing else meanwhile
-            for worker in [worker for worker in self.workers if worker.is_open]:
-                self._settle(worker)
-            there = [worker for worker in self.workers if worker.is_open]
-            if there:
-                self.broadcast([worker.actor for worker in there], version)
-            self.newest, self.lacks_weights = _Weights(version, None), False
-            for worker in there:
-                worker.version, worker.weights = version, self.newest
 
     def release_cache(self) -> None:
         """Engines that share a GPU with a learner give its memory back until they sample again."""
@@ -186,6 +182,17 @@ class RayEngine:
                 if nobody and self.waits_for and self.is_stopping():
                     raise ClusterLost(f"told to stop while the run waited for {self.waits_for}")
                 self.changed.wait(2 * TICK)
+
+    def _send_straight(self, version: int, broadcast: Callable[[Sequence[Any], int], None]) -> None:
+        with self.changed:  # to all of them at once, and nothing else meanwhile
+            for worker in [worker for worker in self.workers if worker.is_open]:
+                self._settle(worker)
+            there = [worker for worker in self.workers if worker.is_open]
+            if there:
+                broadcast([worker.actor for worker in there], version)
+            self.newest, self.lacks_weights = _Weights(version, None), False
+            for worker in there:
+                worker.version, worker.weights = version, self.newest
 
     def _store(self) -> None:
         """Here, and not in the thread: the learners do one thing after the other."""

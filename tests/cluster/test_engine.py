@@ -268,3 +268,15 @@ def test_weights_are_broadcast_to_those_that_are_there_and_stored_for_those_that
     first, second, third = one.actors
     assert sent == [([first, second], 1), ([third, second], 2)]
     assert stored == [1]
+
+
+def test_where_weights_cannot_be_broadcast_they_go_through_the_store(watched):
+    def broadcast(actors, version):
+        raise EngineError("no NCCL here")
+
+    one = watched(broadcast=broadcast)
+    for version in (1, 2):
+        one.engine.sync_weights(version)
+    one.engine.submit(requests(4))
+    assert {rollout.weight_version for rollout in drain(one.engine)} == {2}
+    assert one.events == [("weights", "no NCCL here; weights go through Ray's store instead")]
