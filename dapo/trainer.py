@@ -92,9 +92,12 @@ class Trainer:
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self.recording: Future[None] | None = None
         own_judge = None if config.cluster.reward_workers else build_judge(config.reward, reward)
-        try:
+        with ExitStack() as undo:
+            if own_judge is not None:
+                undo.callback(own_judge.close)
             # Whatever can be wrong with model or data shows here, before anything is written.
             self._build(saved, own_judge)
+            undo.callback(self.engine.close)
             if saved and state:
                 self._restore(saved, state)
             if self.step >= config.run.steps:
@@ -103,10 +106,7 @@ class Trainer:
                 )
             self.lock, self.database = self._open_run_dir(goes_on)
             self.is_open = True
-        except BaseException:
-            if own_judge is not None:
-                own_judge.close()
-            raise
+            undo.pop_all()
         for note in self.notes:
             self._event("data", note)
         if plan := self.policy.memory_plan(self.parts.cache_bytes):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo import Config, Trainer
 from dapo.algorithm.filtering import GroupRules, form_group
+from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import CheckpointError, ConfigError, RewardError, TrainingStopped
 from dapo.policy import checkpoint
 from dapo.store.database import RunDatabase
@@ -308,11 +309,14 @@ def test_three_steps_without_anything_to_learn_stop_the_run_and_lose_nothing(tmp
         assert [event["kind"] for event in database.events()][-1] == "stopped"
 
 
-def test_a_run_that_has_all_its_steps_says_so_instead_of_training_nothing(tmp_path):
+def test_a_run_that_has_all_its_steps_says_so_instead_of_training_nothing(tmp_path, monkeypatch):
     config = runs.load(tmp_path, "run.steps=1")
     train(config)
+    closed = []
+    monkeypatch.setattr(EmbeddedEngine, "close", lambda engine: closed.append(engine))
     with pytest.raises(CheckpointError, match=r"has all of its 1 steps already; raise run.steps"):
         train(config, resume=True)
+    assert len(closed) == 1, "what samples is let go of"
 
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):

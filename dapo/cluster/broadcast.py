@@ -65,6 +65,6 @@ class _Workers:
                 ray.get(ready)
             except RayError as error:
                 # The others, and this process, are in the middle of an exchange that waits for it forever. So the
-                # learners go down as well, and start again from the newest checkpoint with those workers that are left.
+                # learners go down as well; they start again from the newest checkpoint, and the workers anew.
                 print(f"a rollout worker was lost while it took over weights: {explain(error)}", file=sys.stderr)
                 os._exit(1)

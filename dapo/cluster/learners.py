@@ -122,7 +122,10 @@ class LearnerGroup:
     def restart(self, lost: LearnerLost, saved: Path | None) -> None:
         """All of them anew, from this checkpoint."""
         self.restarts.spend(str(lost))
-        self._open(saved)
+        try:
+            self._open(saved)
+        except LearnerLost as again:
+            self.restart(again, saved)
 
     def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
         result = self._call("update", self._stored(groups), step, version)

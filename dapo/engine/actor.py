@@ -39,6 +39,10 @@ class RolloutWorker:
             self.engine.submit(requests)
         return self.engine.poll()
 
+    def is_there(self) -> list[Rollout]:
+        """Nothing is finished by it."""
+        return []
+
     def receive(self, call: str, *arguments: Any, version: int) -> None:
         """From a learner, which sends weights straight to this worker's GPUs."""
         self.engine.receive(call, *arguments, version=version)  # pyright: ignore[reportAttributeAccessIssue]

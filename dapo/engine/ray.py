@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from dapo.engine.actor import Restarts, explain
-from dapo.errors import ClusterLost, DapoError, EngineError
+from dapo.errors import ClusterLost, DapoError, EngineError, LearnerLost
 from dapo.model.cache import progress
 from dapo.types import Request, Rollout
 
@@ -134,23 +134,25 @@ class RayEngine:
         if self.broadcast is None:
             newest = _Weights(version, self.weights())
             with self.changed:
-                self.newest = newest
+                self.newest, self.lacks_weights = newest, False
+                self._hand_out()
 
     def release_cache(self) -> None:
         """Engines that share a GPU with a learner give its memory back until they sample again."""
-        ray.get([worker.actor.release_cache.remote() for worker in self.workers])
+        for call in [worker.actor.release_cache.remote() for worker in self.workers]:
+            self._value_or(call, None)
 
     def figures(self) -> dict[str, float]:
-        """Counts are summed, shares are means; of the workers that are free to answer, the others report later."""
+        """Counts are summed, shares and seconds are means; of workers that are free to answer, others report later."""
         self._tell()
         with self.changed:
             free = [worker for worker in self.workers if worker.is_open and worker.call is None]
             calls = [worker.actor.figures.remote() for worker in free]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=self.timeout) if calls else ([], [])
-        found = [_value_or(call, {}) for call in ready]
+        found = [self._value_or(call, {}) for call in ready]
         names = sorted({name for figures in found for name in figures})
         totals = {name: [figures[name] for figures in found if name in figures] for name in names}
-        return {name: sum(v) / (len(v) if name.endswith("occupancy") else 1) for name, v in totals.items()}
+        return {name: sum(v) / (len(v) if name.endswith(("occupancy", "_s")) else 1) for name, v in totals.items()}
 
     def close(self) -> None:
         with self.changed:
@@ -185,14 +187,34 @@ class RayEngine:
 
     def _send_straight(self, version: int, broadcast: Callable[[Sequence[Any], int], None]) -> None:
         with self.changed:  # to all of them at once, and nothing else meanwhile
-            for worker in [worker for worker in self.workers if worker.is_open]:
-                self._settle(worker)
-            there = [worker for worker in self.workers if worker.is_open]
-            if there:
-                broadcast([worker.actor for worker in there], version)
+            there = self._settled()
+            try:
+                if there:
+                    broadcast([worker.actor for worker in there], version)
+            except LearnerLost as lost:
+                # In the middle of the exchange they would wait forever; and what failed once may fail every time.
+                for worker in there:
+                    ray.kill(worker.actor)
+                    self._replace(worker)
+                self.broadcast = None
+                raise LearnerLost(
+                    f"{lost}, while weights were sent to rollout workers, which now get them through Ray's store"
+                ) from None
             self.newest, self.lacks_weights = _Weights(version, None), False
             for worker in there:
                 worker.version, worker.weights = version, self.newest
+            self._hand_out()  # nobody is at anything: the thread has nothing to listen to
+
+    def _settled(self) -> list[_Worker]:
+        """Those that are there, with nothing on its way. One may have died while idle: all are asked."""
+        for worker in [worker for worker in self.workers if worker.is_open]:
+            self._settle(worker)
+        asked = [worker for worker in self.workers if worker.is_open]
+        for worker in asked:
+            worker.call, worker.since = worker.actor.is_there.remote(), time.monotonic()
+        for worker in asked:
+            self._settle(worker)
+        return [worker for worker in self.workers if worker.is_open]
 
     def _store(self) -> None:
         """Here, and not in the thread: the learners do one thing after the other."""
@@ -217,7 +239,14 @@ class RayEngine:
         worker.inbox = [request for request in worker.inbox if request.serial not in serials]
         for serial in serials:
             del worker.groups[serial]
-        return _value_or(worker.actor.cancel.remote(sorted(sent)), 0) if sent else 0
+        return self._value_or(worker.actor.cancel.remote(sorted(sent)), 0) if sent else 0
+
+    def _value_or(self, call: Any, default: Any) -> Any:
+        """Of a worker that may be gone, or hang: the step that follows will notice."""
+        try:
+            return ray.get(call, timeout=self.timeout)
+        except RayError:
+            return default
 
     def _tell(self) -> None:
         with self.changed:
@@ -328,7 +357,8 @@ class RayEngine:
             for worker in starting:
                 worker.since = now
         for worker in self.workers:
-            if worker.call is not None and now - worker.since > self.timeout:
+            is_late = worker.call is not None and now - worker.since > self.timeout
+            if is_late and not ray.wait([worker.call], timeout=0)[0]:  # this thread may have been the late one
                 self._lose(worker, self._silence)
 
     @property
@@ -341,16 +371,11 @@ class RayEngine:
         worker.call = None
         ray.kill(worker.actor)
         self.restarts.spend(story)
+        self.events.append(("worker", f"{story}; replaced, {len(worker.groups)} groups are sampled again"))
+        self._replace(worker)
+
+    def _replace(self, worker: _Worker) -> None:
         for group in worker.groups.values():
             group.again = True
         self.queue.extendleft(reversed(worker.groups.values()))
-        self.events.append(("worker", f"{story}; replaced, {len(worker.groups)} groups are sampled again"))
         self.workers[worker.slot] = self._worker(worker.slot)
-
-
-def _value_or(call: Any, default: Any) -> Any:
-    """Of a worker that may be gone: the step that follows will notice."""
-    try:
-        return ray.get(call)
-    except RayError:
-        return default

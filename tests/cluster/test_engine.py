@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from benchmarks.controller import SimulatedEngine, length_of
-from dapo.errors import ClusterLost, EngineError, ModelError
+from dapo.errors import ClusterLost, EngineError, LearnerLost, ModelError
 from dapo.types import Request, SamplingParams
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
@@ -187,8 +187,17 @@ def test_cancelled_groups_do_not_arrive_and_their_tokens_are_counted(watched):
     assert_each_once([rollout for rollout in rollouts if rollout.serial in (2, 3, 4)], 3, start=2)
 
 
-def test_counts_are_summed_over_workers_and_shares_are_means(watched):
-    assert watched(3).engine.figures() == {"engine/decode_steps": 3.0, "engine/batch_occupancy": 0.5}
+class Timed(SimulatedEngine):
+    def __init__(self, weights):
+        super().__init__(RATE)
+
+    def figures(self):
+        return super().figures() | {"engine/sync_s": 2.0}
+
+
+def test_counts_are_summed_over_workers_and_shares_and_seconds_are_means(watched):
+    expected = {"engine/decode_steps": 3.0, "engine/batch_occupancy": 0.5, "engine/sync_s": 2.0}
+    assert watched(3, build=Timed).engine.figures() == expected
 
 
 def refused(weights):
@@ -280,3 +289,61 @@ def test_where_weights_cannot_be_broadcast_they_go_through_the_store(watched):
     one.engine.submit(requests(4))
     assert {rollout.weight_version for rollout in drain(one.engine)} == {2}
     assert one.events == [("weights", "no NCCL here; weights go through Ray's store instead")]
+
+
+@pytest.mark.parametrize("error", [None, EngineError("no NCCL here")])
+def test_after_a_broadcast_all_go_on_also_if_the_thread_was_between_two_looks(watched, error):
+    def broadcast(actors, version):
+        if error is not None:
+            raise error
+
+    engine = watched(rate=50.0, broadcast=broadcast).engine
+    listen, looked, may_look = engine._listen, threading.Event(), threading.Event()
+
+    def look(calls):
+        listen(calls)
+        looked.set()
+        may_look.wait(10)
+
+    engine._listen = look
+    engine.submit(requests(6))
+    looked.wait()
+    engine.sync_weights(1)
+    with engine.changed:
+        assert all(worker.groups and worker.call is not None for worker in engine.workers)
+    may_look.set()
+    assert_each_once(drain(engine), 6)
+
+
+def test_weights_are_not_broadcast_to_a_worker_that_died_while_it_had_nothing_to_do(watched):
+    sent = []
+    one = watched(broadcast=lambda actors, version: sent.append(list(actors)))
+    first, second = one.actors
+    one.kill(0)
+    one.engine.sync_weights(1)
+    assert sent == [[second]]
+    one.engine.submit(requests(6))
+    assert_each_once(drain(one.engine), 6)
+    assert [kind for kind, _ in one.events] == ["worker"]
+    assert one.actors[0] is first and len(one.actors) == 3
+
+
+def test_learners_lost_in_mid_broadcast_cost_the_workers_too_and_the_store_takes_over(watched):
+    """Each side may be waiting for the other, for good. It is no fault of the workers', so none is counted."""
+    tried = []
+
+    def broadcast(actors, version):
+        tried.append(version)
+        raise LearnerLost("learner 0 died")
+
+    one = watched(broadcast=broadcast, restarts=Restarts(0))
+    one.engine.submit(requests(6))
+    found = one.engine.poll()
+    with pytest.raises(LearnerLost, match=r"^learner 0 died, while weights were sent to rollout workers, which now"):
+        one.engine.sync_weights(1)
+    assert len(one.actors) == 4
+    one.engine.sync_weights(1)
+    found += drain(one.engine)
+    assert_each_once(found, 6)
+    assert {rollout.weight_version for rollout in found} == {0, 1}
+    assert (tried, one.events) == ([1], [])

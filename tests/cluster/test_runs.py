@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from dapo import Config, Trainer
-from dapo.errors import ClusterLost
+from dapo.errors import ClusterLost, LearnerLost
 from dapo.policy import checkpoint
 from dapo.store.console import Reporter
 from dapo.store.database import RunDatabase
 from tests import runs
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+LearnerGroup = pytest.importorskip("dapo.cluster.learners").LearnerGroup
+Restarts = pytest.importorskip("dapo.engine.actor").Restarts
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -198,6 +200,26 @@ def test_a_learner_killed_in_mid_update_sends_the_run_back_to_its_start_or_newes
     ]
     assert runs.verdicts(config.run_dir) == runs.verdicts(local.run_dir)
     assert_close(local.run_dir, config.run_dir, step=6)
+
+
+class Flickering(LearnerGroup):
+    """Opens at first, and then only at the third try."""
+
+    def _open(self, saved):
+        self.tries = [*getattr(self, "tries", ()), saved]
+        if len(self.tries) in (2, 3):
+            raise LearnerLost(f"learner {len(self.tries)} died")
+
+
+@pytest.mark.parametrize("limit", [3, 2])
+def test_learners_that_are_lost_while_they_start_again_are_tried_as_often_as_is_allowed(tmp_path, limit):
+    learners = Flickering(lambda rank: None, 1, runs.load(tmp_path), None, Restarts(limit))
+    if limit == 2:
+        with pytest.raises(ClusterLost, match=r"^learner 3 died; that is more than cluster\.max_restarts = 2 times"):
+            learners.restart(LearnerLost("learner 1 died"), tmp_path)
+    else:
+        learners.restart(LearnerLost("learner 1 died"), tmp_path)
+        assert learners.tries == [None, tmp_path, tmp_path, tmp_path]
 
 
 def test_with_no_restart_left_the_run_saves_the_last_whole_step_and_resumes_from_there(tmp_path, driver):

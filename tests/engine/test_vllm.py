@@ -46,7 +46,7 @@ class Installed(Distribution):
 
 def test_without_vllm_the_way_to_get_it_is_told(monkeypatch):
     monkeypatch.setattr(_vllm_args.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^rollout.engine is vllm, but vLLM is not installed: pip install"):
+    with pytest.raises(ConfigError, match=r"^the recipe has vLLM sample, but vLLM is not installed: pip install"):
         _vllm_args.require_vllm()
 
 
