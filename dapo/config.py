@@ -299,7 +299,9 @@ def _worker_counts(value: Any) -> Any:
     counts, least = (list(value.values()), 1) if isinstance(value, dict) else ([value], 0)
     knows_names = not isinstance(value, dict) or value.keys() <= set(get_args(EngineName))
     if not counts or not knows_names or any(type(count) is not int or count < least for count in counts):
-        raise ValueError("expected a number, or a mapping of engines to numbers such as {vllm: 1, embedded: 2}")
+        raise ValueError(
+            "expected 0 or more, or a mapping of engines (embedded, vllm) to numbers such as {vllm: 1, embedded: 2}"
+        )
     return value
 
 

@@ -84,6 +84,10 @@ class Trainer:
             _changes(Config.load(self.run_dir / "config.yaml"), config, self.run_dir)  # refuses another run
         saved = checkpoint.newest(self.run_dir / "checkpoints") if goes_on else None
         state = checkpoint.read_state(saved) if saved else None
+        if state and state.step >= config.run.steps:
+            raise CheckpointError(
+                f"{self.run_dir}: has all of its {state.step} steps already; raise run.steps to train on"
+            )
         self.step, self.version, self.empty_in_a_row = 0, 0, 0
         self.saved_step = 0
         self.best: Best | None = None
@@ -100,10 +104,6 @@ class Trainer:
             undo.callback(self.engine.close)
             if saved and state:
                 self._restore(saved, state)
-            if self.step >= config.run.steps:
-                raise CheckpointError(
-                    f"{self.run_dir}: has all of its {self.step} steps already; raise run.steps to train on"
-                )
             self.lock, self.database = self._open_run_dir(goes_on)
             self.is_open = True
             undo.pop_all()

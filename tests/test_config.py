@@ -87,7 +87,7 @@ def test_an_unknown_key_is_refused_with_the_likeliest_right_one(tmp_path, text, 
     assert sentence(tmp_path, SMALLEST + text).endswith(expected)
 
 
-WORKERS = "expected a number, or a mapping of engines to numbers such as {vllm: 1, embedded: 2}"
+WORKERS = "expected 0 or more, or a mapping of engines (embedded, vllm) to numbers such as {vllm: 1, embedded: 2}"
 
 
 @pytest.mark.parametrize(

@@ -309,14 +309,12 @@ def test_three_steps_without_anything_to_learn_stop_the_run_and_lose_nothing(tmp
         assert [event["kind"] for event in database.events()][-1] == "stopped"
 
 
-def test_a_run_that_has_all_its_steps_says_so_instead_of_training_nothing(tmp_path, monkeypatch):
+def test_a_run_that_has_all_its_steps_says_so_before_anything_is_loaded(tmp_path, monkeypatch):
     config = runs.load(tmp_path, "run.steps=1")
     train(config)
-    closed = []
-    monkeypatch.setattr(EmbeddedEngine, "close", lambda engine: closed.append(engine))
+    monkeypatch.setattr("dapo.trainer.assemble", lambda *_: pytest.fail("nothing needs to be loaded"))
     with pytest.raises(CheckpointError, match=r"has all of its 1 steps already; raise run.steps"):
         train(config, resume=True)
-    assert len(closed) == 1, "what samples is let go of"
 
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
@@ -370,11 +368,15 @@ def test_a_changed_option_on_resume_is_recorded(tmp_path):
     assert Config.load(config.run_dir / "config.yaml").optim.lr == 1e-4
 
 
-def test_two_processes_cannot_train_one_run(tmp_path):
+def test_two_processes_cannot_train_one_run_and_the_second_lets_go_of_what_it_made(tmp_path, monkeypatch):
     config = runs.load(tmp_path)
     trainer = Trainer(config)
+    closed = []
+    monkeypatch.setattr(EmbeddedEngine, "close", lambda engine: closed.append(engine))
     with pytest.raises(CheckpointError, match="another process is training this run"):
         Trainer(config, resume=True)
+    assert len(closed) == 1
+    assert closed[0] is not trainer.engine
     trainer.close()
 
 

@@ -88,7 +88,7 @@ class Demand:
         *others, last = [f"cluster.{name} = {len(bundles)}" for name, bundles in numbers.items()]
         return (
             f"{', '.join(others)} and {last} need {words(needed)}, each process on one node, but "
-            f"Ray has {words(there)} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}{each}"
+            f"there are {words(there)} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}{each}"
         )
 
 

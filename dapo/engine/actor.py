@@ -81,6 +81,8 @@ def explain(error: BaseException) -> str:
     cause = getattr(error, "cause", None)
     if isinstance(cause, DapoError):
         return str(cause).partition("; ")[0]
-    text = str(error).strip() or type(error).__name__
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or type(error).__name__
+    if "raised in its creation task" in text:
+        return f"it could not be made: {text.splitlines()[-1]}"
     found = re.search(r"because (.+?)(?:\.\s|\.?$)", text, re.MULTILINE)
     return found[1] if found else text.splitlines()[-1]

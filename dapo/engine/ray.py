@@ -94,7 +94,7 @@ class RayEngine:
         self.thread = threading.Thread(target=self._run, name="dapo-ray", daemon=True)
         self.thread.start()
         try:
-            with progress(f"Starting {count} rollout worker{'s' * (count > 1)}"):
+            with progress(f"Starting to sample in {count} process{'es' * (count > 1)}"):
                 self._wait(lambda: all(worker.is_open for worker in self.workers))
         except BaseException:
             self.close()

@@ -88,7 +88,7 @@ def test_ray_is_used_only_where_something_is_to_be_placed(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["cluster.rollout_workers=4000"], r"need 4001 CPUs, each process on one node, but Ray has \d+ CPU"),
+        (["cluster.rollout_workers=4000"], r"need 4001 CPUs, each process on one node, but there are \d+ CPU"),
         (["cluster.rollout_workers=1", "model.device=cuda:1"], r"model\.device is cuda:1, but Ray chooses"),
         (["cluster.learners=2", "model.device=cuda", "cluster.rollout_workers=400"], "402 GPUs"),
     ],

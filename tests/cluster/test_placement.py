@@ -35,7 +35,7 @@ def sentence(tmp_path: Path, address: str, *overrides: str) -> str:
 def test_too_few_cpus_are_refused_with_what_is_there_and_what_is_needed(tmp_path, cluster):
     said = sentence(tmp_path, cluster.address, "cluster.rollout_workers=7")
     assert said == (
-        "cluster.learners = 1 and cluster.rollout_workers = 7 need 8 CPUs, each process on one node, but Ray has "
+        "cluster.learners = 1 and cluster.rollout_workers = 7 need 8 CPUs, each process on one node, but there are "
         "5 CPUs on 3 nodes, the largest with 2 CPUs"
     )
     said = sentence(tmp_path, cluster.address, "cluster.rollout_workers={embedded: 2}", "cluster.reward_workers=3")
