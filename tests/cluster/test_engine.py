@@ -209,6 +209,19 @@ def test_what_a_worker_cannot_load_is_the_users_sentence_not_a_death(watched):
         watched(build=refused)
 
 
+class Unmade:
+    def __init__(self):
+        raise AttributeError("no such attribute")
+
+    def ask(self): ...
+
+
+def test_of_an_actor_that_cannot_be_made_the_reason_is_told_in_plain_words(driver):
+    with pytest.raises(ray.exceptions.RayError) as caught:
+        ray.get(ray.remote(Unmade).remote().ask.remote())
+    assert actor.explain(caught.value) == "it could not be made: AttributeError: no such attribute"
+
+
 def test_without_room_for_a_worker_it_waits_says_for_what_and_stops_when_told(driver):
     """The only worker dies, and the cluster has nothing for another."""
     lacking: list[str | None] = [None]
