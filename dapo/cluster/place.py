@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import ray
 from dapo.assemble import Parts, embedded_engine, model_source
 from dapo.cluster.judges import PlacedJudge, RewardWorker
 from dapo.cluster.learners import LearnerGroup, LearnerRank
-from dapo.cluster.placement import Demand, Placement, wants_gpus
+from dapo.cluster.placement import Bundle, Demand, Placement, wants_gpus
 from dapo.config import Config, EngineName
 from dapo.engine.actor import Restarts, RolloutWorker, Weights
 from dapo.engine.embedded.engine import EmbeddedEngine
@@ -57,6 +58,23 @@ def rollout_engine(
     return Follower(embedded_engine(config, loaded, loaded.model), loaded.model, weights)
 
 
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """What everything that is placed has in common."""
+
+    config: Config
+    demand: Demand
+    placement: Placement
+    restarts: Restarts
+    on_event: Callable[[str, str], None]
+    is_stopping: Callable[[], bool]
+
+    def watch(self, place: Callable[[int], tuple[int, Bundle]], count: int) -> dict[str, Any]:
+        """For whoever has `count` processes there: what they lack, whom to tell, and when to give up."""
+        missing = partial(self.placement.missing, [place(slot) for slot in range(count)])
+        return {"missing": missing, "on_event": self.on_event, "is_stopping": self.is_stopping}
+
+
 def place(
     config: Config,
     saved: Path | None,
@@ -73,46 +91,14 @@ def place(
         demand = Demand.of(config, on_gpu=wants_gpus(config))
         placement = Placement(demand, config.cluster.timeout)
         undo.callback(placement.remove)
-        restarts = Restarts(config.cluster.max_restarts)
+        site = _Site(config, demand, placement, Restarts(config.cluster.max_restarts), on_event, is_stopping)
         judge = None
         if config.cluster.reward_workers:  # first: what is wrong with a reward shows before models are loaded
-            judge = _place_judges(config, demand, placement, restarts, on_event, is_stopping)
+            judge = _place_judges(site)
             undo.callback(judge.close)
-        count = len(demand.learners)
-        learners = LearnerGroup(
-            lambda rank: _actor(LearnerRank, placement.options(demand.learner(rank)), rank, count),
-            count,
-            config,
-            saved,
-            restarts,
-            shares_gpu=not demand.rollout_workers,
-            missing=lambda: placement.missing(map(demand.learner, range(count))),
-            on_event=on_event,
-            is_stopping=is_stopping,
-        )
+        learners = _place_learners(site, saved)
         undo.callback(learners.close)
-        kinds = config.rollout_engines or (config.rollout.engine,) * count
-        options = config.model_dump_json()
-        # From GPU to GPU where all workers can take them so.
-        is_straight = learners.on_gpu and bool(demand.rollout_workers) and set(kinds) == {"vllm"}
-        transport: Transport = "broadcast" if is_straight else "memory"
-        engine = RayEngine(
-            lambda slot: _actor(
-                RolloutWorker,
-                placement.options(demand.engine(slot)),
-                partial(rollout_engine, kinds[slot], options, learners.stop_ids, transport=transport),
-            ),
-            demand.engines,
-            learners.stored_weights,
-            limit=2 * (config.concurrent if learners.on_gpu else config.rollout.max_concurrent or CPU_CONCURRENT),
-            restarts=restarts,
-            timeout=config.cluster.timeout,
-            broadcast=learners.broadcast if is_straight else None,
-            missing=lambda: placement.missing(map(demand.engine, range(demand.engines))),
-            on_event=on_event,
-            is_stopping=is_stopping,
-            on_close=undo.pop_all().close,
-        )
+        engine = _place_engine(site, learners, undo.pop_all().close)
     return Parts(
         learners,
         engine,
@@ -124,26 +110,54 @@ def place(
     )
 
 
-def _place_judges(
-    config: Config,
-    demand: Demand,
-    placement: Placement,
-    restarts: Restarts,
-    on_event: Callable[[str, str], None],
-    is_stopping: Callable[[], bool],
-) -> PlacedJudge:
-    count = len(demand.reward_workers)
+def _place_learners(site: _Site, saved: Path | None) -> LearnerGroup:
+    demand, placement, count = site.demand, site.placement, len(site.demand.learners)
+    return LearnerGroup(
+        lambda rank: _actor(LearnerRank, placement.options(demand.learner(rank)), rank, count),
+        count,
+        site.config,
+        saved,
+        site.restarts,
+        shares_gpu=not demand.rollout_workers,
+        **site.watch(demand.learner, count),
+    )
+
+
+def _place_engine(site: _Site, learners: LearnerGroup, on_close: Callable[[], None]) -> RayEngine:
+    config, demand, placement = site.config, site.demand, site.placement
+    kinds = config.rollout_engines or (config.rollout.engine,) * len(demand.learners)
+    options = config.model_dump_json()
+    # From GPU to GPU where all workers can take them so.
+    is_straight = learners.on_gpu and bool(demand.rollout_workers) and set(kinds) == {"vllm"}
+    transport: Transport = "broadcast" if is_straight else "memory"
+    return RayEngine(
+        lambda slot: _actor(
+            RolloutWorker,
+            placement.options(demand.engine(slot)),
+            partial(rollout_engine, kinds[slot], options, learners.stop_ids, transport=transport),
+        ),
+        demand.engines,
+        learners.stored_weights,
+        limit=2 * (config.concurrent if learners.on_gpu else config.rollout.max_concurrent or CPU_CONCURRENT),
+        restarts=site.restarts,
+        timeout=config.cluster.timeout,
+        broadcast=learners.broadcast if is_straight else None,
+        on_close=on_close,
+        **site.watch(demand.engine, demand.engines),
+    )
+
+
+def _place_judges(site: _Site) -> PlacedJudge:
+    demand, placement, count = site.demand, site.placement, len(site.demand.reward_workers)
     return PlacedJudge(
         lambda slot, concurrency: _actor(
             RewardWorker, {**placement.options(demand.judge(slot)), "max_concurrency": concurrency}
         ),
         count,
-        config.reward,
-        restarts=restarts,
-        timeout=config.cluster.timeout,
-        missing=lambda: placement.missing(map(demand.judge, range(count))),
-        on_event=on_event,
-        is_stopping=is_stopping,
+        site.config.reward,
+        restarts=site.restarts,
+        timeout=site.config.cluster.timeout,
+        **site.watch(demand.judge, count),
     )
 
 
