@@ -27,6 +27,12 @@ class CheckpointError(DapoError, ValueError):
     """A run directory or checkpoint cannot be read, or belongs to another run."""
 
 
+class StorageError(DapoError, RuntimeError):
+    """A disk is full or fails while the run writes to it. What was saved before stays, and the run can resume."""
+
+    exit_code = 3
+
+
 class TrainingStopped(DapoError, RuntimeError):
     """The run cannot go on in a way that makes sense: a guard stopped it."""
 

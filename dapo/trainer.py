@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dapo.assemble import assemble, model_source
-from dapo.config import Config, Source, leaves
+from dapo.config import Config
 from dapo.data.dataset import load_eval_sets, load_train_stream
-from dapo.errors import CheckpointError, ClusterLost, ConfigError, LearnerLost, TrainingStopped
+from dapo.errors import CheckpointError, ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped
 from dapo.evaluate import evaluate
 from dapo.inflight import InflightSampler
 from dapo.model.loading import load_tokenizer
@@ -31,17 +28,12 @@ from dapo.rewards.judge import build_judge
 from dapo.rewards.protocol import Judge
 from dapo.sampling import DynamicSampler, Sampled
 from dapo.store.console import Reporter
-from dapo.store.database import RunDatabase, versions
+from dapo.store.database import versions
 from dapo.store.trackers import Trackers, require_trackers
+from dapo.training.run_directory import RunDirectory
 from dapo.types import EvalReport, Event, SamplingParams, StepReport
 
 MAX_EMPTY_BATCHES = 3
-
-# On resume these must be what they were: with another value it would be another run.
-FIXED_KEYS = (
-    "model.path", "model.dtype", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules",
-    "data.train", "data.prompt_template", "data.system_prompt", "run.seed",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,19 +67,7 @@ class Trainer:
         self.recipe = recipe  # where the configuration came from, for whoever looks at the run
         self.run_dir = config.run_dir
         require_trackers(config.run.trackers)
-        goes_on = self._holds_run()
-        if goes_on and not resume:
-            raise CheckpointError(
-                f"{self.run_dir}: holds a run already; go on with --resume, or give this one another run.name"
-            )
-        if goes_on:
-            _changes(Config.load(self.run_dir / "config.yaml"), config, self.run_dir)  # refuses another run
-        saved = checkpoint.newest(self.run_dir / "checkpoints") if goes_on else None
-        state = checkpoint.read_state(saved) if saved else None
-        if state and state.step >= config.run.steps:
-            raise CheckpointError(
-                f"{self.run_dir}: has all of its {state.step} steps already; raise run.steps to train on"
-            )
+        self.directory = RunDirectory(config, resume=resume)  # locked from here on
         self.step, self.version, self.empty_in_a_row = 0, 0, 0
         self.saved_step = 0
         self.best: Best | None = None
@@ -95,28 +75,29 @@ class Trainer:
         self.is_open = False
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self.recording: Future[None] | None = None
-        own_judge = None if config.cluster.reward_workers else build_judge(config.reward, reward)
         with ExitStack() as undo:
+            undo.callback(self.directory.abandon)
+            own_judge = None if config.cluster.reward_workers else build_judge(config.reward, reward)
             if own_judge is not None:
                 undo.callback(own_judge.close)
             # Whatever can be wrong with model or data shows here, before anything is written.
-            self._build(saved, own_judge)
+            self._build(self.directory.saved, own_judge)
             undo.callback(self.engine.close)
-            if saved and state:
-                self._restore(saved, state)
-            self.lock, self.database = self._open_run_dir(goes_on)
+            if self.directory.saved and self.directory.state:
+                self._restore(self.directory.saved, self.directory.state)
+            about = versions() if self.recipe is None else {**versions(), "recipe": self.recipe}
+            self.database = self.directory.begin(about)
+            undo.callback(self.database.close)
             self.is_open = True
+            for note in self.notes:
+                self._event("data", note)
+            if plan := self.policy.memory_plan(self.parts.cache_bytes):
+                self._event("plan", plan)
+            if resume:
+                undone = self.database.rewind(self.step)
+                self.reporter.event(Event("resumed", f"after step {self.step}, {undone} later steps undone", self.step))
+            self.trackers = Trackers(config, self.step, on_failure=lambda message: self._event("tracker", message))
             undo.pop_all()
-        for note in self.notes:
-            self._event("data", note)
-        if plan := self.policy.memory_plan(self.parts.cache_bytes):
-            self._event("plan", plan)
-        if goes_on:
-            undone = self.database.rewind(self.step)
-            self.reporter.event(Event("resumed", f"after step {self.step}, {undone} later steps undone", self.step))
-        elif resume:
-            self.reporter.event(Event("resumed", f"nothing to go on with in {self.run_dir}, starting anew", 0))
-        self.trackers = Trackers(config, self.step, on_failure=lambda message: self._event("tracker", message))
         self.before: tuple[EvalReport, ...] = ()
         self.latest: tuple[EvalReport, ...] = ()
         self.at_rest = self.at_start = self._state()
@@ -133,6 +114,10 @@ class Trainer:
                     self._train_evaluate_save()
                 except LearnerLost as lost:
                     self._go_back(lost)
+                except StorageError as fault:
+                    with suppress(StorageError):  # the same disk may refuse this, too
+                        self._event("stopped", str(fault))
+                    raise
                 except ClusterLost as lost:  # the weights are those of the last whole step
                     if self.step > self.saved_step:
                         self._save(self.at_rest)
@@ -154,7 +139,7 @@ class Trainer:
 
     def _go_back(self, lost: LearnerLost) -> None:
         """The weights are gone: all learners start again from the newest checkpoint, and so does everything else."""
-        saved = checkpoint.newest(self.run_dir / "checkpoints")
+        saved = checkpoint.newest(self.directory.checkpoints)
         try:
             self.parts.restart(lost, saved)
         except ClusterLost as end:
@@ -171,7 +156,7 @@ class Trainer:
 
     def close(self) -> None:
         with ExitStack() as stack:  # in the opposite order; one that fails does not keep the others
-            stack.callback(self.lock.close)
+            stack.callback(self.directory.close)
             stack.callback(self.database.close)
             stack.callback(self.writer.shutdown)
             stack.callback(self._wait_for_records)
@@ -242,6 +227,7 @@ class Trainer:
             self.reporter.evaluation(report)
             self.trackers.evaluation(report)
             reports.append(report)
+        self.engine.figures()  # of the evaluation, which no training step should count as its own
         return tuple(reports)
 
     def _is_best(self) -> bool:
@@ -277,16 +263,14 @@ class Trainer:
             ledger=self.sampler.ledger.state(),
             carried=self.sampler.carried,
             pending={serial: group.prompt for serial, group in self.sampler.pending.items()},
+            best=self.best,
         )
 
     def _save(self, state: TrainerState | None = None) -> None:
         self.reporter.phase("saving")
         self._wait_for_records()  # the database may be ahead of a checkpoint, never behind
         state = state or self._state()
-        folder, best = self.run_dir / "checkpoints", self.best
-        checkpoint.save(folder, state, self.policy, self.tokenizer, best.step if best else None)
-        if best is not None and best.step == self.step:
-            checkpoint.mark_best(folder, best)
+        checkpoint.save(self.directory.checkpoints, state, self.policy, self.tokenizer)
         self.saved_step = self.step
 
     def _is_due(self, every: int) -> bool:
@@ -298,40 +282,6 @@ class Trainer:
             self._wait_for_records()
             self.database.record_event(event)
         self.reporter.event(event)
-
-    def _holds_run(self) -> bool:
-        """Whether steps were recorded here. A start that failed before its first step does not count."""
-        config_file = self.run_dir / "config.yaml"
-        if not config_file.exists():
-            return False
-        with RunDatabase.open_readonly(self.run_dir / "run.db") as database:
-            return next(database.steps(), None) is not None
-
-    def _open_run_dir(self, goes_on: bool) -> tuple[IO[str], RunDatabase]:
-        """Create or take over the run directory, and hold it for this process alone."""
-        path, config_file = self.run_dir, self.run_dir / "config.yaml"
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / ".lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise CheckpointError(f"{path}: another process is training this run") from None
-        resolved = self.config.to_yaml()
-        if goes_on:
-            database = RunDatabase.open(path / "run.db", resolved)
-            if changes := _changes(Config.load(config_file), self.config, path):
-                database.record_event(Event("configuration", "changed on resume: " + "; ".join(changes), self.step))
-        else:
-            # Of a start that recorded no step: the weights of another model may be among it.
-            shutil.rmtree(path / "checkpoints", ignore_errors=True)
-            for leftover in path.glob("run.db*"):
-                leftover.unlink()
-            about = versions() if self.recipe is None else {**versions(), "recipe": self.recipe}
-            database = RunDatabase.create(path / "run.db", resolved, about)
-        draft = path / ".config.yaml"
-        draft.write_text(resolved, encoding="utf-8")
-        draft.replace(config_file)
-        return lock, database
 
     def _build(self, saved: Path | None, own_judge: Judge | None) -> None:
         """Model, policy, engine, judge and sampler; weights from the checkpoint where there is one."""
@@ -382,7 +332,7 @@ class Trainer:
         self.saved_step = state.step
         self.empty_in_a_row = state.empty_in_a_row
         self.policy.non_finite_in_a_row = state.non_finite_in_a_row
-        self.best = checkpoint.best(self.run_dir / "checkpoints")
+        self.best = checkpoint.best(self.directory.checkpoints)
         self.stream.positions = list(state.positions)
         self.sampler.ledger.restore(state.ledger, state.considered)
         self.sampler.next_serial = state.next_serial
@@ -427,27 +377,6 @@ def _with_function(config: Config, reward: Callable[..., Any]) -> Config:
 
 def _stem(path: str) -> str:
     return Path(path.removeprefix("gym:")).stem
-
-
-def _changes(old: Config, new: Config, path: Path) -> list[str]:
-    """What differs from the run that is there, in words; refused where it would make it another run."""
-    changes = []
-    for key, _ in leaves():
-        was, now = (reduce(getattr, key.split("."), config) for config in (old, new))
-        if was == now:
-            continue
-        if key in FIXED_KEYS:
-            raise CheckpointError(
-                f"{path}: holds another run: its {key} is {_shown(was)}, here it is {_shown(now)}; use another run.name"
-            )
-        changes.append(f"{key} {_shown(was)} -> {_shown(now)}")
-    return changes
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple) and value and isinstance(value[0], Source):
-        return ", ".join(source.path for source in value)
-    return repr(value)
 
 
 def _metrics(sampled: Sampled, update: UpdateResult, *, train: float, total: float) -> dict[str, float]:

@@ -12,7 +12,7 @@ from dapo.model.export import save_dense
 from dapo.model.loading import load_model
 from dapo.model.lora import add_adapters, causal_lm, merged
 from dapo.policy import checkpoint
-from dapo.policy.checkpoint import TrainerState
+from dapo.policy.checkpoint import Best, TrainerState
 from dapo.policy.policy import Policy
 from dapo.store.database import RunDatabase
 from tests.tiny import save_tiny
@@ -57,12 +57,12 @@ class SavedRun:
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
 
-    def save(self, step: int, best: int | None = None) -> None:
+    def save(self, step: int, best: Best | None = None) -> None:
         state = TrainerState(
             step=step, version=step, positions=[0], data_digest="", next_serial=0, recent=[], empty_in_a_row=0,
-            non_finite_in_a_row=0, considered=0, ledger={}, carried=[],
+            non_finite_in_a_row=0, considered=0, ledger={}, carried=[], best=best,
         )  # fmt: skip
-        checkpoint.save(self.folder, state, self.policy, self.tokenizer, best)
+        checkpoint.save(self.folder, state, self.policy, self.tokenizer)
 
     @property
     def steps(self) -> list[int]:

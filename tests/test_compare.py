@@ -12,7 +12,6 @@ from rich.console import Console
 from dapo.compare import comparison_json, evaluate_models, print_comparison
 from dapo.config import Config
 from dapo.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
-from dapo.policy import checkpoint
 from dapo.policy.checkpoint import Best
 from dapo.store.database import RunDatabase
 from dapo.subjects import DEFAULT_K, resolve, split_arguments, unlike
@@ -39,9 +38,8 @@ def run(tmp_path_factory):
         eval={"k": 2, "temperature": 0.7},
     )
     saved.save(1)
-    checkpoint.mark_best(saved.folder, Best(1, "set/avg@2", 0.5))
     saved.move()
-    saved.save(4)
+    saved.save(4, Best(1, "set/avg@2", 0.5))
     return saved
 
 

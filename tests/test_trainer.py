@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo import Config, Trainer
 from dapo.algorithm.filtering import GroupRules, form_group
-from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import CheckpointError, ConfigError, RewardError, TrainingStopped
 from dapo.policy import checkpoint
+from dapo.policy.checkpoint import Best
 from dapo.store.database import RunDatabase
+from dapo.training.run_directory import RunDirectory
 from dapo.types import CARRIED
 from tests import plain, runs
+from tests.saved import SavedRun
 
 ROOT = Path(__file__).parent.parent
 
@@ -320,7 +322,7 @@ def test_a_run_that_has_all_its_steps_says_so_before_anything_is_loaded(tmp_path
 def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
     config = runs.load(tmp_path, "run.steps=1")
     train(config)
-    with pytest.raises(CheckpointError, match="holds a run already; go on with --resume"):
+    with pytest.raises(CheckpointError, match="holds a run already; continue it with --resume"):
         Trainer(config)
     other = runs.load(tmp_path, "run.steps=2", "run.seed=1")
     with pytest.raises(CheckpointError, match=r"holds another run: its run.seed is 5, here it is 1"):
@@ -344,14 +346,6 @@ def test_on_exhausted_raise_records_and_saves_the_step_and_then_stops(tmp_path):
     assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_1").step == 1
 
 
-def test_a_start_that_recorded_no_step_leaves_nothing_that_a_later_run_would_take_up(tmp_path):
-    config = runs.load(tmp_path, "run.steps=2")
-    leftover = config.run_dir / "checkpoints" / "step_7"
-    leftover.mkdir(parents=True)
-    train(config)
-    assert not leftover.exists()
-
-
 def test_a_trainer_lets_go_of_its_run_when_it_is_done(tmp_path):
     Trainer(runs.load(tmp_path, "run.steps=1")).run()
     assert Trainer(runs.load(tmp_path, "run.steps=2"), resume=True).run().steps == 2
@@ -368,28 +362,79 @@ def test_a_changed_option_on_resume_is_recorded(tmp_path):
     assert Config.load(config.run_dir / "config.yaml").optim.lr == 1e-4
 
 
-def test_two_processes_cannot_train_one_run_and_the_second_lets_go_of_what_it_made(tmp_path, monkeypatch):
+def test_two_processes_cannot_train_one_run_and_the_second_is_told_before_it_loads_a_model(tmp_path, monkeypatch):
     config = runs.load(tmp_path)
     trainer = Trainer(config)
-    closed = []
-    monkeypatch.setattr(EmbeddedEngine, "close", lambda engine: closed.append(engine))
-    with pytest.raises(CheckpointError, match="another process is training this run"):
-        Trainer(config, resume=True)
-    assert len(closed) == 1
-    assert closed[0] is not trainer.engine
+    monkeypatch.setattr("dapo.trainer.assemble", lambda *_: pytest.fail("nothing needs to be loaded"))
+    for resume in (True, False):
+        with pytest.raises(CheckpointError, match="another process is training this run"):
+            Trainer(config, resume=resume)
     trainer.close()
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "trainer/optimiser.safetensors", "trainer/state.json"])
-def test_a_damaged_checkpoint_is_refused_in_one_sentence(tmp_path, file):
+FILES = [
+    "model.safetensors", "config.json", "tokenizer.json", "trainer/optimiser.safetensors", "trainer/state.json",
+    "trainer/SHA256SUMS",
+]  # fmt: skip
+
+
+def test_a_checkpoint_with_one_bit_changed_anywhere_is_refused_in_one_sentence(tmp_path):
     train(runs.load(tmp_path, "run.steps=1"))
     config = runs.load(tmp_path, "run.steps=2")
-    victim = config.run_dir / "checkpoints" / "step_1" / file
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
-    victim.write_bytes(bytes(content) if file != "trainer/state.json" else bytes(content[: len(content) // 2]))
-    with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .*; delete this folder"):
-        Trainer(config, resume=True)
+    for file in FILES:
+        victim = config.run_dir / "checkpoints" / "step_1" / file
+        content = victim.read_bytes()
+        for place in range(0, len(content), max(1, len(content) // 20)):
+            victim.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
+                RunDirectory(config, resume=True)
+        victim.write_bytes(content[: len(content) // 2])
+        with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
+            RunDirectory(config, resume=True)
+        victim.unlink()
+        with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
+            RunDirectory(config, resume=True)
+        victim.write_bytes(content)
+    sums = subprocess.run(["sha256sum", "--check", "trainer/SHA256SUMS"], cwd=victim.parent.parent, capture_output=True)
+    assert sums.returncode == 0, sums.stderr
+    assert sums.stdout.count(b": OK") >= len(FILES) - 1
+    assert train(config, resume=True).steps == 2
+
+
+def test_a_run_of_the_format_before_checksums_resumes(tmp_path):
+    """State without its own checksum, and the mark of the best checkpoint in a file beside it."""
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4")
+    train(whole)
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=2"))
+    folder = tmp_path / "runs" / "parts" / "checkpoints"
+    sums = folder / "step_2" / "trainer" / "SHA256SUMS"
+    files = {name: digest for digest, name in (line.split("  ") for line in sums.read_text().splitlines())}
+    sums.unlink()
+    state = json.loads((folder / "step_2" / "trainer" / "state.json").read_text())
+    del state["best"], files["trainer/state.json"]
+    (folder / "step_2" / "trainer" / "state.json").write_text(json.dumps({**state, "format": 2, "files": files}))
+    (folder / "best.json").write_text('{"step": 2, "metric": "set/avg@2", "value": 0.5}')
+    (tmp_path / "runs" / "parts" / ".lock").write_text("")
+    assert checkpoint.best(folder) == Best(2, "set/avg@2", 0.5)
+    parts = runs.load(tmp_path, "run.name=parts", "run.steps=4")
+    train(parts, resume=True)
+    assert_same_run(whole.run_dir, parts.run_dir, step=4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("step", "1"), ("step", 1.0), ("recent", [1]), ("ledger", []), ("carried", [{}]), ("best", {}), ("more", 1)],
+)
+def test_a_state_of_other_types_is_refused_in_one_sentence(tmp_path, key, value):
+    saved = SavedRun(tmp_path)
+    saved.save(1)
+    file = saved.folder / "step_1" / "trainer" / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value, "format": 2, "files": {}}))
+    (saved.folder / "step_1" / "trainer" / "SHA256SUMS").unlink()
+    with pytest.raises(
+        CheckpointError, match=rf"the checkpoint is damaged \(ValueError: {key}.* in trainer/state.json"
+    ):
+        checkpoint.read_state(saved.folder / "step_1")
 
 
 def test_the_published_algorithm_when_everything_of_ours_is_off(tmp_path):

@@ -166,6 +166,10 @@ class LearnerGroup:
     def memory_plan(self, cache_bytes: int) -> str | None:
         return self._call("memory_plan", cache_bytes)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self._ask([self.ranks[0].get.remote("checkpoint_bytes")])[0]
+
     def save(self, folder: Path) -> None:
         self._call("save", folder.absolute())
 

@@ -113,6 +113,10 @@ class RanksPolicy:
     def memory_plan(self, cache_bytes: int) -> str | None:
         return self._learn("memory_plan", cache_bytes)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.own.checkpoint_bytes
+
     def save(self, folder: Path) -> None:
         self._learn("save", folder.absolute())
 

@@ -38,13 +38,13 @@ def published(final: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        _sync(temporary)
+        sync_tree(temporary)
         try:
             temporary.rename(final)
         except OSError:
             if not final.is_dir():
                 raise
-        _fsync(final.parent)
+        fsync(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -78,14 +78,26 @@ def _remove_leftovers(final: Path) -> None:
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file all or nothing: whoever reads it finds the old content or the new one, also after a power cut."""
+    draft = path.with_name(f".{path.name}")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    fsync(path.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Have the disk hold every file and directory entry below `folder`."""
     for root, _, names in os.walk(folder):
         for name in names:
-            _fsync(Path(root) / name)
-        _fsync(Path(root))
+            fsync(Path(root) / name)
+        fsync(Path(root))
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,37 +1,55 @@
-"""Checkpoints: a Hugging Face directory beside the trainer's state, in safetensors and JSON, written all or nothing."""
+"""Checkpoints: a Hugging Face directory beside the trainer's state, in safetensors and JSON, written all or nothing.
+
+A checkpoint is written under `checkpoints/.partial`, synced, and renamed to `checkpoints/step_N`. One that is no longer
+needed is renamed into `.partial` before its files are deleted. So a folder called step_N is always complete, and
+whatever lies in `.partial` was written by this program and may be deleted.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
+from typing_extensions import TypedDict
 
-from dapo.errors import CheckpointError
-from dapo.model.cache import published
+from dapo.errors import CheckpointError, StorageError
+from dapo.model.cache import fsync, sync_tree
 from dapo.policy.protocol import Learner
-from dapo.types import Group, Prompt, Rollout, Score
+from dapo.types import FinishReason, Group, Prompt, Rollout, Score
 
-FORMAT = 2
+FORMAT = 3
 KEEP = 2
+PARTIAL = ".partial"
 _STATE = "trainer/state.json"
-_BEST = "best.json"
+_CHECKSUMS = "trainer/SHA256SUMS"
+_STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})", re.ASCII)
+_OLD_LEFTOVER = re.compile(r"\.step_[0-9]+\.(old|[0-9]+\.[0-9a-f]{8})", re.ASCII)  # as earlier versions named them
 
 Which = int | Literal["best", "last"]
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The step that an evaluation found best so far, and the metric that says so."""
+
+    step: int
+    metric: str
+    value: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainerState:
-    """What the next step depends on besides weights and optimiser. All randomness is hashed from these counters."""
+    """What the next step depends on besides weights and optimizer. All randomness is hashed from these counters."""
 
     step: int
     version: int
@@ -44,68 +62,103 @@ class TrainerState:
     considered: int  # prompts that the ledger was asked about
     ledger: Mapping[str, Sequence[int]]
     carried: list[Group]
-    pending: Mapping[int, Prompt] = field(default_factory=dict)  # by serial: under way, to be submitted again
+    pending: Mapping[int, Prompt] = field(default_factory=dict)  # by serial: in flight, to be submitted again
+    best: Best | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The step that an evaluation found best so far, and the figure that says so."""
-
-    step: int
-    metric: str
-    value: float
-
-
-def save(folder: Path, state: TrainerState, policy: Learner, tokenizer: Any, best: int | None = None) -> Path:
-    """Write checkpoints/step_N, all or nothing; keep the newest two, that of step `best`, and the one marked best."""
+def save(folder: Path, state: TrainerState, policy: Learner, tokenizer: Any) -> Path:
+    """Write checkpoints/step_N, all or nothing; then delete all but the newest two and the best one."""
     target = folder / f"step_{state.step}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".step_*"):  # of a process that was killed while it wrote
-        shutil.rmtree(leftover)
-    if target.exists():  # of a later part of the run that was undone
-        _remove(target)
-    with _explained(target), published(target) as draft:
-        (draft / "trainer").mkdir()
-        policy.save(draft)
-        tokenizer.save_pretrained(draft)
-        files = {str(path.relative_to(draft)): _digest(path) for path in sorted(draft.rglob("*")) if path.is_file()}
-        own = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("carried", "pending")}
-        carried = [_to_json(group) for group in state.carried]
-        pending = [{"serial": serial, "prompt": asdict(prompt)} for serial, prompt in state.pending.items()]
-        document = {"format": FORMAT, "files": files, **own, "carried": carried, "pending": pending}
-        (draft / _STATE).write_text(json.dumps(document), encoding="utf-8")
-    # Until a new one is marked, the checkpoint marked best stays: the process may end before it comes to that.
-    marked = _marked(folder)
-    spared = {best, marked.step if marked else None}
-    for step, old in sorted(_all(folder).items())[:-KEEP]:
-        if step not in spared:
-            _remove(old)
+    with _explained(folder, target):
+        folder.mkdir(parents=True, exist_ok=True)
+        fsync(folder.parent)
+        clean(folder)
+        _check_space(folder, target, policy)
+        draft = folder / PARTIAL / target.name
+        (draft / "trainer").mkdir(parents=True)
+        try:
+            policy.save(draft)
+            tokenizer.save_pretrained(draft)
+            (draft / _STATE).write_text(json.dumps(_to_document(state)), encoding="utf-8")
+            _write_checksums(draft)
+            sync_tree(draft)
+            if target.exists():  # from a part of the run that was undone
+                target.rename(draft.with_name(f"{target.name}.old"))
+            draft.rename(target)
+            fsync(folder)
+        finally:
+            clean(folder)
+        _remove_old(folder, state.best)
     return target
 
 
+def clean(folder: Path) -> None:
+    """Delete what a killed process left half written or half deleted."""
+    shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+    for path in folder.glob(".step_*"):
+        if _OLD_LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_old(folder: Path, marked: Best | None) -> None:
+    for step, old in sorted(_all(folder).items())[:-KEEP]:
+        if not (marked and step == marked.step) and (old / _STATE).is_file():
+            (folder / PARTIAL).mkdir(exist_ok=True)
+            old.rename(folder / PARTIAL / old.name)
+    clean(folder)
+
+
+def _check_space(folder: Path, target: Path, policy: Learner) -> None:
+    needed, free = policy.checkpoint_bytes, shutil.disk_usage(folder).free
+    if free < needed:
+        raise StorageError(
+            f"{target}: a checkpoint takes about {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB of the disk are "
+            f"free; {_remedy(folder)}"
+        )
+
+
 @contextmanager
-def _explained(target: Path) -> Iterator[None]:
+def _explained(folder: Path, target: Path) -> Iterator[None]:
+    """Turn a full or failing disk into one sentence, however each library reports it."""
     try:
         yield
-    except SafetensorError as error:  # a full disk, as safetensors tells it
-        raise CheckpointError(f"{target}: cannot be written ({error}); the checkpoint before it is whole") from error
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{target}: cannot be written ({_reason(error)}); {_remedy(folder)}") from error
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers raise a bare Exception where a file cannot be written
+            raise
+        raise StorageError(f"{target}: cannot be written ({_reason(error)}); {_remedy(folder)}") from error
 
 
-def mark_best(folder: Path, best: Best) -> None:
-    """Say which checkpoint is the best one, all or nothing; it is spared from then on."""
-    assert math.isfinite(best.value), f"{best.metric} is {best.value}"
-    draft = folder / f".{_BEST}"
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump(asdict(best), file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(folder / _BEST)
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else " ".join(str(error).split())
+
+
+def _remedy(folder: Path) -> str:
+    found = _all(folder)
+    from_where = (
+        f"which continues after step {max(found)}" if found else "which starts from step 0: nothing was saved yet"
+    )
+    return f"free some space or repair the disk, then run the same command with --resume, {from_where}"
 
 
 def best(folder: Path) -> Best | None:
-    """The checkpoint marked best; a mark whose checkpoint is gone does not count."""
-    marked = _marked(folder)
-    return marked if marked and marked.step in _all(folder) else None
+    """Return the best checkpoint so far, as the newest one recorded it; None where its folder is gone."""
+    found = _all(folder)
+    if not found:
+        return None
+    document = _read_json(found[max(found)])
+    marked = _best_from(document["best"]) if "best" in document else _marked_in_format_2(folder)
+    return marked if marked and marked.step in found else None
+
+
+def _best_from(values: Any) -> Best | None:
+    return None if values is None else Best(int(values["step"]), str(values["metric"]), float(values["value"]))
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of all complete checkpoints, oldest first."""
+    return sorted(_all(folder))
 
 
 def newest(folder: Path) -> Path | None:
@@ -138,23 +191,67 @@ def find(folder: Path, which: Which | None = None) -> Path:
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """The trainer's state, after every file of the checkpoint was found to be what was written."""
+    """Return the trainer's state, after checking that every file of the checkpoint is what was written."""
     try:
-        document = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
-        found = document.pop("format")
-        if found != FORMAT:
-            raise CheckpointError(f"{checkpoint}: written in format {found}, this version reads format {FORMAT}")
-        for name, digest in document.pop("files").items():
-            if _digest(checkpoint / name) != digest:
-                raise CheckpointError(_damaged(checkpoint, f"{name} is not what was written"))
-        carried = [_from_json(group) for group in document.pop("carried")]
-        # Checkpoints from before there was an in-flight mode lack it.
-        pending = {item["serial"]: _prompt(item["prompt"]) for item in document.pop("pending", ())}
-        return TrainerState(**document, carried=carried, pending=pending)
+        has_checksums = (checkpoint / _CHECKSUMS).is_file()
+        if has_checksums:
+            _verify(checkpoint)
+        document = _read_json(checkpoint)
+        found = document.pop("format", None)
+        if found == 2:  # holds the checksums of all files but itself
+            _compare(checkpoint, document.pop("files"))
+        elif found != FORMAT:
+            raise CheckpointError(
+                f"{checkpoint}: written in format {found}, this version reads formats 2 and {FORMAT}; use the version "
+                "of dapo that wrote it"
+            )
+        elif not has_checksums:
+            raise CheckpointError(_damaged(checkpoint, f"{_CHECKSUMS} is missing"))
+        return _from_document(document)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(_damaged(checkpoint, f"{type(error).__name__}: {error}")) from error
+
+
+def _write_checksums(draft: Path) -> None:
+    """In the format of sha256sum, so that `sha256sum --check trainer/SHA256SUMS` works."""
+    lines = [f"{_digest(path)}  {path.relative_to(draft)}\n" for path in _files(draft)]
+    (draft / _CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    """All files but the checksums and hidden ones, which file systems and desktops leave behind."""
+    found = (path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith("."))
+    return sorted(path for path in found if path != checkpoint / _CHECKSUMS)
+
+
+def _verify(checkpoint: Path) -> None:
+    """A file that is not listed counts as damage: transformers reads files by name, whoever put them there."""
+    lines = (checkpoint / _CHECKSUMS).read_text(encoding="utf-8").splitlines()
+    written = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    _compare(checkpoint, written)
+    there = {str(path.relative_to(checkpoint)) for path in _files(checkpoint)}
+    if unknown := sorted(there - written.keys()):
+        raise CheckpointError(
+            f"{checkpoint}: holds files that do not belong to the checkpoint ({', '.join(unknown[:3])}); move them away"
+        )
+
+
+def _compare(checkpoint: Path, written: Mapping[str, str]) -> None:
+    for name, digest in written.items():
+        if _digest(checkpoint / name) != digest:
+            raise CheckpointError(_damaged(checkpoint, f"{name} is not what was written"))
+
+
+def _read_json(checkpoint: Path) -> dict[str, Any]:
+    try:
+        document = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+        if not isinstance(document, dict):
+            raise TypeError(f"{_STATE} holds a {type(document).__name__}")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(_damaged(checkpoint, f"{type(error).__name__}: {error}")) from error
+    return document
 
 
 def restore(checkpoint: Path, policy: Learner) -> None:
@@ -166,40 +263,135 @@ def restore(checkpoint: Path, policy: Learner) -> None:
 
 
 def _all(folder: Path) -> dict[int, Path]:
+    """Complete checkpoints by step."""
     if not folder.is_dir():
         return {}
-    names = {path.name.removeprefix("step_"): path for path in folder.iterdir() if path.name.startswith("step_")}
-    return {int(step): path for step, path in names.items() if step.isdigit()}
+    matches = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in matches if match and path.is_dir()}
 
 
-def _marked(folder: Path) -> Best | None:
-    path = folder / _BEST
+def _marked_in_format_2(folder: Path) -> Best | None:
+    """Checkpoints of format 2 had the mark in a file of its own."""
+    path = folder / "best.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return Best(int(values["step"]), str(values["metric"]), float(values["value"]))
+        return _best_from(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: expected step, metric and value ({type(error).__name__}: {error}); delete the file to go on "
+            f"{path}: expected step, metric and value ({type(error).__name__}: {error}); delete the file to continue "
             "without a best checkpoint"
         ) from error
 
 
-def _remove(checkpoint: Path) -> None:
-    """A process killed halfway leaves a hidden leftover, never a checkpoint that lacks files."""
-    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
-    checkpoint.rename(hidden)
-    shutil.rmtree(hidden)
-
-
 def _damaged(checkpoint: Path, why: str) -> str:
-    return f"{checkpoint}: the checkpoint is damaged ({why}); delete this folder to resume from the one before it"
+    others = sorted(step for step, path in _all(checkpoint.parent).items() if path != checkpoint)
+    remedy = (
+        f"delete this folder to resume from step {others[-1]}"
+        if others
+        else "there is no other one: restore it from a copy, or start again under another run.name"
+    )
+    return f"{checkpoint}: the checkpoint is damaged ({why}); {remedy}"
 
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class _PromptData(TypedDict):
+    uid: str
+    messages: list[dict[str, Any]]
+    tokens: list[int]
+    answer: Any
+    data_source: str
+    extra: dict[str, Any]
+    is_text: bool
+
+
+class _RolloutData(TypedDict):
+    serial: int
+    index: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    weight_version: int
+    text: str
+    switches: NotRequired[list[int]]  # absent from checkpoints that were written before there was an in-flight mode
+
+
+class _ScoreData(TypedDict):
+    value: float | None
+    acc: bool | None
+    error: str | None
+    extras: dict[str, Any]
+
+
+class _GroupData(TypedDict):
+    serial: int
+    prompt: _PromptData
+    rollouts: list[_RolloutData]
+    scores: list[_ScoreData]
+    rewards: list[float]
+    advantages: list[float]
+    trains: list[bool]
+    verdict: str
+    ref_logprobs: list[list[float]] | None
+
+
+class _PendingData(TypedDict):
+    serial: int
+    prompt: _PromptData
+
+
+class _BestData(TypedDict):
+    step: int
+    metric: str
+    value: float
+
+
+class _StateData(TypedDict):
+    """The types of state.json, checked strictly when it is read."""
+
+    step: int
+    version: int
+    positions: list[int]
+    data_digest: str
+    next_serial: int
+    recent: list[bool]
+    empty_in_a_row: int
+    non_finite_in_a_row: int
+    considered: int
+    ledger: dict[str, list[int]]
+    carried: list[_GroupData]
+    pending: NotRequired[list[_PendingData]]
+    best: NotRequired[_BestData | None]
+
+
+_STATE_TYPES = TypeAdapter(_StateData)
+
+
+def _to_document(state: TrainerState) -> dict[str, Any]:
+    own = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("carried", "pending", "best")}
+    return {
+        "format": FORMAT,
+        **own,
+        "carried": [_to_json(group) for group in state.carried],
+        "pending": [{"serial": serial, "prompt": asdict(prompt)} for serial, prompt in state.pending.items()],
+        "best": asdict(state.best) if state.best else None,
+    }
+
+
+def _from_document(document: dict[str, Any]) -> TrainerState:
+    try:
+        _STATE_TYPES.validate_python(document, strict=True, extra="forbid")
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, fault['loc']))} in {_STATE}: {fault['msg']}") from None
+    carried = [_from_json(group) for group in document.pop("carried")]
+    pending = {item["serial"]: _prompt(item["prompt"]) for item in document.pop("pending", ())}
+    marked = _best_from(document.pop("best", None))
+    return TrainerState(**document, carried=carried, pending=pending, best=marked)
 
 
 def _to_json(group: Group) -> dict[str, Any]:

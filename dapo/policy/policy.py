@@ -236,6 +236,13 @@ class Policy:
         """All weights as they are now, adapters merged; those that are tied come once."""
         return files.distinct(self.causal_lm, merged(self.model))
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights, moments and master copies; the tokenizer and the trainer's state are small beside them."""
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        pairs = zip(self.optimiser.parameters, self.optimiser.masters, strict=True)
+        return weights + sum(m.numel() * m.element_size() * (2 if m is p else 3) for p, m in pairs)
+
     def save(self, folder: Path) -> None:
         files.write(self.model, self.optimiser.state_dict(), folder)
 

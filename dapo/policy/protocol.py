@@ -55,6 +55,11 @@ class Learner(Protocol):
         """What a GPU's memory will hold, in words; None where there is no GPU."""
         ...
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What a checkpoint of these weights and their optimizer takes on disk, about."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write weights and optimiser into a checkpoint that is being made."""
         ...

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dapo.errors import CheckpointError
+from dapo.errors import CheckpointError, StorageError
 from dapo.store.schema import APPLICATION_ID, SCHEMA_VERSION
 
 
@@ -17,7 +17,7 @@ def connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
     """A connection that is closed again when what follows fails."""
     if mode != "rwc" and not os.path.isfile(path):
         raise CheckpointError(f"{path}: there is no run database here")
-    with explained(path, "opened as a run database"):
+    with explained(path, "opened as a run database", writes=mode.startswith("rw")):
         connection = sqlite3.connect(
             f"{path.resolve().as_uri()}?mode={mode}",
             uri=True,
@@ -60,11 +60,20 @@ def is_blank(connection: sqlite3.Connection) -> bool:
 
 
 @contextmanager
-def explained(path: Path, doing: str) -> Iterator[None]:
-    """What a user can mend (a damaged file, a full disk, no permission) becomes one sentence; a bug goes through."""
+def explained(path: Path, doing: str, *, writes: bool = False) -> Iterator[None]:
+    """What a user can mend (a damaged file, a full disk, no permission) becomes one sentence; a bug goes through.
+
+    Where the disk failed while writing, SQLite has undone the transaction, so the run can resume.
+    """
     try:
         yield
     except sqlite3.DatabaseError as error:
-        if isinstance(error, sqlite3.OperationalError) or type(error) is sqlite3.DatabaseError:
-            raise CheckpointError(f"{path}: cannot be {doing} ({error})") from error
-        raise
+        if not isinstance(error, sqlite3.OperationalError) and type(error) is not sqlite3.DatabaseError:
+            raise
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if writes and code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            raise StorageError(
+                f"{path}: cannot be {doing} ({error}); free some space or repair the disk, then run the same command "
+                "with --resume"
+            ) from error
+        raise CheckpointError(f"{path}: cannot be {doing} ({error})") from error

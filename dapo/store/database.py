@@ -6,7 +6,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
@@ -36,8 +36,6 @@ class RunDatabase:
     def create(cls, path: str | Path, config_yaml: str, meta: Mapping[str, str]) -> Self:
         """Start a run's database. `config_yaml` is the resolved configuration; its run.store_tokens is obeyed."""
         path = Path(path)
-        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        rows = {**meta, "created": created, "config": config_yaml}
         with connected(path, "rwc") as connection:
             database = cls(connection, path, _store_tokens(config_yaml))
             with database._transaction():
@@ -48,10 +46,37 @@ class RunDatabase:
                     connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-                pairs = [(to_text(key), to_text(value)) for key, value in rows.items()]
-                connection.executemany("INSERT INTO meta VALUES (?, ?)", pairs)
+                database._insert_meta(config_yaml, meta)
             connection.execute("PRAGMA journal_mode = WAL")
             return database
+
+    @classmethod
+    def exists(cls, path: Path) -> bool:
+        """Whether a run's database was begun here; a missing or empty file is one that was not.
+
+        Opens it for writing, because a process that was killed may have left a journal that has to be rolled back.
+        """
+        if not path.exists():
+            return False
+        with connected(path, "rw") as connection, closing(connection):
+            if is_blank(connection):
+                return False
+            check(connection, path)
+            return True
+
+    def restart(self, config_yaml: str, meta: Mapping[str, str]) -> None:
+        """Begin again where no step was recorded."""
+        assert self.last_step() == 0
+        with self._transaction() as connection:
+            for table in ("meta", "evaluations", "events", "prompts"):
+                connection.execute(f"DELETE FROM {table}")
+            self._insert_meta(config_yaml, meta)
+        self._store_tokens = _store_tokens(config_yaml)
+
+    def last_step(self) -> int:
+        """The newest recorded step; 0 where there is none."""
+        (row,) = self._rows("SELECT coalesce(max(step), 0) AS step FROM steps")
+        return row["step"]
 
     @classmethod
     def open(cls, path: str | Path, config_yaml: str | None = None) -> Self:
@@ -209,7 +234,7 @@ class RunDatabase:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with explained(self.path, "written"):
+        with explained(self.path, "written", writes=True):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -224,6 +249,11 @@ class RunDatabase:
         with explained(self.path, "read"):
             for row in self._connection.execute(query, values):
                 yield dict(row)
+
+    def _insert_meta(self, config_yaml: str, meta: Mapping[str, str]) -> None:
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        for key, value in {**meta, "created": created, "config": config_yaml}.items():
+            self._insert("meta", {"key": to_text(key), "value": to_text(value)})
 
     def _insert(self, table: str, values: Mapping[str, Any]) -> None:
         names, places = ", ".join(values), ", ".join("?" * len(values))

@@ -1,0 +1,252 @@
+"""What a start may touch: a folder that is not a run's stays as it is, and a run that is there is never begun again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dapo.config import Config
+from dapo.errors import CheckpointError, ConfigError, DapoError
+from dapo.store.database import RunDatabase
+from dapo.trainer import Trainer
+from dapo.training.run_directory import RunDirectory
+from tests import runs
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    """Every file and folder below, with what it holds."""
+    found = sorted(folder.rglob("*"))
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
+
+
+def train(config: Config, *, resume: bool = False) -> None:
+    Trainer(config, resume=resume).run()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A folder with a model, data and a recipe, and a run of three steps with checkpoints of the last two."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(runs.load(folder, "run.name=run", "run.steps=3", "run.save_every=1"))
+    return folder
+
+
+def copy_of(finished: Path, tmp_path: Path, *overrides: str) -> Config:
+    shutil.copytree(finished / "runs" / "run", tmp_path / "run")
+    return runs.load(finished, f"run.dir={tmp_path}", "run.name=run", "run.save_every=1", "run.steps=4", *overrides)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["checkpoints/epoch_3/model.bin"],
+        ["checkpoints/step_7/model.safetensors"],
+        ["checkpoints/step_7/trainer/state.json", "notes.txt"],
+        ["thesis.tex"],
+        ["config.yaml"],
+        [".lock", "config.yaml"],
+        [".lock", "checkpoints/latest"],
+        ["a", "b", "c", "d", "e"],
+    ],
+    ids=" ".join,
+)
+def test_a_folder_that_is_not_a_run_s_is_refused_and_left_as_it_is(tmp_path, files, resume):
+    config = runs.load(tmp_path, "run.name=mine")
+    for name in files:
+        (config.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (config.run_dir / name).write_text("precious")
+    before = content(config.run_dir)
+    with pytest.raises(
+        CheckpointError, match=r"is not the folder of a run, but holds|holds checkpoints \(of the steps 7"
+    ):
+        Trainer(config, resume=resume)
+    assert content(config.run_dir) == before
+
+
+@pytest.mark.parametrize("database", ["not SQLite at all", "another program's"])
+def test_a_database_that_is_not_a_run_s_is_refused_and_left_as_it_is(tmp_path, database):
+    import sqlite3
+
+    config = runs.load(tmp_path, "run.name=mine")
+    config.run_dir.mkdir(parents=True)
+    file = config.run_dir / "run.db"
+    if database == "another program's":
+        with sqlite3.connect(file) as connection:
+            connection.execute("CREATE TABLE addresses (name)")
+        connection.close()
+    else:
+        file.write_text("this is a text file, and long enough to be looked at " * 50)
+    before = content(config.run_dir)
+    with pytest.raises(CheckpointError, match=r"run\.db: .*(not a database|but not that of a run)"):
+        Trainer(config)
+    assert content(config.run_dir) == before
+
+
+def test_resume_never_starts_a_run(tmp_path):
+    config = runs.load(tmp_path, "run.name=new")
+    with pytest.raises(CheckpointError, match="there is no run to resume; leave out --resume to start one"):
+        Trainer(config, resume=True)
+    assert not config.run_dir.exists()
+
+
+def test_a_start_that_fails_leaves_no_folder(tmp_path):
+    config = runs.load(tmp_path, "run.name=new", f"data.train={tmp_path}/gone.jsonl")
+    with pytest.raises(DapoError, match=r"gone\.jsonl"):
+        Trainer(config)
+    assert not config.run_dir.exists()
+    config.run_dir.mkdir(parents=True)
+    with pytest.raises(DapoError, match=r"gone\.jsonl"):
+        Trainer(config)
+    assert content(config.run_dir) == {}, "a folder that was there stays"
+
+
+def test_a_lost_configuration_is_taken_from_the_database(finished, tmp_path):
+    config = copy_of(finished, tmp_path)
+    (config.run_dir / "config.yaml").unlink()
+    with pytest.raises(CheckpointError, match=r"its run\.seed is 5, here it is 6"):
+        Trainer(runs.load(finished, f"run.dir={tmp_path}", "run.name=run", "run.seed=6"), resume=True)
+    train(config, resume=True)
+    assert len(runs.figures(config.run_dir)) == 4
+    assert Config.load(config.run_dir / "config.yaml") == config
+
+
+def test_checkpoints_without_a_database_are_refused_and_stay(finished, tmp_path):
+    config = copy_of(finished, tmp_path)
+    (config.run_dir / "run.db").unlink()
+    before = content(config.run_dir)
+    for resume in (True, False):
+        with pytest.raises(CheckpointError, match=r"holds checkpoints \(of the steps 2, 3\) but no run database; copy"):
+            Trainer(config, resume=resume)
+    (config.run_dir / "run.db").touch()  # as a process killed while it creates one leaves it
+    with pytest.raises(CheckpointError, match="but no run database"):
+        Trainer(config, resume=True)
+    (config.run_dir / "run.db").unlink()
+    assert content(config.run_dir) == before
+
+
+def test_a_database_copied_without_its_wal_still_resumes_from_the_checkpoint(tmp_path):
+    """What the copy lacks is said in an event; the checkpoint decides where the run stands."""
+    config = runs.load(tmp_path, "run.name=run", "run.steps=3", "run.save_every=1")
+    trainer = Trainer(config)
+    for _ in range(2):
+        trainer._train_evaluate_save()
+    trainer._wait_for_records()
+    assert (config.run_dir / "run.db-wal").stat().st_size > 0
+    copy = tmp_path / "runs" / "copy"
+    shutil.copytree(config.run_dir, copy, ignore=shutil.ignore_patterns("run.db-*"))
+    trainer.close()
+    with RunDatabase.open_readonly(copy / "run.db") as database:
+        assert database.last_step() < 2
+    train(runs.load(tmp_path, "run.name=copy", "run.steps=3", "run.save_every=1"), resume=True)
+    assert runs.weights(copy, 3).keys() == runs.weights_of(tmp_path / "model").keys()
+    with RunDatabase.open_readonly(copy / "run.db") as database:
+        assert any("the database ended at step" in event["message"] for event in database.events())
+
+
+def test_records_are_not_undone_because_the_checkpoints_are_gone(finished, tmp_path):
+    config = copy_of(finished, tmp_path)
+    shutil.rmtree(config.run_dir / "checkpoints")
+    with pytest.raises(CheckpointError, match="has 3 recorded steps, but its checkpoints are gone; put them back"):
+        Trainer(config, resume=True)
+    assert len(runs.figures(config.run_dir)) == 3
+
+
+def test_a_run_without_a_step_can_be_begun_again_with_other_options_or_resumed(tmp_path):
+    Trainer(runs.load(tmp_path, "run.name=run", "run.seed=1")).close()
+    Trainer(runs.load(tmp_path, "run.name=run", "run.seed=2")).close()
+    with pytest.raises(CheckpointError, match=r"its run\.seed is 2, here it is 3"):
+        Trainer(runs.load(tmp_path, "run.name=run", "run.seed=3"), resume=True)
+    config = runs.load(tmp_path, "run.name=run", "run.seed=2", "run.steps=1")
+    train(config, resume=True)
+    assert len(runs.figures(config.run_dir)) == 1
+
+
+def test_files_of_the_user_s_own_in_a_run_s_folder_are_no_obstacle_and_stay(tmp_path):
+    config = runs.load(tmp_path, "run.name=run", "run.steps=1")
+    Trainer(config).close()
+    (config.run_dir / "notes.txt").write_text("precious")
+    train(config)
+    train(runs.load(tmp_path, "run.name=run", "run.steps=2"), resume=True)
+    assert (config.run_dir / "notes.txt").read_text() == "precious"
+
+
+def test_a_finished_run_leaves_nothing_but_what_is_documented(finished):
+    names = {path.name for path in (finished / "runs" / "run").iterdir()}
+    assert names == {".lock", "config.yaml", "run.db", "checkpoints"}
+    assert {path.name for path in (finished / "runs" / "run" / "checkpoints").iterdir()} == {"step_2", "step_3"}
+
+
+def test_leftovers_of_a_killed_process_are_cleaned_up_and_others_are_not(finished, tmp_path):
+    config = copy_of(finished, tmp_path)
+    folder = config.run_dir / "checkpoints"
+    for name in (".partial/step_4/trainer", ".step_1.old", ".step_4.12345.0a1b2c3d", "mine"):
+        (folder / name).mkdir(parents=True)
+    trainer = Trainer(config, resume=True)
+    assert {path.name for path in folder.iterdir()} == {"step_2", "step_3", "mine"}
+    trainer.close()
+
+
+def test_a_lock_that_is_deleted_by_its_owner_is_taken_anew(tmp_path):
+    config = runs.load(tmp_path, "run.name=run")
+    one = RunDirectory(config, resume=False)
+    one.abandon()
+    two = RunDirectory(config, resume=False)
+    with pytest.raises(CheckpointError, match="another process is training this run"):
+        RunDirectory(config, resume=False)
+    two.abandon()
+    assert not config.run_dir.exists()
+
+
+def test_of_two_processes_with_one_name_the_slower_one_is_refused_and_harms_nothing(tmp_path):
+    """Both start at the same moment; whoever comes second must not touch what the first one does."""
+    recipe = runs.recipe(tmp_path)
+    command = [sys.executable, "-m", "dapo", "train", str(recipe), "run.name=both", "run.steps=2", "run.save_every=1"]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) for _ in range(2)]
+    errors = [process.communicate()[1].decode() for process in processes]
+    codes = sorted(process.returncode for process in processes)
+    assert codes == [0, 2], errors
+    (refused,) = [error for error in errors if "error:" in error]
+    assert "another process is training this run" in refused or "holds a run already" in refused
+    assert len(runs.figures(tmp_path / "runs" / "both")) == 2
+
+
+def test_a_lock_goes_with_its_process_however_it_ends(tmp_path):
+    recipe = runs.recipe(tmp_path)
+    command = [sys.executable, "-m", "dapo", "train", str(recipe), "run.name=killed", "run.steps=100000"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    run_dir = tmp_path / "runs" / "killed"
+    while not (run_dir / "config.yaml").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    config = runs.load(tmp_path, "run.name=killed", "run.steps=1", "run.save_every=1")
+    Trainer(config, resume=True).close()
+
+
+@pytest.mark.parametrize("mode", [0o500, 0o000])
+def test_a_folder_that_cannot_be_written_to_is_one_sentence(tmp_path, mode):
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    config = runs.load(tmp_path, "run.name=run")
+    config.run_dir.parent.mkdir()
+    config.run_dir.parent.chmod(mode)
+    with pytest.raises((CheckpointError, ConfigError), match="Permission denied"):
+        Trainer(config)
+
+
+def test_a_file_where_the_folder_should_be_is_one_sentence(tmp_path):
+    config = runs.load(tmp_path, "run.name=run")
+    config.run_dir.parent.mkdir()
+    config.run_dir.write_text("a file")
+    with pytest.raises(CheckpointError, match=r"run: (Not a directory|File exists)"):
+        Trainer(config)
+    assert config.run_dir.read_text() == "a file"
