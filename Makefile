@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLUSTER := .venv-cluster
 
-.PHONY: demo test test-cluster lint bench clean
+.PHONY: demo test test-cluster test-faults lint bench clean
 
 RUNS ?= runs
 PORT ?= 8080
@@ -22,6 +22,10 @@ endif
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(ARGS)
+
+# Break a run at every call that changes a file, resume it, and compare; 25 minutes on two cores. ARGS='--every 10': a sample.
+test-faults: $(VENV)/.ready
+	$(BIN)/python -m tests.faults.trials $(ARGS)
 
 # With real vLLM (its CPU build) and real Ray, which have an environment of their own.
 test-cluster: $(CLUSTER)/.ready

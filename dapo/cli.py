@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -312,15 +314,16 @@ def _program() -> str:
     return sys.argv[0] if Path(sys.argv[0]).name == "dapo" else "dapo"
 
 
-def main() -> None:
-    """The console script: a user's mistake is one sentence on standard error, never a traceback."""
+@contextmanager
+def sentences() -> Iterator[None]:
+    """Turn what the user can mend into one sentence on standard error and an exit code, never a traceback."""
     try:
-        app()
+        yield
     except DapoError as error:
         Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
         sys.exit(error.exit_code)
     except OSError as error:
-        # No permission, no space, a file where a folder should be: the user's to mend, and it names the file.
+        # No permission, no space, a file where a folder should be: the user's to mend, if it names the file.
         if error.filename is None:
             raise
         Console(stderr=True, soft_wrap=True).print(
@@ -329,3 +332,9 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def main() -> None:
+    """The console script."""
+    with sentences():
+        app()

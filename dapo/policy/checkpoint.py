@@ -131,7 +131,12 @@ def _explained(folder: Path, target: Path) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else " ".join(str(error).split())
+    """What the operating system said; the libraries that are written in Rust wrap it into words of their own."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = " ".join(str(error).split())
+    found = re.search(r"([^:]*) \(os error \d+\)", text)
+    return found[1].strip() if found else text
 
 
 def _remedy(folder: Path) -> str:

@@ -81,7 +81,6 @@ class RunDirectory:
                 database.record_event(Event("configuration", message, self.state.step if self.state else 0))
             write_text(self.path / _CONFIG, resolved)  # syncs the folder, and so the database's entry in it, too
             fsync(self.path.parent)
-            checkpoint.clean(self.checkpoints)
         return database
 
     def close(self) -> None:
@@ -123,6 +122,7 @@ class RunDirectory:
                 raise CheckpointError(f"{self.path}: there is no run to resume; leave out --resume to start one")
             self._mark()
             return False
+        checkpoint.clean(self.checkpoints)
         with RunDatabase.open(file) as database:
             has_steps = database.last_step() > 0
         if not self.resume and (has_steps or checkpoint.steps(self.checkpoints)):

@@ -1,0 +1,111 @@
+"""A sample of `make test-faults`, and what the trials rest on: the log of calls, and the model of a disk."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.faults.disk import Disk, Survives, kills, without_shared_memory
+from tests.faults.interpose import Call, Mode, has_compiler
+from tests.faults.trials import Campaign
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C compiler (apt install gcc)")
+ROOT = Path("/runs")
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory) -> Iterator[Campaign]:
+    with closing(Campaign(tmp_path_factory.mktemp("faults"), ["strict", "evaluation"])) as made:
+        yield made
+
+
+@needs_compiler
+def test_runs_broken_at_a_sample_of_all_points_resume_to_the_same_weights_and_metrics(campaign):
+    tally = campaign.run(every=61)
+    assert not tally.failures, tally.summary()
+    assert sum(tally.tried.values()) > 30
+    assert len(tally.tried) >= 6, "not all kinds of faults are in the sample"
+
+
+@needs_compiler
+def test_a_process_that_is_really_killed_leaves_what_the_log_says(campaign):
+    known = list(kills(campaign.calls["strict"], campaign.root("strict", "whole")))
+    for number, expected in known[5::60]:
+        root = campaign.root("strict", f"k{number:04}")  # as long as "whole": paths are among what is written
+        root.mkdir(parents=True)
+        ended = campaign.servers[0].run(campaign.job("strict", root, Mode.KILL, number))
+        assert ended.code == -signal.SIGKILL
+        there = {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in root.rglob("*")}
+        # Random names and times differ; which files there are, and how long they are, does not.
+        assert sizes(there) == sizes(expected), number
+
+
+def sizes(content: dict[str, bytes | None]) -> list[tuple[str, int]]:
+    """Names with sizes, in units that are too large to show the digits of a time."""
+
+    def name_of(path: str) -> str:
+        # Safetensors renames these by itself, which the log shows only when they are synced.
+        is_renamed = "/.partial/" in path and (path.endswith(".safetensors") or "/.tmp" in path)
+        return f"{path.rpartition('/')[0]}/weights" if is_renamed else path
+
+    names = without_shared_memory(content)
+    return sorted((name_of(name), len(data or b"") // 64) for name, data in names.items())
+
+
+@needs_compiler
+def test_a_fault_that_is_not_handled_would_be_noticed(campaign, monkeypatch):
+    """The trials themselves: with another outcome to compare with, every resumed run is different."""
+    point = next(point for point in campaign.points() if point.fault == "EIO" and point.at == (100,))
+    server = campaign.servers[0]
+    campaign.attempt(server, point, "as-it-is")
+    other = campaign.whole["evaluation"]
+    monkeypatch.setitem(campaign.whole, "strict", other)
+    with pytest.raises(Exception, match="differ"):
+        campaign.attempt(server, point, "compared-with-another")
+
+
+def call(what: str, path: str, to: str = "", inode: int = 0, offset: int = 0, data: bytes = b"") -> Call:
+    return Call(what, ROOT / path, ROOT / to, inode, offset, data)
+
+
+def test_a_power_cut_takes_what_was_not_synced():
+    disk = Disk(ROOT)
+    for each in [
+        call("create", "a.tmp", inode=1),
+        call("write", "a.tmp", inode=1, data=b"hello"),
+        call("rename", "a.tmp", "a"),
+    ]:
+        disk.apply(each)
+    assert disk.content() == {"a": b"hello"}
+    assert disk.content(Survives.NOTHING) == {}
+    assert disk.content(Survives.NAMES) == {"a": b""}, "a file that is renamed before it is synced can be empty"
+    disk.apply(call("sync", "", inode=99))
+    assert disk.content(Survives.NOTHING) == {"a": b""}
+    assert disk.content(Survives.BYTES) == {"a": b"hello"}
+    disk.apply(call("sync", "a", inode=1))
+    disk.apply(call("write", "a", inode=1, offset=7, data=b"!"))
+    disk.apply(call("unlink", "a"))
+    assert disk.content() == {}
+    assert disk.content(Survives.NOTHING) == {"a": b"hello"}
+    assert disk.content(Survives.BYTES) == {"a": b"hello\0\0!"}
+
+
+def test_folders_keep_their_unsynced_names_to_themselves():
+    disk = Disk(ROOT)
+    for each in [
+        call("mkdir", "run"),
+        call("create", "run/x", inode=1),
+        call("write", "run/x", inode=1, data=b"x"),
+        call("sync", "run/x", inode=1),
+        call("sync", "", inode=99),
+    ]:
+        disk.apply(each)
+    assert disk.content(Survives.NOTHING) == {"run": None}, "the folder's own name was synced, those in it were not"
+    disk.apply(call("sync", "run", inode=98))
+    assert disk.content(Survives.NOTHING) == {"run": None, "run/x": b"x"}
+    disk.apply(call("truncate", "run/x", inode=1, offset=0))
+    assert disk.content() == {"run": None, "run/x": b""}
