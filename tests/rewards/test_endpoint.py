@@ -232,13 +232,12 @@ def test_a_server_that_does_not_read_is_given_up_at_the_deadline():
 
 
 def test_a_slow_answer_has_three_times_the_deadline():
-    def answer(_, number):
+    def answer(*_):
         time.sleep(0.6)
         return 200, {"scores": [1, 0]}
 
-    with server(answer) as (url, requests):
+    with server(answer) as (url, _):
         assert [score.value for score in ask(url, timeout=0.5)] == [1.0, 0.0]
-    assert len(requests) == 1
 
 
 def once(answer):
