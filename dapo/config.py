@@ -14,14 +14,22 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, mask_secrets
 
 FromList = Strict(False)  # YAML has lists, not tuples
 EngineName = Literal["embedded", "vllm"]
+REWARD_TOKEN = "DAPO_REWARD_TOKEN"  # the environment variable whose value endpoints get; in no file
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        hide_input_in_errors=True,  # it may hold a password
+    )
 
 
 class LoraConfig(Section):
@@ -425,6 +433,12 @@ class Config(Section):
             )
         if self.reward.use == {}:
             raise ValueError("reward.use is an empty mapping; name at least one judge")
+        if any(map(_holds_secret, [self.reward.use] if isinstance(self.reward.use, str) else self.reward.use)):
+            raise ValueError(
+                "reward.use: the URL of an endpoint holds a user name, a password or a key, which would be written to "
+                f"the run directory; leave it out, and set the environment variable {REWARD_TOKEN}, which is sent as "
+                "`Authorization: Bearer ...` (an @ that is part of the path is written %40)"
+            )
         if self.rollout.top_p != 1 or self.rollout.top_k != 0:
             raise ValueError(
                 "rollout.top_p and rollout.top_k must be 1 and 0 in training, because truncated sampling biases the "
@@ -463,6 +477,12 @@ class Config(Section):
         if "lm_head" in self.model.lora.target_modules:
             raise ValueError("model.lora.target_modules cannot contain lm_head: its loss is computed in fused chunks")
         return self
+
+
+def _holds_secret(judge: str) -> bool:
+    """Whether a URL, also one whose scheme was forgotten, has a user name or a parameter that looks like a secret."""
+    is_url = "://" in judge or not (judge.startswith("model:") or ".py" in judge)
+    return is_url and ("@" in judge or mask_secrets(judge) != judge)
 
 
 def leaves(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -549,7 +569,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML ({_one_line(error)})") from None
+        raise ConfigError(f"{path}: not valid YAML ({_yaml_fault(error)})") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections such as `model:` and `data:`, found {type(values).__name__}")
     return {name: {} if section is None else section for name, section in values.items()}  # an empty section is one
@@ -562,7 +582,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     try:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"override '{override}': the value is not valid YAML ({_one_line(error)})") from None
+        raise ConfigError(f"override '{override}': the value is not valid YAML ({_yaml_fault(error)})") from None
     *sections, leaf = key.split(".")
     for name in sections:
         child = values.setdefault(name, {})
@@ -587,7 +607,10 @@ def _explain(error: ValidationError, source: str) -> str:
         else:
             reason = fault["msg"].removeprefix("Value error, ")
             expected = reason[0].lower() + reason[1:]
-            sentences.append(f"'{key}' is {fault['input']!r}: {expected}{_quoting(key, fault)}")
+            found = (
+                "" if key == "reward.use" else f" is {fault['input']!r}"
+            )  # what is meant to be a URL may hold secrets
+            sentences.append(f"'{key}'{found}: {expected}{_quoting(key, fault)}")
     return f"{source}: " + "; ".join(dict.fromkeys(sentences))
 
 
@@ -623,5 +646,9 @@ def _suggest(key: str) -> str:
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-def _one_line(error: Exception) -> str:
+def _yaml_fault(error: Exception) -> str:
+    """Say what is wrong and where, without the piece of the file that yaml quotes: it may be half of a secret."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
     return " ".join(str(error).split())

@@ -1,10 +1,32 @@
 """What can go wrong because of the user's input or the run itself, each with one sentence that says what to do."""
 
+import re
+
+_USER_IN_URL = re.compile(r"(?<=://)\S*@")
+_PARAMETER = re.compile(r"([?&;#]([^\s=&;#]+)=)([^\s&;#]+)")
+_SECRET_NAME = re.compile(
+    r"key(?!w)|token(?!s|iz)|secret|passw|passphrase|pwd|signature|credential|jwt|bearer"
+    r"|(?<![a-z])(auth|authorization|sig|pass|pw|sas|code|session|sid)(?![a-z])",
+    re.IGNORECASE,
+)
+
+
+def mask_secrets(text: str) -> str:
+    """Mask user names and passwords in the URLs of a text, and parameters whose names sound like those of secrets."""
+    text = _USER_IN_URL.sub("***@", text)
+    return _PARAMETER.sub(lambda found: found[1] + ("***" if _SECRET_NAME.search(found[2]) else found[3]), text)
+
 
 class DapoError(Exception):
-    """Something the user can mend. The command line prints it as one sentence and exits with `exit_code`."""
+    """Something the user can mend. The command line prints it as one sentence and exits with `exit_code`.
+
+    The sentence may quote a URL, and is on its way to a terminal, a log or a database: secrets in it are masked.
+    """
 
     exit_code = 2
+
+    def __init__(self, sentence: str = "") -> None:
+        super().__init__(mask_secrets(sentence))
 
 
 class ConfigError(DapoError, ValueError):

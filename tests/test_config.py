@@ -162,6 +162,75 @@ def test_an_override_below_a_value_or_with_a_broken_value_is_refused(tmp_path):
     assert "the value is not valid YAML" in sentence(tmp_path, SMALLEST, "optim.betas=[0.9,")
 
 
+REFUSED = "the URL of an endpoint holds a user name, a password or a key"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me:hunter2@judge.example/v1",
+        "https://hunter2@judge.example/v1",
+        "HTTPS://me:hunter2@judge.example/v1",
+        "https://me:hun/ter?2#hunter2@judge.example/v1",
+        "me:hunter2@judge.example/v1",
+        "https://judge.example/v1?api_key=hunter2",
+        "https://judge.example/v1?a=1&X-Amz-Signature=hunter2",
+        "https://judge.example/v1?accessToken=hunter2",
+        "https://judge.example/v1?code=hunter2&b=2",
+        "judge.example/v1?token=hunter2",
+        "model:https://me:hunter2@models.example/rm",
+    ],
+)
+@pytest.mark.parametrize("form", ["{}", "{{math: 1.0, '{}': 0.5}}"])
+def test_a_url_with_a_secret_is_refused_with_what_to_do_instead_and_is_not_shown(tmp_path, url, form):
+    told = sentence(tmp_path, SMALLEST, f"reward.use={form.format(url)}")
+    assert REFUSED in told
+    assert "set the environment variable DAPO_REWARD_TOKEN" in told
+    assert "hunter2" not in told
+    told = sentence(tmp_path, SMALLEST + f"reward: {{use: {json.dumps(url)}}}\n")
+    assert REFUSED in told
+    assert "hunter2" not in told
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "https://judge.example:8443/v1?max_tokens=512&model=rm-8b&tokenizer=x&design=2&author=y",
+        "http://[::1]:80/judge/%40me",
+        "rewards@2/file.py:score",
+        "model:org/rm@main",
+    ],
+)
+def test_what_is_no_secret_is_not_taken_for_one(tmp_path, use):
+    assert load(tmp_path, SMALLEST, f"reward.use={use}").reward.use == use
+
+
+@pytest.mark.parametrize(
+    ("text", "override"),
+    [
+        ("", "reward.use=[https://me:hunter2@judge.example]"),
+        ("", "reward.use={https://me:hunter2@judge.example: high}"),
+        ("", "reward.use={https://judge.example?token=hunter2: 1, "),
+        ("", "reward.use: https://me:hunter2@judge.example"),
+        ("", "reward.use.x=https://me:hunter2@judge.example"),
+        ("", "run.steps=https://me:hunter2@judge.example"),
+        ("reward: math\n", "reward.use=https://judge.example?key=hunter2"),
+        ("reward: {use: https://me.example/a/rather/long/path/of/an/endpoint?token=hunter2: 1}\n", ""),
+        ("reward: {use: https://me:hunter2@judge.example, use: math}\n", ""),
+        ("reward: {use: {https://me:hunter2@judge.example: 1, https://me:hunter2@judge.example: 2}}\n", ""),
+    ],
+)
+def test_no_refusal_shows_a_secret_wherever_it_stands(tmp_path, text, override):
+    assert "hunter2" not in sentence(tmp_path, SMALLEST + text, *[override] * bool(override))
+
+
+def test_pydantic_shows_no_secret_either():
+    values = {"model": {"path": "m"}, "data": {"train": "d"}, "reward": {"use": "https://me:hunter2@judge.example"}}
+    with pytest.raises(ValidationError, match=REFUSED) as caught:
+        Config.model_validate(values)
+    assert "hunter2" not in str(caught.value)
+
+
 def test_overrides_reach_every_depth_create_sections_and_the_last_one_counts(tmp_path):
     overrides = [
         "algorithm.filter_groups.metric=score",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayTaskError
 
-from dapo.config import RewardConfig
+from dapo.config import REWARD_TOKEN, RewardConfig
 from dapo.engine.actor import Restarts, explain
 from dapo.errors import ClusterLost, DapoError
 from dapo.model.cache import progress
@@ -32,8 +32,10 @@ PLACEMENT_TICK = 1.0  # seconds between questions to the cluster about what it l
 class RewardWorker:
     """The actor: a judge as runs on one machine have it. Timeouts, kills and blame are its own."""
 
-    def open(self, options: str, folder: str) -> None:
+    def open(self, options: str, folder: str, token: str | None) -> None:
         """Apart from the constructor, so that what is wrong comes back as an error and not as a death."""
+        if token is not None:  # a node has an environment of its own
+            os.environ[REWARD_TOKEN] = token
         with suppress(OSError):  # not there on this node: then this is the job's own copy of it
             os.chdir(folder)
         self.own = build_judge(RewardConfig.model_validate_json(options))
@@ -218,7 +220,8 @@ class PlacedJudge:
     def _worker(self, slot: int) -> _Worker:
         actor = self.start(slot, self.limit + 1)  # one more, to say that it is there
         worker = _Worker(slot, actor, time.monotonic())
-        self._listen(actor.open.remote(self.options.model_dump_json(), self.folder), worker)
+        call = actor.open.remote(self.options.model_dump_json(), self.folder, os.environ.get(REWARD_TOKEN))
+        self._listen(call, worker)
         return worker
 
     def _listen(self, call: Any, worker: _Worker, group: _Group | None = None) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ RewardFunction = Callable[..., Any]
 
 DOES_NOT_APPLY = "the reward does not apply here: it returned None"
 CLOSED = "the judge was closed before it got to this"
+CLOSE_LIMIT = 5.0  # seconds for what is under way to end when its judge is closed
 
 # Scores are stored, checkpointed and sent between processes: a judge that returns a book must not stop the run.
 MAX_VALUE = 1e30  # its square is far from overflowing in the group's standard deviation
@@ -199,9 +200,11 @@ class FunctionJudge:
 
     def close(self) -> None:
         was_closed, self.closed = self.closed, True
-        if self.loop is not None and not was_closed:
-            asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self.loop).result()
-            self.loop.call_soon_threadsafe(self.loop.stop)
+        loop = self.loop
+        if loop is not None and not was_closed:
+            end = asyncio.run_coroutine_threadsafe(_cancel_the_rest(), loop)
+            end.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+            wait([end], CLOSE_LIMIT)  # a function that blocks the loop is left behind: its thread is a daemon
 
 
 async def _cancel_the_rest() -> None:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
-from dapo.rewards.endpoint import THREADS, EndpointJudge
+from dapo.rewards.endpoint import AT_ONCE, EndpointJudge
 from dapo.rewards.function import DOES_NOT_APPLY, FunctionJudge, RewardFunction, to_score, unjudged
 from dapo.rewards.pool import WorkerPool
 from dapo.rewards.protocol import Judge
@@ -60,7 +60,7 @@ def names_model(options: RewardConfig) -> bool:
 
 def at_once(options: RewardConfig) -> int:
     """Groups that keep a judge busy: one in each process and one to follow, or as many as an endpoint is asked."""
-    return THREADS if any(map(_is_url, named(options))) else options.workers + 1
+    return AT_ONCE if any(map(_is_url, named(options))) else options.workers + 1
 
 
 def _open(spec: str, options: RewardConfig, pool: WorkerPool | None) -> Judge:
@@ -76,6 +76,14 @@ def _is_url(spec: str) -> bool:
     return spec.startswith(("http://", "https://"))
 
 
+def _host(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        return parts.hostname if parts.port != 0 else None
+    except ValueError:  # a port that is none, a bracket without its counterpart
+        return None
+
+
 def _check(spec: str) -> None:
     """Refuse at once what is of no kind; whether a file or model is any good shows when it is opened."""
     kind, colon, rest = spec.partition(":")
@@ -84,7 +92,7 @@ def _check(spec: str) -> None:
             f"reward.use is '{spec}': the reward of this run was a Python function; pass it to Trainer again, or name "
             "it as path/to/file.py:function"
         )
-    if spec == AUTO or spec in RULES or ".py" in spec or (_is_url(spec) and urlsplit(spec).hostname):
+    if spec == AUTO or spec in RULES or ".py" in spec or (_is_url(spec) and _host(spec)):
         return
     if kind == "model" and rest:
         return
@@ -102,7 +110,7 @@ def short_names(specs: Sequence[str]) -> list[str]:
 
 def _short(spec: str) -> str:
     if _is_url(spec):
-        return urlsplit(spec).hostname or spec
+        return _host(spec) or spec
     if spec.startswith("model:"):
         return PurePath(spec.removeprefix("model:")).name
     return spec.rpartition(":")[2]

@@ -13,6 +13,10 @@ from dapo.rewards.function import CLOSED, explain, to_score, unjudged
 from dapo.types import Prompt, Rollout, Score
 
 
+class _Closed(Exception):
+    """The judge was closed in the middle of a batch."""
+
+
 class RewardModelJudge:
     """The score is the model's one logit after prompt and response, in its own chat template where it has one.
 
@@ -26,6 +30,9 @@ class RewardModelJudge:
         self.batch_size = 1 if self.pad is None else options.batch_size  # without it, rows cannot be told from padding
         self.limit = _longest(self.tokenizer, self.model.config)
         self.closed = False
+        # Minutes may pass in one forward pass of a large model on a CPU. Closing ends it at the next layer.
+        for module in self.model.modules():
+            module.register_forward_pre_hook(self._go_on)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="dapo-reward-model")
 
     def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
@@ -41,12 +48,19 @@ class RewardModelJudge:
         self.closed = True
         self.thread.shutdown()
 
+    def _go_on(self, *_: Any) -> None:
+        if self.closed:
+            raise _Closed
+
     def _judge(self, prompt: Prompt, rollouts: Sequence[Rollout], future: Future[list[Score]]) -> None:
         scores: list[Score] = []
         for start in range(0, len(rollouts), self.batch_size):
             batch = rollouts[start : start + self.batch_size]
             try:
-                scores += [unjudged(CLOSED)] * len(batch) if self.closed else self._score(prompt, batch)
+                self._go_on()
+                scores += self._score(prompt, batch)
+            except _Closed:
+                scores += [unjudged(CLOSED)] * len(batch)
             except Exception as error:  # out of memory, a template that refuses these messages: this batch, not the run
                 scores += [unjudged(f"{self.path}: {explain(error)}")] * len(batch)
         future.set_result(scores)

@@ -35,6 +35,8 @@ def reward(completion, answer, **row):
 def odd(completion, **row):
     time.sleep(60 if completion == "slow" else 0)
     return 1 / (len(completion) % 2)
+def token(completion, **row):
+    return {"score": 1.0, "token": os.environ.get("DAPO_REWARD_TOKEN")}
 """
 
 
@@ -97,6 +99,12 @@ def test_scores_are_those_of_a_judge_in_this_process_whoever_gives_them(watched,
     assert [list(map(told, one)) for one in scores] == [list(map(told, one)) for one in expected]
     assert len({score.extras["pid"] for one in scores for score in one}) == 2
     assert {score.extras["folder"] for one in scores for score in one} == {str(tmp_path)}
+
+
+def test_the_token_for_endpoints_is_that_of_the_trainers_environment(watched, monkeypatch):
+    monkeypatch.setenv("DAPO_REWARD_TOKEN", "tok-51c09e")
+    [score] = watched("mine.py:token", count=1).judge.submit(*group(0, "a")).result()
+    assert score.extras["token"] == "tok-51c09e"
 
 
 def test_what_cannot_be_judged_or_takes_too_long_costs_that_response_alone(watched):

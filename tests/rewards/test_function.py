@@ -1,6 +1,7 @@
 import asyncio
 import functools
 import re
+import threading
 from fractions import Fraction
 from pathlib import Path
 
@@ -186,6 +187,22 @@ def test_an_async_reward_keeps_one_loop_and_closing_leaves_no_promise_open():
     assert len(loops) == 1
     assert late.result(timeout=10)[0].error == "the judge was closed before it got to this"
     assert judge.submit(PROMPT, [make.rollout([1])]).result(timeout=1)[0].error.startswith("the judge was closed")
+
+
+def test_closing_leaves_an_async_reward_behind_that_blocks_its_loop(monkeypatch):
+    monkeypatch.setattr("dapo.rewards.function.CLOSE_LIMIT", 0.1)
+    begun, over = threading.Event(), threading.Event()
+
+    async def reward(completion):
+        begun.set()
+        over.wait(60)
+
+    judge = FunctionJudge(reward, timeout=60.0)
+    late = judge.submit(PROMPT, [make.rollout([1])])
+    assert begun.wait(60)
+    judge.close()
+    assert not late.done()
+    over.set()
 
 
 def test_a_callable_object_is_a_reward():

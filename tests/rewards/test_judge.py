@@ -189,6 +189,8 @@ def test_an_endpoint_is_a_judge(monkeypatch):
         ("", "which is no judge"),
         ("model:", "which is no judge"),
         ("http://", "which is no judge"),
+        ("http://[::1", "which is no judge"),
+        ("http://judge:99999/", "which is no judge"),
         ("python:reward", "was a Python function; pass it to Trainer again, or name it as path/to/file.py:function"),
         ("reward.py", "expected path/to/file.py:function"),
         ("gone.py:reward", "there is no file gone.py"),

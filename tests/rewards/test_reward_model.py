@@ -1,3 +1,6 @@
+import threading
+import time
+
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
@@ -44,6 +47,26 @@ def alone(model, text, template):
         tokens = tokenizer(f"Be brief.\n2+2?\n{text}")["input_ids"]
     with torch.no_grad():
         return model.double()(torch.tensor([tokens])).logits.item()
+
+
+def test_closing_ends_a_forward_pass_at_the_next_layer(tmp_path):
+    save(tmp_path)
+    judge = RewardModelJudge(str(tmp_path), OPTIONS)
+    begun, layers, finished = threading.Event(), judge.model.model.layers, []
+
+    def wait(*_):
+        begun.set()
+        while not judge.closed:
+            time.sleep(0.001)
+
+    layers[0].register_forward_hook(wait)
+    layers[1].register_forward_hook(lambda *_: finished.append(1))
+    futures = [judge.submit(PROMPT, [make.rollout([1], text=text) for text in TEXTS]) for _ in range(3)]
+    assert begun.wait(60)
+    judge.close()
+    assert finished == []
+    scores = [score for future in futures for score in future.result(timeout=0)]
+    assert {score.error for score in scores} == {"the judge was closed before it got to this"}
 
 
 @pytest.mark.parametrize("bert", [False, True])
