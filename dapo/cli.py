@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dapo import __version__
 from dapo.config import Config
-from dapo.errors import ConfigError, DapoError, ModelError
+from dapo.errors import DISK_FAULTS, ConfigError, DapoError, ModelError, StorageError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -324,12 +324,13 @@ def sentences() -> Iterator[None]:
         sys.exit(error.exit_code)
     except OSError as error:
         # No permission, no space, a file where a folder should be: the user's to mend, if it names the file.
-        if error.filename is None:
+        if error.filename is None and error.errno not in DISK_FAULTS:
             raise
+        where = f"{error.filename}: " if error.filename is not None else ""
         Console(stderr=True, soft_wrap=True).print(
-            f"error: {error.filename}: {error.strerror}", style="red", markup=False
+            f"error: {where}{error.strerror}", style="red", markup=False, highlight=False
         )
-        sys.exit(2)
+        sys.exit(StorageError.exit_code if error.errno in DISK_FAULTS else DapoError.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
 

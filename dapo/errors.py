@@ -1,5 +1,6 @@
 """What can go wrong because of the user's input or the run itself, each with one sentence that says what to do."""
 
+import errno
 import re
 
 _USER_IN_URL = re.compile(r"(?<=://)\S*@")
@@ -49,8 +50,11 @@ class CheckpointError(DapoError, ValueError):
     """A run directory or checkpoint cannot be read, or belongs to another run."""
 
 
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+
 class StorageError(DapoError, RuntimeError):
-    """A disk is full or fails while the run writes to it. What was saved before stays, and the run can resume."""
+    """A disk is full or fails while it is written to. What was saved before stays, and a run can resume."""
 
     exit_code = 3
 

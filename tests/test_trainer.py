@@ -395,7 +395,8 @@ def test_a_checkpoint_with_one_bit_changed_anywhere_is_refused_in_one_sentence(t
         with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
             RunDirectory(config, resume=True)
         victim.write_bytes(content)
-    sums = subprocess.run(["sha256sum", "--check", "trainer/SHA256SUMS"], cwd=victim.parent.parent, capture_output=True)
+    saved = config.run_dir / "checkpoints" / "step_1"
+    sums = subprocess.run(["sha256sum", "--check", "trainer/SHA256SUMS"], cwd=saved, capture_output=True)
     assert sums.returncode == 0, sums.stderr
     assert sums.stdout.count(b": OK") >= len(FILES) - 1
     assert train(config, resume=True).steps == 2

@@ -16,6 +16,9 @@ from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from safetensors import SafetensorError
+
+from dapo.errors import DISK_FAULTS, StorageError
 
 _LEFTOVER_AFTER = 24 * 3600.0
 
@@ -37,8 +40,9 @@ def published(final: Path) -> Iterator[Path]:
     temporary = final.with_name(f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}")
     temporary.mkdir()
     try:
-        yield temporary
-        sync_tree(temporary)
+        with _explained(final):
+            yield temporary
+            sync_tree(temporary)
         try:
             temporary.rename(final)
         except OSError:
@@ -47,6 +51,17 @@ def published(final: Path) -> Iterator[Path]:
         fsync(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _explained(final: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno not in DISK_FAULTS:
+            raise
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise StorageError(f"{final}: cannot be written ({reason}); free some space or repair the disk") from error
 
 
 @contextmanager

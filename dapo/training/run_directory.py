@@ -6,7 +6,6 @@ files of this program. A folder that holds something else, or checkpoints withou
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import IO, Any
 import yaml
 
 from dapo.config import Config, Source, leaves
-from dapo.errors import CheckpointError, StorageError
+from dapo.errors import DISK_FAULTS, CheckpointError, StorageError
 from dapo.model.cache import fsync, write_text
 from dapo.policy import checkpoint
 from dapo.policy.checkpoint import TrainerState
@@ -35,7 +34,6 @@ _LOCK, _CONFIG, _DATABASE, _CHECKPOINTS = ".lock", "config.yaml", "run.db", "che
 _MARKER = "This folder belongs to a run of dapo.\n"
 # What a start that was killed can leave behind before its database is there. Other programs have a config.yaml, too.
 _OURS = {_LOCK, *(f"{_DATABASE}{end}" for end in ("", "-wal", "-shm", "-journal"))}
-_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 class RunDirectory:
@@ -190,7 +188,7 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where, reason = error.filename or path, error.strerror or str(error)
-        if error.errno in _DISK_FAULTS:
+        if error.errno in DISK_FAULTS:
             raise StorageError(
                 f"{where}: cannot be written ({reason}); free some space or repair the disk, then try again"
             ) from error
