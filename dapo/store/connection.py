@@ -19,6 +19,7 @@ from dapo.store.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 READ_SECONDS = 10.0  # SQLite's own time for one query of a command, or for one snapshot of a page
 _BUSY_SECONDS = 5.0  # how long a reader waits for a lock; a writer in WAL mode holds none that readers need
 _CLOSE_SECONDS = 1.0  # how long a writer that closes waits for readers to leave
+_ATTEMPTS = 3  # to open a database that a writer opens or closes at the same moment
 _LONGEST_VALUE = 16 * 2**20  # bytes: four million tokens
 _LONGEST_REASON = 300
 _STEPS_BETWEEN_CHECKS = 1_000  # of SQLite's virtual machine: some microseconds
@@ -71,6 +72,10 @@ def close_writer(connection: sqlite3.Connection, path: Path) -> None:
             again.close()
 
 
+class DatabaseChanged(CheckpointError):
+    """A writer came while the database was read without locks."""
+
+
 class ReadingConnection(sqlite3.Connection):
     """A connection to a run.db that may be damaged or hostile.
 
@@ -89,20 +94,17 @@ class ReadingConnection(sqlite3.Connection):
         return super().cursor(factory or _CheckedCursor)
 
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        # A transaction may see its beginning to the end; a query on its own must not miss what is in the WAL by now.
-        self._check_unchanged(_is_empty(f"{self.path}-wal") or self.in_transaction)
         return self.cursor().execute(sql, parameters)
 
-    def close(self) -> None:
-        super().close()
-        try:
-            self._check_unchanged()
-        finally:
-            self.stamp = None
+    def check_unchanged(self) -> None:
+        """Raise where a writer has changed what was read without locks: the answers may not fit together."""
+        if self.stamp is not None and self.stamp != _stamp(self.path):
+            raise DatabaseChanged(f"{self.path}: was changed while it was being read; try again")
 
-    def _check_unchanged(self, nobody_writes: bool = True) -> None:
-        if self.stamp is not None and not (nobody_writes and self.stamp == _stamp(self.path)):
-            raise CheckpointError(f"{self.path}: was changed while it was being read; try again")
+    @property
+    def is_outdated(self) -> bool:
+        """Whether there is something new that this connection cannot see, because it reads without the WAL."""
+        return self.stamp is not None and (self.stamp != _stamp(self.path) or not _is_empty(f"{self.path}-wal"))
 
 
 class _CheckedCursor(sqlite3.Cursor):
@@ -114,12 +116,18 @@ class _CheckedCursor(sqlite3.Cursor):
 
 
 def open_for_reading(path: Path, seconds: float | None = None) -> ReadingConnection:
-    """Open a run's database, also while it is written; leave no file behind, and never write into it."""
+    """Open a run's database, also while it is written; leave no file behind, and never change what is in it."""
     if not os.path.isfile(path):
         raise CheckpointError(f"{path}: there is no run database here")
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(DatabaseChanged):
+            return _open_once(path, seconds)
+    return _open_once(path, seconds)
+
+
+def _open_once(path: Path, seconds: float | None) -> ReadingConnection:
     mode = _reading_mode(path)
     with readable(path):
-        stamp = _stamp(path) if "immutable" in mode else None
         connection = sqlite3.connect(
             f"{path.resolve().as_uri()}?mode={mode}",
             uri=True,
@@ -129,17 +137,32 @@ def open_for_reading(path: Path, seconds: float | None = None) -> ReadingConnect
             factory=ReadingConnection,
         )
         try:
-            connection.path, connection.stamp = path, stamp
+            connection.path = path
+            connection.stamp = _stamp(path) if "immutable" in mode else None
             connection.allow(seconds)
             connection.set_progress_handler(lambda: time.monotonic() > connection.deadline, _STEPS_BETWEEN_CHECKS)
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
             for pragma in ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON"):
                 connection.execute(f"PRAGMA {pragma}")
-            check(connection, path)
+            with unchanged(connection):
+                check(connection, path)
             return connection
         except BaseException:
             connection.close()
             raise
+
+
+@contextmanager
+def unchanged(connection: sqlite3.Connection) -> Iterator[None]:
+    """Read within: what a writer changed meanwhile is no damage, and no answer either."""
+    try:
+        yield
+    except Exception:
+        if isinstance(connection, ReadingConnection):
+            connection.check_unchanged()
+        raise
+    if isinstance(connection, ReadingConnection):
+        connection.check_unchanged()
 
 
 def _reading_mode(path: Path) -> str:

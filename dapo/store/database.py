@@ -24,6 +24,7 @@ from dapo.store.connection import (
     is_blank,
     open_for_reading,
     readable,
+    unchanged,
 )
 from dapo.store.encoding import (
     FLOATS,
@@ -88,7 +89,7 @@ class RunDatabase:
 
     @classmethod
     def open_readonly(cls, path: str | Path) -> Self:
-        """Open to look, also while the run is going on. A file that nobody writes is read as it is now."""
+        """Open to look, also while the run is going on."""
         path = Path(path)
         return cls(open_for_reading(path), path)
 
@@ -265,20 +266,19 @@ class RunDatabase:
 
     def _rows(self, query: str, *values: Any, order: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
         """The rows, each after the one before in the columns `order`: damaged pages can lead in a circle."""
-        with readable(self.path):
-            self._allow_time()
-            last = None
-            for row in self._connection.execute(query, values):
+        if isinstance(self._connection, ReadingConnection) and self._connection.is_outdated:
+            self._connection.close()
+            self._connection = open_for_reading(self.path)
+        connection, last = self._connection, None
+        with readable(self.path), unchanged(connection):
+            _allow_time(connection)
+            for row in connection.execute(query, values):
                 place = tuple(row[name] for name in order)
                 if last is not None and order and not last < place:
                     raise ValueError(f"rows are not in the order of {' and '.join(order)}")
                 last = place
                 yield dict(row)
-                self._allow_time()  # the caller's own time does not count
-
-    def _allow_time(self) -> None:
-        if isinstance(self._connection, ReadingConnection):
-            self._connection.allow()
+                _allow_time(connection)  # the caller's own time does not count
 
     def _insert(self, table: str, values: Mapping[str, Any]) -> None:
         names, places = ", ".join(values), ", ".join("?" * len(values))
@@ -390,6 +390,11 @@ def _sample_columns(rollout: Rollout, score: Score) -> dict[str, Any]:
 
 def _store_tokens(config_yaml: str) -> StoreTokens:
     return yaml.safe_load(config_yaml)["run"]["store_tokens"]
+
+
+def _allow_time(connection: sqlite3.Connection) -> None:
+    if isinstance(connection, ReadingConnection):
+        connection.allow()
 
 
 def _or_nan(value: float | None) -> float:

@@ -143,9 +143,9 @@ def evaluations(run: Run) -> list[EvalCurve]:
                 low, high = (figures.get(f"{figure}/{end}", np.nan) for end in ("low", "high"))
                 found.setdefault((name, figure), []).append((step, figures[figure], low, high))
     return [
-        EvalCurve(*key, table[:, 0].astype(np.int64), *table[:, 1:].T)
+        EvalCurve(*key, np.array([point[0] for point in points], dtype=np.int64), *table.T)
         for key, points in sorted(found.items())
-        for table in [np.array(points, dtype=np.float64)]
+        for table in [np.array([point[1:] for point in points], dtype=np.float64)]
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from dapo.errors import CheckpointError
-from dapo.store.connection import open_for_reading, readable
+from dapo.store.connection import open_for_reading, readable, unchanged
 
 _YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was built
 _LONGEST_CONFIG = 2**18  # characters; a resolved configuration has some thousands
@@ -34,7 +34,7 @@ class Run:
         run has replaced is noticed, and no forgotten reader keeps the writer's WAL growing. What takes longer than
         `seconds` is given up.
         """
-        with closing(open_for_reading(self.path, seconds)) as connection, readable(self.path):
+        with closing(open_for_reading(self.path, seconds)) as connection, readable(self.path), unchanged(connection):
             connection.execute("BEGIN")
             yield connection
 
