@@ -110,7 +110,7 @@ def _evaluations(evals: Sequence[Mapping[str, Any]]) -> str:
             title = f"`{figure}`" if "@" in figure else heading(figure)
             rows.append((title, *(with_interval(evaluation["metrics"], figure) for evaluation in shown)))
         problems = shown[-1]["metrics"].get("problems")
-        title = f"`{name}`" + (f", {problems:.0f} problems" if problems else "")
+        title = f"`{_cell(name)}`" + (f", {problems:.0f} problems" if problems else "")
         columns = ["before training" if e["step"] == 0 else f"after step {e['step']}" for e in shown]
         unjudged = sum(e["metrics"].get("unjudged", 0) for e in shown)
         note = f"\n{unjudged:.0f} responses could not be judged and are left out.\n" if unjudged else ""

@@ -16,7 +16,9 @@ from typing import Any
 from dapo.errors import CheckpointError, DapoError
 from dapo.store.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 
-READ_SECONDS = 10.0  # SQLite's own time for one query of a command, or for one snapshot of a page
+# Processor time for one query of a command, or for one snapshot of a page. Waiting for a slow disk or a busy machine
+# does not count; whatever leads in a circle computes all the time.
+READ_SECONDS = 10.0
 _BUSY_SECONDS = 5.0  # how long a reader waits for a lock; a writer in WAL mode holds none that readers need
 _CLOSE_SECONDS = 1.0  # how long a writer that closes waits for readers to leave
 _ATTEMPTS = 3  # to open a database that a writer opens or closes at the same moment
@@ -87,8 +89,8 @@ class ReadingConnection(sqlite3.Connection):
     deadline = math.inf
 
     def allow(self, seconds: float | None = None) -> None:
-        """Let SQLite work for so long from now on; default: READ_SECONDS."""
-        self.deadline = time.monotonic() + (READ_SECONDS if seconds is None else seconds)
+        """Let this thread compute for so long from now on; default: READ_SECONDS."""
+        self.deadline = time.thread_time() + (READ_SECONDS if seconds is None else seconds)
 
     def cursor(self, factory: Any = None) -> sqlite3.Cursor:
         return super().cursor(factory or _CheckedCursor)
@@ -140,7 +142,7 @@ def _open_once(path: Path, seconds: float | None) -> ReadingConnection:
             connection.path = path
             connection.stamp = _stamp(path) if "immutable" in mode else None
             connection.allow(seconds)
-            connection.set_progress_handler(lambda: time.monotonic() > connection.deadline, _STEPS_BETWEEN_CHECKS)
+            connection.set_progress_handler(lambda: time.thread_time() > connection.deadline, _STEPS_BETWEEN_CHECKS)
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
             for pragma in ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON"):
                 connection.execute(f"PRAGMA {pragma}")
@@ -262,6 +264,8 @@ def _row_factory(names: Sequence[str]) -> Callable[[sqlite3.Cursor, tuple[Any, .
     """Make rows whose columns that are named as in the schema also have the types that the schema says."""
     types = _column_types()
     checks = [(place, types[name], name) for place, name in enumerate(names) if name in types]
+    if not checks:
+        return sqlite3.Row
 
     def build(cursor: sqlite3.Cursor, values: tuple[Any, ...]) -> sqlite3.Row:
         for place, allowed, name in checks:

@@ -100,8 +100,9 @@ def spread(
     """Mean and quantiles over the responses sampled in a step; of many steps, evenly spaced ones and the last."""
     if column not in ("reward", "score", "acc", "length"):
         raise ValueError(f"{column} is not a figure of a response")
+    # Under another name, because many values are checked faster together, as they become numbers.
     query = (
-        f"SELECT {column} FROM groups CROSS JOIN rollouts USING (serial)"
+        f"SELECT {column} AS figure FROM groups CROSS JOIN rollouts USING (serial)"
         f" WHERE generated_step = ? AND {column} IS NOT NULL LIMIT {_MOST_STEPS}"
     )
     means, quantiles, kept = [], [], []
