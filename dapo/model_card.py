@@ -13,6 +13,7 @@ from dapo import __version__
 from dapo.config import Config, Source
 from dapo.policy import checkpoint
 from dapo.store.database import RunDatabase
+from dapo.store.encoding import visible
 from dapo.store.evaltable import heading, with_interval
 
 _CURVES = {
@@ -90,7 +91,8 @@ def _source(source: Source) -> str:
 
 
 def _total(steps: Sequence[Mapping[str, float]], name: str) -> int:
-    return int(sum(step[name] for step in steps))
+    total = sum(step.get(name, 0) for step in steps)
+    return int(total) if np.isfinite(total) else 0
 
 
 def _evaluations(evals: Sequence[Mapping[str, Any]]) -> str:
@@ -108,10 +110,10 @@ def _evaluations(evals: Sequence[Mapping[str, Any]]) -> str:
             title = f"`{figure}`" if "@" in figure else heading(figure)
             rows.append((title, *(with_interval(evaluation["metrics"], figure) for evaluation in shown)))
         problems = shown[-1]["metrics"].get("problems")
-        title = f"`{name}`" + (f", {int(problems)} problems" if problems else "")
+        title = f"`{_cell(name)}`" + (f", {problems:.0f} problems" if problems else "")
         columns = ["before training" if e["step"] == 0 else f"after step {e['step']}" for e in shown]
-        unjudged = sum(int(e["metrics"].get("unjudged", 0)) for e in shown)
-        note = f"\n{unjudged} responses could not be judged and are left out.\n" if unjudged else ""
+        unjudged = sum(e["metrics"].get("unjudged", 0) for e in shown)
+        note = f"\n{unjudged:.0f} responses could not be judged and are left out.\n" if unjudged else ""
         parts.append(f"{title}:\n\n{_table(('figure', *columns), rows)}{note}")
     return "\n".join(parts) + "\nIn brackets: 95 % bootstrap intervals over the problems.\n"
 
@@ -130,7 +132,8 @@ def _curves(steps: Sequence[Mapping[str, float]]) -> str:
 def _versions(meta: Mapping[str, str]) -> str:
     known = {key: value for key, value in meta.items() if key not in ("config", "created", "recipe")}
     told = ", ".join(f"{key} {value}" for key, value in sorted(known.items()))
-    return f"Trained with {told}, started {meta['created']}; exported by dapo {__version__}.\n"
+    started = meta.get("created", "at an unknown time")
+    return visible(f"Trained with {told}, started {started}; exported by dapo {__version__}.\n")
 
 
 def _fenced(text: str) -> str:
@@ -141,4 +144,9 @@ def _fenced(text: str) -> str:
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    return "".join("| " + " | ".join(map(_cell, line)) + " |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """On one line, and without what would end the cell: names come from data that others made."""
+    return " ".join(visible(text).split()).replace("|", "\\|")

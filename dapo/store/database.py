@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib.metadata import version
 from itertools import groupby
@@ -16,8 +15,29 @@ import yaml
 
 from dapo import __version__
 from dapo.errors import CheckpointError
-from dapo.store.connection import check, connected, explained, is_blank, reading_mode
-from dapo.store.encoding import FLOATS, TOKENS, from_blob, to_blob, to_json, to_text
+from dapo.store.connection import (
+    ReadingConnection,
+    check,
+    close_writer,
+    connected,
+    explained,
+    is_blank,
+    open_for_reading,
+    readable,
+    unchanged,
+)
+from dapo.store.encoding import (
+    FLOATS,
+    TOKENS,
+    figures_from_json,
+    from_blob,
+    from_json,
+    messages_from_json,
+    switches_from_json,
+    to_blob,
+    to_json,
+    to_text,
+)
 from dapo.store.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from dapo.types import CARRIED, EvalReport, Event, Group, Prompt, Rollout, Score, StepReport, TokenStats
 
@@ -96,12 +116,13 @@ class RunDatabase:
     def open_readonly(cls, path: str | Path) -> Self:
         """Open to look, also while the run is going on."""
         path = Path(path)
-        with connected(path, reading_mode(path)) as connection:
-            check(connection, path)
-            return cls(connection, path)
+        return cls(open_for_reading(path), path)
 
     def close(self) -> None:
-        self._connection.close()
+        if isinstance(self._connection, ReadingConnection):
+            self._connection.close()
+        else:
+            close_writer(self._connection, self.path)
 
     def __enter__(self) -> Self:
         return self
@@ -176,19 +197,29 @@ class RunDatabase:
         return steps
 
     def meta(self) -> dict[str, str]:
-        return {row["key"]: row["value"] for row in self._rows("SELECT key, value FROM meta")}
+        with readable(self.path):
+            found = {row["key"]: row["setting"] for row in self._rows("SELECT key, value AS setting FROM meta")}
+            if not all(isinstance(text, str) for pair in found.items() for text in pair):
+                raise ValueError("meta holds something else than text")
+        return found
 
     def steps(self) -> Iterator[dict[str, Any]]:
         """Per step, in order: `step`, `time` and every metric under its name."""
         rows = self._rows(
-            "SELECT step, time, name, value FROM steps LEFT JOIN metrics USING (step) ORDER BY step, name"
+            "SELECT step, time, name AS metric, value FROM steps LEFT JOIN metrics USING (step) ORDER BY step, name",
+            order=("step", "metric"),
         )
-        for (step, when), metrics in groupby(rows, key=lambda row: (row["step"], row["time"])):
-            values = {row["name"]: _or_nan(row["value"]) for row in metrics if row["name"] is not None}
-            yield {"step": step, "time": when, **values}
+        with readable(self.path):
+            for (step, when), metrics in groupby(rows, key=lambda row: (row["step"], row["time"])):
+                values = {row["metric"]: _or_nan(row["value"]) for row in metrics if row["metric"] is not None}
+                if not all(isinstance(name, str) for name in values):
+                    raise ValueError("the name of a metric is no text")
+                yield {"step": step, "time": when, **values}
 
     def events(self) -> Iterator[dict[str, Any]]:
-        yield from self._rows("SELECT step, time, kind, message FROM events ORDER BY id")
+        for row in self._rows("SELECT id, step, time, kind, message FROM events ORDER BY id", order=("id",)):
+            del row["id"]
+            yield row
 
     def groups(self, step: int | None = None, verdict: str | None = None) -> Iterator[dict[str, Any]]:
         """Groups with their prompts; of one step: those generated in it and those decided in it."""
@@ -201,13 +232,20 @@ class RunDatabase:
             values.append(verdict)
         rows = self._rows(
             "SELECT serial, generated_step, decided_step, verdict, prompt_uid, data_source, messages, answer, extra,"
-            " tokens AS prompt_tokens FROM groups JOIN prompts ON uid = prompt_uid"
+            " tokens FROM groups JOIN prompts ON uid = prompt_uid"
             f" WHERE {' AND '.join(conditions)} ORDER BY serial",
             *values,
+            order=("serial",),
         )
-        for row in rows:
-            decoded = {name: json.loads(row[name]) for name in ("messages", "answer", "extra")}
-            yield {**row, **decoded, "prompt_tokens": from_blob(row["prompt_tokens"], TOKENS)}
+        with readable(self.path):
+            for row in rows:
+                yield {
+                    **{name: value for name, value in row.items() if name != "tokens"},
+                    "messages": messages_from_json(row["messages"]),
+                    "answer": from_json(row["answer"], object),
+                    "extra": from_json(row["extra"], dict),
+                    "prompt_tokens": from_blob(row["tokens"], TOKENS),
+                }
 
     def rollouts(self, serial: int) -> Iterator[dict[str, Any]]:
         """The rollouts of a group, in sampling order; arrays that were not stored are None."""
@@ -215,22 +253,28 @@ class RunDatabase:
             "SELECT rollouts.*, tokens, sampler_logprobs, policy_logprobs, entropy"
             " FROM rollouts LEFT JOIN rollout_tokens USING (serial, sample) WHERE serial = ? ORDER BY sample",
             serial,
+            order=("sample",),
         )
-        for row in rows:
-            yield {
-                **row,
-                "acc": None if row["acc"] is None else bool(row["acc"]),
-                "trains": bool(row["trains"]),
-                "switches": json.loads(row["switches"]),
-                "extras": json.loads(row["extras"]),
-                "tokens": from_blob(row["tokens"], TOKENS),
-                **{name: from_blob(row[name], FLOATS) for name in ("sampler_logprobs", "policy_logprobs", "entropy")},
-            }
+        arrays = ("sampler_logprobs", "policy_logprobs", "entropy")
+        with readable(self.path):
+            for row in rows:
+                yield {
+                    **row,
+                    "acc": None if row["acc"] is None else bool(row["acc"]),
+                    "trains": bool(row["trains"]),
+                    "switches": switches_from_json(row["switches"]),
+                    "extras": from_json(row["extras"], dict),
+                    "tokens": from_blob(row["tokens"], TOKENS),
+                    **{name: from_blob(row[name], FLOATS) for name in arrays},
+                }
 
     def evals(self) -> Iterator[dict[str, Any]]:
-        for row in self._rows("SELECT step, name, time, metrics FROM evaluations ORDER BY step, name"):
-            metrics = json.loads(row["metrics"])
-            yield {**row, "metrics": {name: float(value) for name, value in metrics.items()}}
+        rows = self._rows(
+            "SELECT step, name, time, metrics FROM evaluations ORDER BY step, name", order=("step", "name")
+        )
+        with readable(self.path):
+            for row in rows:
+                yield {**row, "metrics": figures_from_json(row["metrics"])}
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -245,10 +289,21 @@ class RunDatabase:
                     self._connection.execute("ROLLBACK")
                 raise
 
-    def _rows(self, query: str, *values: Any) -> Iterator[dict[str, Any]]:
-        with explained(self.path, "read"):
-            for row in self._connection.execute(query, values):
+    def _rows(self, query: str, *values: Any, order: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+        """The rows, each after the one before in the columns `order`: damaged pages can lead in a circle."""
+        if isinstance(self._connection, ReadingConnection) and self._connection.is_outdated:
+            self._connection.close()
+            self._connection = open_for_reading(self.path)
+        connection, last = self._connection, None
+        with readable(self.path), unchanged(connection):
+            _allow_time(connection)
+            for row in connection.execute(query, values):
+                place = tuple(row[name] for name in order)
+                if last is not None and order and not last < place:
+                    raise ValueError(f"rows are not in the order of {' and '.join(order)}")
+                last = place
                 yield dict(row)
+                _allow_time(connection)  # the caller's own time does not count
 
     def _insert_meta(self, config_yaml: str, meta: Mapping[str, str]) -> None:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -365,6 +420,11 @@ def _sample_columns(rollout: Rollout, score: Score) -> dict[str, Any]:
 
 def _store_tokens(config_yaml: str) -> StoreTokens:
     return yaml.safe_load(config_yaml)["run"]["store_tokens"]
+
+
+def _allow_time(connection: sqlite3.Connection) -> None:
+    if isinstance(connection, ReadingConnection):
+        connection.allow()
 
 
 def _or_nan(value: float | None) -> float:

@@ -61,7 +61,7 @@ def summary(metrics: Mapping[str, float]) -> str:
     names = [*headline(metrics), "reward/mean", "response_length/mean", "response_length/clip_ratio"]
     parts = [f"{heading(name)} {with_interval(metrics, name)}" for name in dict.fromkeys(names) if name in metrics]
     if unjudged := metrics.get("unjudged"):
-        parts.append(f"{int(unjudged)} unjudged")
+        parts.append(f"{unjudged:.0f} unjudged")
     return "  ".join(parts)
 
 
@@ -74,7 +74,7 @@ def with_interval(metrics: Mapping[str, float], name: str) -> str:
     if name not in metrics:
         return ""
     text = figure(name, metrics[name]) + (" %" if is_rate(name) and not math.isnan(metrics[name]) else "")
-    if f"{name}/low" in metrics:
+    if f"{name}/low" in metrics and f"{name}/high" in metrics:
         low, high = (figure(name, metrics[f"{name}/{end}"]) for end in ("low", "high"))
         text += f" [{low}, {high}]"
     return text
@@ -147,7 +147,7 @@ def differences_table(first: str, rows: Sequence[DifferenceRow]) -> Table:
 def _cell(metrics: Mapping[str, float], name: str, has_interval: bool) -> str:
     if name not in metrics:
         return ""
-    text = str(int(metrics[name])) if name == "unjudged" else figure(name, metrics[name])
+    text = f"{metrics[name]:.0f}" if name == "unjudged" else figure(name, metrics[name])
     if has_interval and f"{name}/low" in metrics:
         text += "\n" + "–".join(figure(name, metrics[f"{name}/{end}"]) for end in ("low", "high"))
     return text

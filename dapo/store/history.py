@@ -10,9 +10,11 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dapo.store.database import RunDatabase
+from dapo.store.encoding import to_text, visible
 from dapo.store.evaltable import summary
 
 _COLUMNS = {
@@ -32,9 +34,11 @@ _NEWEST = 5
 
 def json_lines(run: Path) -> Iterator[str]:
     """One object per step. JSON has no NaN: a figure that does not exist is null."""
+    # All is read before anything is written: whoever takes the lines may be slow, and nobody waits for a reader.
     with RunDatabase.open_readonly(run / "run.db") as database:
-        for step in database.steps():
-            yield json.dumps({name: value if math.isfinite(value) else None for name, value in step.items()})
+        steps = list(database.steps())
+    for step in steps:
+        yield json.dumps({name: value if math.isfinite(value) else None for name, value in step.items()})
 
 
 def print_history(console: Console, run: Path) -> None:
@@ -42,7 +46,7 @@ def print_history(console: Console, run: Path) -> None:
         steps, evaluations = list(database.steps()), list(database.evals())
         events = [event for event in database.events() if event["kind"] not in _USUAL]
     if steps:
-        console.print(_table(str(run), steps))
+        console.print(_table(escape(visible(to_text(str(run)))), steps))
     for found in evaluations:
         _say(console, f"evaluation of {found['name']} at step {found['step']}: {summary(found['metrics'])}")
     if len(events) > _NEWEST:
@@ -62,8 +66,8 @@ def _table(title: str, steps: Sequence[dict[str, Any]]) -> Table:
 
 
 def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return "" if value is None else f"{value:.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +9,15 @@ from typing import Literal
 
 import numpy as np
 
-from dapo.store.encoding import to_json
+from dapo.store.encoding import figures_from_json, to_json
 from dapo.view.source import Run, configuration
 
 MAX_POINTS = 1_000
 MAX_BANDS = 100
+# More than a run has: what a damaged or hostile file has beyond is not read into memory.
+_MOST_STEPS = 1_000_000
+_MOST_NAMES = 10_000
+_MOST_EVALUATIONS = 20_000
 
 TOKENS_IN = ("carried_in", "generated")
 _TOKENS = (*TOKENS_IN, "trained", "masked", "stale", "cancelled", "carried_out")  # and dropped/REASON
@@ -25,7 +28,7 @@ WITH RECURSIVE names (name) AS (
     SELECT min(name) FROM metrics
     UNION ALL SELECT (SELECT min(name) FROM metrics WHERE name > names.name) FROM names WHERE name IS NOT NULL
 )
-SELECT name FROM names WHERE name IS NOT NULL
+SELECT name FROM names WHERE name IS NOT NULL LIMIT ?
 """
 
 
@@ -78,7 +81,7 @@ class Difference:
 
 def metric_names(run: Run) -> list[str]:
     with run.snapshot() as database:
-        return [name for (name,) in database.execute(_NAMES)]
+        return [name for (name,) in database.execute(_NAMES, (_MOST_NAMES,))]
 
 
 def curves(run: Run, names: Iterable[str], max_points: int = MAX_POINTS) -> list[Curve]:
@@ -97,9 +100,10 @@ def spread(
     """Mean and quantiles over the responses sampled in a step; of many steps, evenly spaced ones and the last."""
     if column not in ("reward", "score", "acc", "length"):
         raise ValueError(f"{column} is not a figure of a response")
+    # Under another name, because many values are checked faster together, as they become numbers.
     query = (
-        f"SELECT {column} FROM groups CROSS JOIN rollouts USING (serial)"
-        f" WHERE generated_step = ? AND {column} IS NOT NULL"
+        f"SELECT {column} AS figure FROM groups CROSS JOIN rollouts USING (serial)"
+        f" WHERE generated_step = ? AND {column} IS NOT NULL LIMIT {_MOST_STEPS}"
     )
     means, quantiles, kept = [], [], []
     with run.snapshot() as database:
@@ -115,32 +119,34 @@ def spread(
 
 def verdicts_over_steps(run: Run, max_points: int = MAX_POINTS) -> Parts:
     """What became of the groups sampled in each step: how many have which verdict now."""
-    query = "SELECT generated_step, verdict, count(*) FROM groups GROUP BY generated_step, verdict"
+    query = f"SELECT generated_step, verdict, count(*) FROM groups GROUP BY 1, 2 LIMIT {_MOST_STEPS}"
     with run.snapshot() as database:
         return _parts(_steps(database), database.execute(query).fetchall(), max_points)
 
 
 def tokens_over_steps(run: Run, max_points: int = MAX_POINTS) -> Parts:
     """Where response tokens came from (`TOKENS_IN`) and went (all other parts): the sums of both are the same."""
-    query = "SELECT step, substr(name, 8), value FROM metrics WHERE name > 'tokens/' AND name < 'tokens0'"
+    query = f"SELECT step, name, value FROM metrics WHERE name > 'tokens/' AND name < 'tokens0' LIMIT {_MOST_STEPS}"
     with run.snapshot() as database:
-        rows = [row for row in database.execute(query) if row[1] in _TOKENS or row[1].startswith("dropped/")]
+        found = [(step, name.removeprefix("tokens/"), value) for step, name, value in database.execute(query)]
+        rows = [row for row in found if row[1] in _TOKENS or row[1].startswith("dropped/")]
         return _parts(_steps(database), rows, max_points)
 
 
 def evaluations(run: Run) -> list[EvalCurve]:
     found: dict[tuple[str, str], list[tuple[int, float, float, float]]] = {}
     with run.snapshot() as database:
-        for step, name, metrics in database.execute("SELECT step, name, metrics FROM evaluations ORDER BY step"):
-            figures = {figure: float(value) for figure, value in json.loads(metrics).items()}
+        query = f"SELECT step, name, metrics FROM evaluations ORDER BY step LIMIT {_MOST_EVALUATIONS}"
+        for step, name, metrics in database.execute(query):
+            figures = figures_from_json(metrics)
             bounds = {f"{figure}/{end}" for figure in figures for end in ("low", "high")}
             for figure in figures.keys() - bounds:
                 low, high = (figures.get(f"{figure}/{end}", np.nan) for end in ("low", "high"))
                 found.setdefault((name, figure), []).append((step, figures[figure], low, high))
     return [
-        EvalCurve(*key, table[:, 0].astype(np.int64), *table[:, 1:].T)
+        EvalCurve(*key, np.array([point[0] for point in points], dtype=np.int64), *table.T)
         for key, points in sorted(found.items())
-        for table in [np.array(points, dtype=np.float64)]
+        for table in [np.array([point[1:] for point in points], dtype=np.float64)]
     ]
 
 
@@ -153,7 +159,8 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
 
 
 def read_curve(database: sqlite3.Connection, name: str) -> Curve:
-    rows = database.execute("SELECT step, value FROM metrics WHERE name = ? ORDER BY step", (name,)).fetchall()
+    query = f"SELECT step, value FROM metrics WHERE name = ? ORDER BY step LIMIT {_MOST_STEPS}"
+    rows = database.execute(query, (name,)).fetchall()
     steps = np.array([row[0] for row in rows], dtype=np.int64)
     return Curve(name, steps, np.array([row[1] for row in rows], dtype=np.float64))  # None becomes NaN
 
@@ -174,7 +181,8 @@ def thinned(curve: Curve, max_points: int) -> Curve:
 
 
 def _steps(database: sqlite3.Connection) -> np.ndarray:
-    return np.array([step for (step,) in database.execute("SELECT step FROM steps ORDER BY step")], dtype=np.int64)
+    query = f"SELECT step FROM steps ORDER BY step LIMIT {_MOST_STEPS}"
+    return np.array([step for (step,) in database.execute(query)], dtype=np.int64)
 
 
 def _evenly(steps: np.ndarray, at_most: int) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
 from collections.abc import Mapping
@@ -10,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo.errors import CheckpointError
+from dapo.store.encoding import from_json, messages_from_json, switches_from_json
 from dapo.view.search import TextSearch
 from dapo.view.source import Run
 
 SEARCH_S = 0.5
 _QUESTION = 300
+_MOST = 1_000  # verdicts, sources or responses of a group: a page has no use for more
 _CHUNK = 64  # groups looked at together; older versions of SQLite take 999 values at most
 
 
@@ -140,21 +141,21 @@ def count_groups(run: Run, wanted: GroupFilter | None = None) -> int | None:
         return None
     conditions, values = _conditions(wanted)
     with run.snapshot() as database:
-        query = f"SELECT count(*) FROM groups WHERE {' AND '.join(conditions)}"
+        query = f"SELECT coalesce(sum(1), 0) FROM groups WHERE {' AND '.join(conditions)}"  # see read_progress
         return database.execute(query, values).fetchone()[0]
 
 
 def verdicts(run: Run) -> dict[str, int]:
     """The verdicts there are, and how many groups have each."""
     with run.snapshot() as database:
-        return dict(
-            map(tuple, database.execute("SELECT verdict, count(*) FROM groups GROUP BY verdict ORDER BY verdict"))
-        )
+        query = f"SELECT verdict, count(*) FROM groups GROUP BY verdict ORDER BY verdict LIMIT {_MOST}"
+        return dict(map(tuple, database.execute(query)))
 
 
 def data_sources(run: Run) -> list[str]:
     with run.snapshot() as database:
-        return [source for (source,) in database.execute("SELECT DISTINCT data_source FROM prompts ORDER BY 1")]
+        query = f"SELECT DISTINCT data_source FROM prompts ORDER BY 1 LIMIT {_MOST}"
+        return [source for (source,) in database.execute(query)]
 
 
 def extremes(run: Run, count: int) -> tuple[list[int], list[int]]:
@@ -180,18 +181,20 @@ def group(run: Run, serial: int) -> GroupDetail:
         responses = database.execute(
             "SELECT *, EXISTS (SELECT 1 FROM rollout_tokens AS stored"
             "   WHERE (stored.serial, stored.sample) = (rollouts.serial, rollouts.sample)) AS has_tokens"
-            " FROM rollouts WHERE serial = ? ORDER BY sample",
+            f" FROM rollouts WHERE serial = ? ORDER BY sample LIMIT {_MOST}",
             (serial,),
         )
-        stored = {name: json.loads(row[name]) for name in ("messages", "answer", "extra")}
-        return GroupDetail(
-            **{**dict(row), **stored, "messages": tuple(stored["messages"])}, responses=tuple(map(_response, responses))
-        )
+        stored = {
+            "messages": tuple(messages_from_json(row["messages"])),
+            "answer": from_json(row["answer"], object),
+            "extra": from_json(row["extra"], dict),
+        }
+        return GroupDetail(**{**dict(row), **stored}, responses=tuple(map(_response, responses)))
 
 
 def question(messages: str) -> str:
     """How the last message begins, of messages as they are stored."""
-    parsed = json.loads(messages)
+    parsed = messages_from_json(messages)
     return str(parsed[-1].get("content", ""))[:_QUESTION] if parsed else ""
 
 
@@ -220,15 +223,15 @@ def _rows(database: sqlite3.Connection, serials: list[int]) -> tuple[GroupRow, .
     query = (
         "SELECT serial, prompt_uid, data_source, messages, generated_step, decided_step, verdict,"
         " count(*) AS responses, sum(error IS NULL) AS judged, avg(acc) AS accuracy, avg(reward) AS reward,"
-        " avg(length) AS length"
+        " avg(length) AS mean_length"
         " FROM groups JOIN prompts ON uid = prompt_uid JOIN rollouts USING (serial) WHERE serial = ? GROUP BY serial"
     )
     rows = [row for serial in serials for row in database.execute(query, (serial,))]
     return tuple(_row(**dict(row)) for row in rows)
 
 
-def _row(messages: str, **known: Any) -> GroupRow:
-    return GroupRow(question=question(messages), **known)
+def _row(messages: str, mean_length: float, **known: Any) -> GroupRow:
+    return GroupRow(question=question(messages), length=mean_length, **known)
 
 
 def _response(row: sqlite3.Row) -> Response:
@@ -243,9 +246,9 @@ def _response(row: sqlite3.Row) -> Response:
         length=row["length"],
         finish_reason=row["finish_reason"],
         weight_version=row["weight_version"],
-        switches=tuple(json.loads(row["switches"])),
+        switches=tuple(switches_from_json(row["switches"])),
         error=row["error"],
         extracted=row["extracted"],
-        extras=json.loads(row["extras"]),
+        extras=from_json(row["extras"], dict),
         has_tokens=bool(row["has_tokens"]),
     )

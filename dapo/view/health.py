@@ -51,7 +51,7 @@ def events(
 def event_kinds(run: Run) -> dict[str, int]:
     """The kinds there are, and how many events of each."""
     with run.snapshot() as database:
-        return dict(map(tuple, database.execute("SELECT kind, count(*) FROM events GROUP BY kind")))
+        return dict(map(tuple, database.execute("SELECT kind, count(*) FROM events GROUP BY kind LIMIT 1000")))
 
 
 def unjudged(run: Run, offset: int = 0, limit: int = 100) -> list[UnjudgedReason]:

@@ -46,7 +46,8 @@ def _has_open(pid: int, wanted: os.stat_result) -> bool:
 def _is_held_by_trying(path: Path) -> bool:
     """Where the system has no table of locks: a shared one, for as short as can be."""
     try:
-        with path.open() as file:
+        # Without waiting, as opening a FIFO would.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), closefd=True) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -74,16 +74,16 @@ _kept: dict[tuple[Path, int, Progress], _Table] = {}
 
 def prompts(run: Run, order: Order, offset: int = 0, limit: int = 50) -> PromptPage:
     """Those with the lowest pass rate; those solved for longest; those that flipped most often."""
+    if order not in get_args(Order):
+        raise ValueError(f"there is no order '{order}'")
     with run.snapshot() as database:
         table = _kept_table(run, database)
         if order == "hardest":
             ranks, members = np.lexsort((-table.groups, table.pass_rate)), table.pass_rate < 1
         elif order == "solved":
             ranks, members = np.lexsort((-table.pass_rate, -table.solved)), table.solved > 0
-        elif order == "flickering":
-            ranks, members = np.lexsort((table.groups, -table.flips)), table.flips > 0
         else:
-            raise ValueError(f"there is no order '{order}'")
+            ranks, members = np.lexsort((table.groups, -table.flips)), table.flips > 0
         ranks = ranks[members[ranks]]
         rows = tuple(_row(database, table, int(place)) for place in ranks[offset : offset + limit])
         return PromptPage(rows, len(ranks))

@@ -20,7 +20,7 @@ from dapo.view.groups import GroupDetail, Response, extremes, group
 from dapo.view.health import EventRow, UnjudgedReason, events, unjudged
 from dapo.view.page.charts import Look
 from dapo.view.page.panels import all_charts, load
-from dapo.view.page.text import number, shown
+from dapo.view.page.text import moment, number, shown
 from dapo.view.runs import RunSummary, find_run, summary
 from dapo.view.source import Run, configuration
 
@@ -28,6 +28,7 @@ GROUPS = 3
 _RESPONSES = 16
 _CHARACTERS = 2_000
 _EVENTS = 200
+_TIME = "%Y-%m-%d %H:%M UTC"
 _ROUTINE = ("plan", "data", "configuration", "finished")  # events that are no warnings
 _LIBRARY = "nicegui-echart"
 _UNESCAPED = "!$&'()*+,-./:;=?@[]_`{|}~^"  # in a data address inside JSON inside HTML
@@ -41,6 +42,8 @@ def write_report(folder: Path, out: Path) -> None:
         raise CheckpointError(f"{folder}: there is no run database here; expected one run's folder, as in runs/my")
     run = find_run(folder, name)
     found = summary(folder, name)
+    if found.problem is not None:
+        raise CheckpointError(found.problem)
     charts = list(all_charts([load(run)], Look()).values())
     best, worst = ([group(run, serial) for serial in serials] for serials in extremes(run, GROUPS))
     body = [
@@ -56,7 +59,7 @@ def write_report(folder: Path, out: Path) -> None:
     page = shell.substitute(
         nonce=secrets.token_urlsafe(16),
         title=_text(name),
-        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        made=moment(time.time(), _TIME),
         body="\n".join(body),
         imports=_script_json({"imports": library_addresses()}),
         charts=_script_json(charts),
@@ -106,17 +109,14 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequ
 
 
 def _facts(found: RunSummary) -> str:
-    def moment(seconds: float | None) -> str:
-        return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-
     facts = [
         ("status", found.status or "–"),
         ("model", _text(found.model)),
         ("recipe", _text(found.recipe)),
         ("step", f"{found.step:,} of {found.planned:,}"),
         ("last reward", number(found.reward)),
-        ("started", moment(found.started)),
-        ("last change", moment(found.changed)),
+        ("started", moment(found.started, _TIME)),
+        ("last change", moment(found.changed, _TIME)),
     ]
     return '<div class="facts">' + "".join(f"<div><span>{k}</span>{v}</div>" for k, v in facts) + "</div>"
 

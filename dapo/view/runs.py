@@ -7,6 +7,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +18,15 @@ from dapo.errors import CheckpointError
 from dapo.store.encoding import to_text
 from dapo.view.curves import read_curve, thinned
 from dapo.view.locks import is_held
-from dapo.view.source import Run, read_configuration
+from dapo.view.source import Run, number_option, read_configuration, read_meta
 
 Status = Literal["running", "finished", "stopped", "crashed"]
 
 REWARD = "reward/mean"
 _DATABASE = "run.db"
+_SECONDS = 2.0  # for a line about a run: the page has a line about each, and shows none before it has all
+_AT_ONCE = 8
+_TEXT = 1_000
 _SIGNS = (_DATABASE, "config.yaml", ".lock")  # what makes a folder look like one of a run
 
 # What the last of these events says of a run that no process holds any more.
@@ -82,13 +86,16 @@ def find_run(root: Path, name: str) -> Run:
 def summaries(root: Path, after: str = "", limit: int = 50) -> list[RunSummary]:
     """The runs whose names follow `after`."""
     names = [name for name in run_names(root) if name > after]
-    return [summary(root, name) for name in names[:limit]]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:  # one that takes all its time does not hold up the others
+        return list(threads.map(lambda name: summary(root, name), names[:limit]))
 
 
 def summary(root: Path, name: str, points: int = 60) -> RunSummary:
+    if name != to_text(name):
+        return RunSummary(to_text(name), problem="the name of the folder is not valid UTF-8; rename it")
     try:
         run = find_run(root, name)
-        with run.snapshot() as database:
+        with run.snapshot(_SECONDS) as database:
             return _summary(run, database, points)
     except (CheckpointError, OSError) as error:
         return RunSummary(name, problem=to_text(str(error)))
@@ -100,12 +107,12 @@ def _looks_like_a_run(folder: Path) -> bool:
 
 def _summary(run: Run, database: sqlite3.Connection, points: int) -> RunSummary:
     options = read_configuration(database, run.path)
-    step, changed = database.execute(
-        "SELECT (SELECT coalesce(max(step), 0) FROM steps), max("
-        " coalesce((SELECT time FROM steps ORDER BY step DESC LIMIT 1), 0),"
-        " coalesce((SELECT time FROM events ORDER BY id DESC LIMIT 1), 0),"
-        " coalesce((SELECT time FROM evaluations ORDER BY id DESC LIMIT 1), 0))"
-    ).fetchone()
+    (step,) = database.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()
+    newest = [
+        database.execute(f"SELECT time FROM {table} ORDER BY {key} DESC LIMIT 1").fetchone()
+        for table, key in (("steps", "step"), ("events", "id"), ("evaluations", "id"))
+    ]
+    changed = max((row["time"] for row in newest if row is not None), default=None)
     started = _started(database)
     curve = thinned(read_curve(database, REWARD), points)
     known = curve.values[~np.isnan(curve.values)]
@@ -115,7 +122,7 @@ def _summary(run: Run, database: sqlite3.Connection, points: int) -> RunSummary:
         model=_text(options.get("model.path")),
         recipe=_recipe(database, options),
         step=step,
-        planned=_whole(options.get("run.steps")),
+        planned=int(number_option(options, "run.steps") or 0),
         reward=float(known[-1]) if len(known) else None,
         started=started,
         changed=changed or started,
@@ -125,8 +132,8 @@ def _summary(run: Run, database: sqlite3.Connection, points: int) -> RunSummary:
 
 def _recipe(database: sqlite3.Connection, options: Mapping[str, Any]) -> str:
     """Where it was not recorded: a run is called after its recipe, unless it was given another name."""
-    row = database.execute("SELECT value FROM meta WHERE key = 'recipe'").fetchone()
-    return _text(options.get("run.name") if row is None else row["value"])
+    recorded = read_meta(database, "recipe")
+    return _text(options.get("run.name") if recorded is None else recorded)
 
 
 def _status(run: Run, database: sqlite3.Connection, step: int) -> Status:
@@ -145,16 +152,12 @@ def _status(run: Run, database: sqlite3.Connection, step: int) -> Status:
 
 
 def _started(database: sqlite3.Connection) -> float | None:
-    row = database.execute("SELECT value FROM meta WHERE key = 'created'").fetchone()
+    created = read_meta(database, "created")
     try:
-        return None if row is None else float(calendar.timegm(time.strptime(row["value"], "%Y-%m-%dT%H:%M:%SZ")))
+        return None if created is None else float(calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")))
     except ValueError:
         return None
 
 
 def _text(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+    return "" if value is None else str(value)[:_TEXT]

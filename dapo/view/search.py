@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Sequence
 from typing import Any
+
+from dapo.store.encoding import messages_from_json
 
 
 class TextSearch:
@@ -25,9 +26,9 @@ class TextSearch:
         if not self.needle:
             return {row["serial"] for row in chunk}
         for uid, messages in self._each("uid, messages FROM prompts WHERE uid", self._unknown(chunk)):
-            contents = (str(message.get("content", "")) for message in json.loads(messages))
+            contents = (str(message.get("content", "")) for message in messages_from_json(messages))
             self.by_prompt[uid] = any(self.needle in content.lower() for content in contents)
-        in_prompt = {row["serial"] for row in chunk if self.by_prompt[row["prompt_uid"]]}
+        in_prompt = {row["serial"] for row in chunk if self.by_prompt.get(row["prompt_uid"])}
         others = [row["serial"] for row in chunk if row["serial"] not in in_prompt]
         responses = self._each("serial, text FROM rollouts WHERE serial", others)
         return in_prompt | {serial for serial, text in responses if self.needle in text.lower()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from dapo.errors import CheckpointError
-from dapo.store.encoding import FLOATS, TOKENS
-from dapo.view.source import Run, read_configuration
+from dapo.store.encoding import FLOATS, TOKENS, switches_from_json
+from dapo.view.source import Run, number_option, read_configuration
 
 Clip = Literal["low", "high", "dual"]
 
@@ -84,7 +83,10 @@ def _tokens(row: sqlite3.Row, bounds: Bounds, decode: Callable[[int], str], part
     ratio_T = None
     if policy_T is not None:
         ratio_T = np.exp(np.clip(policy_T - sampler_T, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-    switches = json.loads(row["switches"])
+    arrays = [each for each in (sampler_T, policy_T, entropy_T) if each is not None]
+    if any(len(each) != len(ids_T) for each in arrays) or np.any(ids_T < 0):
+        raise ValueError("a response's tokens and their numbers do not belong together")
+    switches = switches_from_json(row["switches"])
     places_T = np.arange(part.start, part.start + len(ids_T))
     return ResponseTokens(
         start=part.start,
@@ -103,4 +105,7 @@ def _tokens(row: sqlite3.Row, bounds: Bounds, decode: Callable[[int], str], part
 
 def _bounds(options: Mapping[str, Any]) -> Bounds:
     prefix = "algorithm.clip_ratio_"
-    return Bounds(options[f"{prefix}low"], options[f"{prefix}high"], options[f"{prefix}c"])
+    low, high, dual = (number_option(options, f"{prefix}{name}") for name in ("low", "high", "c"))
+    if low is None or high is None:
+        raise ValueError(f"the configuration has no {prefix}low or {prefix}high")
+    return Bounds(low, high, dual)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 from typing import Any
 
 import peft
@@ -183,6 +184,40 @@ def test_the_card_says_what_was_measured_up_to_the_exported_step_and_no_more(ful
     assert Config.parse(yaml.safe_load(recipe)) == full.config
     front = yaml.safe_load(card.split("---")[1])
     assert front["library_name"] == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("statement", "sentence"),
+    [
+        ("UPDATE steps SET time = 'never'", "a time is str instead of float"),
+        ("UPDATE evaluations SET metrics = '[1]'", "a JSON list is where a dict belongs"),
+        ("DROP TABLE metrics", "its table metrics is missing"),
+    ],
+)
+def test_a_run_whose_database_cannot_be_read_is_not_exported(full, tmp_path, statement, sentence):
+    full.save(1)
+    with RunDatabase.open(full.path / "run.db") as database:
+        database.record_step(StepReport(1, {"reward/mean": 0.5}, (), {}))
+        database.record_eval(EvalReport(1, "aime", {"avg@4": 0.5}, ()))
+    with sqlite3.connect(full.path / "run.db") as connection:
+        connection.execute(statement)
+    connection.close()
+    with pytest.raises(CheckpointError, match=sentence):
+        export_run(full.path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_figures_that_were_not_recorded_or_are_absurd_do_not_keep_the_card_from_being_written(full, tmp_path):
+    full.save(2)
+    with RunDatabase.open(full.path / "run.db") as database:
+        database.record_step(StepReport(1, {"reward/mean": 0.5}, (), {}))
+        database.record_step(StepReport(2, {"tokens/generated": float("inf")}, (), {}))
+        metrics = {"avg@4": 0.5, "avg@4/low": 0.25, "problems": float("inf"), "unjudged": float("nan")}
+        database.record_eval(EvalReport(2, "a | b\n# title", metrics, ()))
+    export_run(full.path, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "response tokens | 0, 0 trained on" in card
+    assert "\n# title" not in card
 
 
 def test_a_run_without_evaluations_says_so(full, tmp_path):

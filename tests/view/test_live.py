@@ -73,12 +73,42 @@ def test_an_open_snapshot_neither_changes_nor_holds_up_the_writer(tmp_path: Path
         database.record_step(make_report(1, [make_group(2), make_group(3)]))
     run = find_run(tmp_path, "made")
     count = "SELECT count(*) FROM groups"
+    process = writer(run.path, 5)
+    assert process.stdout.readline() == "2\n"
     with run.snapshot() as old:
-        assert old.execute(count).fetchone()[0] == 2
-        writer(run.path, 5).communicate("go on\n" * 5, timeout=50)
-        assert old.execute(count).fetchone()[0] == 2
+        assert old.execute(count).fetchone()[0] == 4
+        process.communicate("go on\n" * 5, timeout=50)
+        assert old.execute(count).fetchone()[0] == 4
         assert count_groups(run) == 12
     assert count_groups(run) == 12
+
+
+def test_what_a_writer_changes_under_a_reader_without_locks_is_noticed(tmp_path: Path):
+    """A finished run is read without locks: whoever resumes it at that moment must not make the reader see a mix."""
+    with create(tmp_path) as database:
+        database.record_step(make_report(1, [make_group(2), make_group(3)]))
+    run = find_run(tmp_path, "made")
+
+    def look_while_another_process_writes() -> None:
+        with run.snapshot() as old:
+            assert old.execute("SELECT count(*) FROM groups").fetchone()[0] == 2
+            writer(run.path, 5).communicate("go on\n" * 5, timeout=50)
+
+    with pytest.raises(CheckpointError, match="was changed while it was being read; try again"):
+        look_while_another_process_writes()
+    assert progress(run).step == 6
+
+
+def test_a_reader_that_was_opened_before_the_writer_sees_what_it_writes(tmp_path: Path):
+    with create(tmp_path) as database:
+        database.record_step(make_report(1))
+    path = find_run(tmp_path, "made").path
+    with RunDatabase.open_readonly(path) as reader:
+        assert len(list(reader.steps())) == 1
+        with RunDatabase.open(path) as database:
+            database.record_step(make_report(2))
+            assert len(list(reader.steps())) == 2, "the new step is in the WAL alone"
+        assert len(list(reader.steps())) == 2
 
 
 def test_nothing_can_be_written_through_a_snapshot(tmp_path: Path):

@@ -84,7 +84,7 @@ def test_the_runs_are_listed_and_a_click_opens_one(page: Any, url: str):
     page.get_by_text("unreadable").first.wait_for()
     text = " ".join(rows(page, ".opens"))
     assert "is empty" in text
-    assert "cannot be opened as a run database" in text
+    assert "cannot be read" in text
     assert "finished" in text
     assert page.locator(".opens svg polyline").count() >= 2
     page.locator("[col-id=name]", has_text="real").click()

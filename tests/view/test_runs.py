@@ -181,7 +181,7 @@ def damage(path: Path, kind: str) -> None:
         ("other", "is an SQLite database, but not that of a run"),
         ("no config", "holds no configuration that can be read"),
         ("bad config", "holds no configuration that can be read"),
-        ("no table", "no such table"),
+        ("no table", "its table metrics is missing"),
     ],
 )
 def test_a_broken_database_has_a_sentence_and_the_others_are_there(tmp_path: Path, kind: str, sentence: str):

@@ -25,13 +25,18 @@ def _newest_saved(root: Path, run: Run) -> str | None:
     home = Path(os.path.realpath(root))
     saved = map(os.path.realpath, run.path.parent.glob("checkpoints/*/tokenizer.json"))
     # Links that lead out of the folder are not followed, as with databases.
-    return max((path for path in saved if Path(path).is_relative_to(home)), key=os.path.getmtime, default=None)
+    within = (path for path in saved if Path(path).is_relative_to(home) and os.path.isfile(path))
+    return max(within, key=os.path.getmtime, default=None)
 
 
 def _of_model(find_model: FindModel, run: Run) -> str | None:
-    folder = find_model(str(configuration(run).get("model.path", "")))
-    file = None if folder is None else folder / "tokenizer.json"
-    return str(file) if file is not None and file.is_file() else None
+    path = str(configuration(run).get("model.path", ""))
+    try:
+        folder = find_model(path)
+        file = None if folder is None else folder / "tokenizer.json"
+        return str(file) if file is not None and file.is_file() else None
+    except (OSError, ValueError):  # no path that there could be
+        return None
 
 
 def _by_number(token: int) -> str:

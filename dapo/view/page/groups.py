@@ -26,6 +26,7 @@ from dapo.view.source import Run
 
 PAGE = 25
 _QUESTION = 160
+_NAME = 200
 
 
 def build(run: Run, wanted: GroupFilter) -> Live:
@@ -123,6 +124,7 @@ class _Groups:
         rows = [asdict(row) for row in page.rows]
         for row in rows:
             row["question"] = shown(row["question"][:_QUESTION])
+            row |= {name: shown(row[name], _NAME) for name in ("verdict", "data_source", "prompt_uid")}
         fill(self.table, rows)
         start = (len(self.starts) - 1) * PAGE
         self.where.set_text(_where(start, page, total))
@@ -181,7 +183,9 @@ def _group(run: Run, found: GroupDetail) -> None:
     decided = "" if found.decided_step in (None, found.generated_step) else f", decided in step {found.decided_step}"
     with ui.row().classes("items-center gap-4 w-full"):
         ui.label(f"Group {found.serial}").classes("text-xl")
-        ui.badge(found.verdict, color="green-8" if found.verdict == "kept" else "grey-8").classes("text-sm px-2")
+        ui.badge(shown(found.verdict, _NAME), color="green-8" if found.verdict == "kept" else "grey-8").classes(
+            "text-sm px-2"
+        )
         ui.label(f"sampled in step {found.generated_step}{decided} · source {shown(found.data_source, 100)}")
         ui.link("all of this step", link(run.name, "groups") + f"?step={found.generated_step}")
         ui.space()
@@ -220,7 +224,7 @@ def _response(run: Run, found: GroupDetail, response: Response) -> None:
             ("advantage", number(response.advantage)),
             ("extracted answer", "–" if response.extracted is None else shown(str(response.extracted), 200)),
             ("length", f"{response.length:,} tokens"),
-            ("ended by", response.finish_reason),
+            ("ended by", shown(response.finish_reason, _NAME)),
             ("weights", f"version {response.weight_version}"),
         ]
         if response.error is not None:

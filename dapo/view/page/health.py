@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 from urllib.parse import urlencode
 
@@ -13,7 +12,7 @@ from dapo.view.curves import curves
 from dapo.view.health import event_kinds, unjudged
 from dapo.view.health import events as read_events
 from dapo.view.page.frame import Live, ask, fill, grid, link, number_column
-from dapo.view.page.text import shown
+from dapo.view.page.text import moment, shown
 from dapo.view.source import Run
 
 LIMIT = 50
@@ -113,7 +112,7 @@ def _event(each: Any) -> dict[str, Any]:
     return {
         "id": each.id,
         "step": each.step,
-        "time": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(each.time)),
-        "kind": each.kind,
+        "time": moment(each.time, "%Y-%m-%d %H:%M:%S"),
+        "kind": shown(each.kind, 200),
         "message": shown(each.message, 2000),
     }

@@ -10,7 +10,7 @@ import numpy as np
 
 from dapo.view import curves as read
 from dapo.view.page.charts import Line, Look, Zone, color_of, line_chart, stacked_chart
-from dapo.view.source import Run, configuration
+from dapo.view.source import Run, configuration, number_option
 
 POINTS = 400  # of a curve: a panel is hardly wider in pixels, and a browser takes seconds for a dozen with more
 
@@ -85,13 +85,13 @@ def load(run: Run, chosen: Sequence[str] = ()) -> Loaded:
 
 def overlong_zone(options: Mapping[str, Any]) -> Zone | None:
     """The lengths at which a response loses reward."""
-    limit = options.get("data.max_response_length")
+    limit = number_option(options, "data.max_response_length")
     shaping = options.get("reward.length_shaping")
     starts = {
-        "buffer": (limit or 0) - (options.get("reward.overlong_buffer.len") or 0),
-        "target": options.get("reward.target_length") or 0,
+        "buffer": (limit or 0) - (number_option(options, "reward.overlong_buffer.len") or 0),
+        "target": number_option(options, "reward.target_length") or 0,
     }
-    if not limit or shaping not in starts:
+    if not limit or not isinstance(shaping, str) or shaping not in starts:
         return None
     return Zone("overlong", starts[shaping], limit)
 

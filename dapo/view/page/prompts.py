@@ -64,7 +64,14 @@ class _Prompts:
     async def refresh(self) -> None:
         page: PromptPage = await ask(prompts, self.run, self.order.value, self.offset, PAGE)
         self.meaning.set_text(_MEANING[self.order.value])
-        rows = [{**asdict(row), "question": shown(row.question[:_QUESTION])} for row in page.rows]
+        rows = [
+            {
+                **asdict(row),
+                "question": shown(row.question[:_QUESTION]),
+                "data_source": shown(row.data_source, _QUESTION),
+            }
+            for row in page.rows
+        ]
         fill(self.table, rows)
         last = self.offset + len(rows)
         self.where.set_text(

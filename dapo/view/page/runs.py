@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -11,6 +10,7 @@ import numpy as np
 from nicegui import events, ui
 
 from dapo.view.page.frame import Live, ask, fill, grid, link, number_column
+from dapo.view.page.text import moment, shown
 from dapo.view.runs import RunSummary, summaries
 
 _LIMIT = 200
@@ -74,8 +74,7 @@ def sparkline(values: np.ndarray) -> str:
 
 def _row(found: RunSummary) -> dict[str, Any]:
     if found.problem is not None:
-        return {"name": found.name, "status": "unreadable", "model": found.problem, "curve": ""}
-    changed = "" if found.changed is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(found.changed))
+        return {"name": found.name, "status": "unreadable", "model": shown(found.problem, 500), "curve": ""}
     return {
         "name": found.name,
         "status": found.status,
@@ -83,9 +82,9 @@ def _row(found: RunSummary) -> dict[str, Any]:
         "planned": found.planned or None,
         "reward": found.reward,
         "curve": sparkline(found.rewards),
-        "model": found.model,
-        "recipe": found.recipe,
-        "changed": changed,
+        "model": shown(found.model),
+        "recipe": shown(found.recipe),
+        "changed": moment(found.changed),
     }
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import unicodedata
+import time
+
+from dapo.store.encoding import visible
+
+__all__ = ["MAX_CHARACTERS", "moment", "number", "shown", "visible"]
 
 MAX_CHARACTERS = 20_000
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
-
-_SHORT = {0x00: "nul", 0x07: "bell", 0x08: "backspace", 0x0C: "form feed", 0x0D: "cr", 0x1B: "esc", 0x7F: "del"}
-
-
-def visible(text: str) -> str:
-    """Signs that steer a terminal or turn the direction of writing are named instead of obeyed."""
-    return _HIDDEN.sub(_named, text)
 
 
 def shown(text: str, most: int = MAX_CHARACTERS) -> str:
@@ -24,12 +19,14 @@ def shown(text: str, most: int = MAX_CHARACTERS) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
+    if value is None:
+        return "–"
+    return f"{value:,.{digits}f}" if abs(value) < 1e15 else f"{value:g}"
 
 
-def _named(found: re.Match[str]) -> str:
-    sign = found.group()
-    code = ord(sign)
-    # Words, because few fonts have the pictures that Unicode has for the first 32.
-    short = _SHORT.get(code, f"U+{code:04X}")
-    return f"⟨{unicodedata.name(sign, short)}⟩"
+def moment(seconds: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
+    """A time in UTC; a dash for none, and for one that no calendar has."""
+    try:
+        return "–" if seconds is None else time.strftime(form, time.gmtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return "–"
