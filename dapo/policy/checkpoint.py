@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ FORMAT = 2
 KEEP = 2
 _STATE = "trainer/state.json"
 _BEST = "best.json"
+_STEP = re.compile(r"0|[1-9][0-9]{0,17}")  # as it is written: step_007 and step_² are somebody else's
 
 Which = int | Literal["best", "last"]
 
@@ -117,7 +119,7 @@ def parse_which(text: str) -> Which:
     """What a person may name a checkpoint by: best, last, or the number of its step."""
     if text in ("best", "last"):
         return text
-    if text.isdecimal():
+    if _STEP.fullmatch(text):
         return int(text)
     raise CheckpointError(f"'{text}' names no checkpoint; expected best, last or the number of a step")
 
@@ -168,8 +170,8 @@ def restore(checkpoint: Path, policy: Learner) -> None:
 def _all(folder: Path) -> dict[int, Path]:
     if not folder.is_dir():
         return {}
-    names = {path.name.removeprefix("step_"): path for path in folder.iterdir() if path.name.startswith("step_")}
-    return {int(step): path for step, path in names.items() if step.isdigit()}
+    names = {path.name.removeprefix("step_"): path for path in folder.glob("step_*") if path.is_dir()}
+    return {int(step): path for step, path in names.items() if _STEP.fullmatch(step)}
 
 
 def _marked(folder: Path) -> Best | None:
