@@ -51,7 +51,8 @@ def resolve(
     """
     if not models:
         raise ConfigError("dapo eval: name at least one run or model")
-    options = [*_preset(preset), *overrides]
+    # A run's own best_metric names a set of its own, and nothing is kept by it here.
+    options = ["eval.best_metric=null", *_preset(preset), *overrides]
     if data is not None:
         options.append(f"eval.data={data if data.lstrip().startswith(('{', '[')) else json.dumps(data)}")
     if k is not None:
