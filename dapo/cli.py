@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -317,15 +317,25 @@ def main() -> None:
     try:
         app()
     except DapoError as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
-        sys.exit(error.exit_code)
+        _fail(str(error), error.exit_code)
     except OSError as error:
         # No permission, no space, a file where a folder should be: the user's to mend, and it names the file.
         if error.filename is None:
             raise
-        Console(stderr=True, soft_wrap=True).print(
-            f"error: {error.filename}: {error.strerror}", style="red", markup=False
-        )
-        sys.exit(2)
+        _fail(f"{error.filename}: {error.strerror}", 2)
+    except MemoryError:
+        _fail("this machine has too little memory for it; lower the batch sizes or lengths, or use a smaller model", 3)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+_MAX_SHOWN = 1000
+
+
+def _fail(sentence: str, exit_code: int) -> NoReturn:
+    # Names of files can hold line ends, escape sequences, and bytes that are no text.
+    shown = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in sentence)
+    if len(shown) > 2 * _MAX_SHOWN:
+        shown = f"{shown[:_MAX_SHOWN]} ... {shown[-_MAX_SHOWN:]}"
+    Console(stderr=True, soft_wrap=True).print(f"error: {shown}", style="red", markup=False, highlight=False)
+    sys.exit(exit_code)
