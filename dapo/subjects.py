@@ -63,7 +63,7 @@ def resolve(
     for model, (run, saved) in zip(models, found, strict=True):
         configs.append(_config(run or pattern, str(saved or model), options))
     first = configs[0]
-    if first.eval.data is None:
+    if not first.eval.data:
         raise ConfigError(
             "dapo eval: there is nothing to evaluate on; give --data, as in --data data/aime-2024.parquet"
         )

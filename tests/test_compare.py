@@ -202,6 +202,8 @@ def test_a_run_with_a_best_metric_is_evaluated_on_other_data(questions, tmp_path
         eval={"k": 2, "data": {"old": "gone.jsonl"}, "best_metric": "old/avg@2"},
     )
     saved.save(1)
+    with pytest.raises(ConfigError, match="there is nothing to evaluate on; give --data"):
+        resolve([str(saved.path)], data="{}")
     found = evaluate_models([str(saved.path)], data=questions, k=2, out=tmp_path / "out")
     assert list(found.results) == ["questions"]
     assert "avg@2" in found.results["questions"][0].report.metrics

@@ -65,7 +65,7 @@ def _tokens_of_one(question: Question, tokenizer: Any) -> list[int]:
     try:
         return _tokens([list(question.messages)], tokenizer)[0]
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(
             f"{question.where}: the model's chat template or tokenizer refuses the messages ({reason})"
         ) from None

@@ -45,7 +45,7 @@ def read_rows(source: Source) -> Iterator[RawRow]:
 
 def one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0][:300] if lines else type(error).__name__
 
 
 def find_files(path: str) -> list[Path] | None:

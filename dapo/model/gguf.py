@@ -176,7 +176,7 @@ def _convert(path: Path, directory: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 @contextmanager

@@ -187,4 +187,4 @@ def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: 
 
 
 def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
