@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -320,17 +320,16 @@ def sentences() -> Iterator[None]:
     try:
         yield
     except DapoError as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
-        sys.exit(error.exit_code)
+        _fail(str(error), error.exit_code)
     except OSError as error:
         # No permission, no space, a file where a folder should be: the user's to mend, if it names the file.
         if error.filename is None and error.errno not in DISK_FAULTS:
             raise
         where = f"{error.filename}: " if error.filename is not None else ""
-        Console(stderr=True, soft_wrap=True).print(
-            f"error: {where}{error.strerror}", style="red", markup=False, highlight=False
-        )
-        sys.exit(StorageError.exit_code if error.errno in DISK_FAULTS else DapoError.exit_code)
+        is_disk = error.errno in DISK_FAULTS
+        _fail(f"{where}{error.strerror}", StorageError.exit_code if is_disk else DapoError.exit_code)
+    except MemoryError:
+        _fail("this machine has too little memory for it; lower the batch sizes or lengths, or use a smaller model", 3)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -339,3 +338,15 @@ def main() -> None:
     """The console script."""
     with sentences():
         app()
+
+
+_MAX_SHOWN = 1000
+
+
+def _fail(sentence: str, exit_code: int) -> NoReturn:
+    # Names of files can hold line ends, escape sequences, and bytes that are no text.
+    shown = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in sentence)
+    if len(shown) > 2 * _MAX_SHOWN:
+        shown = f"{shown[:_MAX_SHOWN]} ... {shown[-_MAX_SHOWN:]}"
+    Console(stderr=True, soft_wrap=True).print(f"error: {shown}", style="red", markup=False, highlight=False)
+    sys.exit(exit_code)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
@@ -17,6 +18,20 @@ from pydantic_core import ErrorDetails
 from dapo.errors import ConfigError, mask_secrets
 
 FromList = Strict(False)  # YAML has lists, not tuples
+
+# Upper bounds, far beyond any run that makes sense: a slip of the keyboard is refused before it takes memory or days.
+MOST_STEPS = 10**9
+MOST_PROMPTS = 2**20
+MOST_TOKENS = 2**24  # of one prompt or response
+MOST_SAMPLES = 2**16  # of one prompt
+MOST_PROCESSES = 2**14
+MOST_SECONDS = 7 * 24 * 3600.0
+
+# Of YAML text. PyYAML needs eight seconds for a megabyte, and an alias can stand for any number of values.
+_MAX_YAML_BYTES = 2**18
+_MAX_YAML_VALUES = 50_000  # aliases counted as what they stand for
+_MAX_YAML_DEPTH = 32
+_MAX_SHOWN = 200  # characters of a wrong value that a sentence repeats
 EngineName = Literal["embedded", "vllm"]
 REWARD_TOKEN = "DAPO_REWARD_TOKEN"  # the environment variable whose value endpoints get; in no file
 
@@ -33,7 +48,7 @@ class Section(BaseModel):
 
 
 class LoraConfig(Section):
-    rank: int = Field(default=0, ge=0, description="Rank of the LoRA adapters; 0 trains all weights.")
+    rank: int = Field(default=0, ge=0, le=2**16, description="Rank of the LoRA adapters; 0 trains all weights.")
     alpha: float = Field(default=16.0, gt=0, description="LoRA scale: adapters are multiplied by alpha / rank.")
     target_modules: Annotated[tuple[str, ...], FromList] | Literal["all-linear"] = Field(
         default="all-linear", description="Names of the layers that get adapters."
@@ -54,8 +69,8 @@ class Source(Section):
     """One dataset of several, with its weight in the mix and what its reader needs to know."""
 
     path: str
-    weight: float = Field(default=1.0, gt=0)
-    size: int | None = Field(default=None, ge=1)
+    weight: float = Field(default=1.0, gt=0, le=1e9)
+    size: int | None = Field(default=None, ge=1, le=10**7)
     params: dict[str, Any] = {}
 
 
@@ -83,12 +98,16 @@ class DataConfig(Section):
         description="The training questions: a JSONL or parquet file, a glob, a hub id, or gym:TASK for a "
         "reasoning-gym task; or a list of these, mixed by weight. `params` go to the task, or to the hub (name, split)."
     )
-    train_batch_size: int = Field(default=32, ge=1, description="Groups trained on per step.")
+    train_batch_size: int = Field(default=32, ge=1, le=MOST_PROMPTS, description="Groups trained on per step.")
     gen_batch_size: int = Field(
-        default=0, ge=0, description="Prompts sampled per round; 0: the same as train_batch_size."
+        default=0, ge=0, le=MOST_PROMPTS, description="Prompts sampled per round; 0: the same as train_batch_size."
     )
-    max_prompt_length: int = Field(default=1024, ge=1, description="Longest prompt in tokens, chat template included.")
-    max_response_length: int = Field(default=1024, ge=1, description="Longest response in tokens, stop token included.")
+    max_prompt_length: int = Field(
+        default=1024, ge=1, le=MOST_TOKENS, description="Longest prompt in tokens, chat template included."
+    )
+    max_response_length: int = Field(
+        default=1024, ge=1, le=MOST_TOKENS, description="Longest response in tokens, stop token included."
+    )
     overlong_prompts: Literal["drop", "raise"] = Field(
         default="drop", description="What to do with prompts longer than max_prompt_length: leave them out, or stop."
     )
@@ -101,7 +120,7 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    n: int = Field(default=16, ge=2, description="Responses per prompt: the size of a group.")
+    n: int = Field(default=16, ge=2, le=MOST_SAMPLES, description="Responses per prompt: the size of a group.")
     temperature: float = Field(
         default=1.0, gt=0, description="Scales the logits, in the sampler and in the trainer alike."
     )
@@ -110,6 +129,7 @@ class RolloutConfig(Section):
     max_concurrent: int = Field(
         default=0,
         ge=0,
+        le=MOST_PROMPTS,
         description="Responses decoded side by side; 0: 64 on a CPU, on a GPU a whole round of them, at most 1024.",
     )
     kv_memory_fraction: float = Field(
@@ -127,7 +147,9 @@ class RolloutConfig(Section):
         default="embedded",
         description="What samples: embedded: the very weights that are trained; vllm: vLLM in a process of its own.",
     )
-    tensor_parallel: int = Field(default=1, ge=1, description="GPUs that share one copy of the model in vLLM.")
+    tensor_parallel: int = Field(
+        default=1, ge=1, le=MOST_PROCESSES, description="GPUs that share one copy of the model in vLLM."
+    )
     vllm: dict[str, Any] = Field(
         default={}, description="More arguments of vLLM's engine, by its own names; unknown ones are refused."
     )
@@ -135,14 +157,19 @@ class RolloutConfig(Section):
 
 class OverlongBufferConfig(Section):
     len: int = Field(
-        default=0, ge=0, description="Width in tokens of the zone before the limit where the penalty grows."
+        default=0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="Width in tokens of the zone before the limit where the penalty grows.",
     )
     penalty_factor: float = Field(default=1.0, gt=0, description="The penalty at the limit.")
 
 
 class RewardModelConfig(Section):
     device: str = Field(default="auto", description="Where a reward model runs; auto: the GPU where there is one.")
-    batch_size: int = Field(default=16, ge=1, description="Responses that a reward model judges at once.")
+    batch_size: int = Field(
+        default=16, ge=1, le=MOST_SAMPLES, description="Responses that a reward model judges at once."
+    )
 
 
 Extraction = Literal["answer_line", "boxed", "tag", "last_number", "whole"]
@@ -163,11 +190,11 @@ class RewardConfig(Section):
         description="For `regex`: the pattern a response must match; a first group is compared with the answer.",
     )
     threshold: float = Field(default=1.0, gt=0, description="For `gym`: the score from which on an answer is right.")
-    workers: int = Field(default=0, ge=0, description="Processes that judge; 0: one per core, at most 8.")
+    workers: int = Field(default=0, ge=0, le=1024, description="Processes that judge; 0: one per core, at most 8.")
     timeout: float = Field(
-        default=10.0, gt=0, description="Seconds after which a response counts as impossible to judge."
+        default=10.0, gt=0, le=MOST_SECONDS, description="Seconds after which a response counts as impossible to judge."
     )
-    memory_gb: float = Field(default=4.0, ge=0, description="Address space of a judging process; 0: no limit.")
+    memory_gb: float = Field(default=4.0, ge=0, le=1e6, description="Address space of a judging process; 0: no limit.")
     model: RewardModelConfig = RewardModelConfig()
     length_shaping: Literal["none", "buffer", "target"] = Field(
         default="none",
@@ -177,6 +204,7 @@ class RewardConfig(Section):
     target_length: int = Field(
         default=0,
         ge=0,
+        le=MOST_TOKENS,
         description="For `target`: from 1.5 times this many tokens on the reward falls, to half at 2 times.",
     )
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
@@ -234,6 +262,7 @@ class AlgorithmConfig(Section):
     max_staleness: int = Field(
         default=1,
         ge=0,
+        le=10**6,
         description="Trainer steps a surplus group may wait for its batch; 0 drops surplus, as published.",
     )
     max_logprob_gap: float = Field(
@@ -245,17 +274,22 @@ class AlgorithmConfig(Section):
 
 class OptimConfig(Section):
     lr: float = Field(default=1e-6, gt=0, description="AdamW learning rate.")
-    warmup_steps: int = Field(default=10, ge=0, description="Steps over which the learning rate rises from 0.")
+    warmup_steps: int = Field(
+        default=10, ge=0, le=MOST_STEPS, description="Steps over which the learning rate rises from 0."
+    )
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW weight decay, decoupled.")
     betas: Annotated[tuple[float, float], FromList] = Field(
         default=(0.9, 0.999), description="AdamW moment decay rates."
     )
     grad_clip: float = Field(default=1.0, gt=0, description="Largest gradient norm.")
-    ppo_mini_batch_size: int = Field(default=0, ge=0, description="Prompts per optimiser step; 0: the whole batch.")
-    ppo_epochs: int = Field(default=1, ge=1, description="Passes over the batch.")
+    ppo_mini_batch_size: int = Field(
+        default=0, ge=0, le=MOST_PROMPTS, description="Prompts per optimiser step; 0: the whole batch."
+    )
+    ppo_epochs: int = Field(default=1, ge=1, le=1000, description="Passes over the batch.")
     max_tokens_per_micro_batch: int = Field(
         default=0,
         ge=0,
+        le=2**30,
         description="Tokens computed at once; changes memory and speed, never the gradient. 0: as many as fit on a GPU "
         "(4096 on a CPU).",
     )
@@ -268,9 +302,14 @@ class OptimConfig(Section):
 
 class EvalConfig(Section):
     k: int = Field(
-        default=0, ge=0, description="Samples per question, before the first step and after the last; 0: no evaluation."
+        default=0,
+        ge=0,
+        le=MOST_SAMPLES,
+        description="Samples per question, before the first step and after the last; 0: no evaluation.",
     )
-    every: int = Field(default=0, ge=0, description="Evaluate every so many steps as well; 0: only before and after.")
+    every: int = Field(
+        default=0, ge=0, le=MOST_STEPS, description="Evaluate every so many steps as well; 0: only before and after."
+    )
     data: Annotated[dict[str, Sources] | None, BeforeValidator(_named_sets)] = Field(
         default=None,
         description="Questions to evaluate on, as in data.train, or a mapping of names to several such sets; default: "
@@ -282,16 +321,19 @@ class EvalConfig(Section):
     )
     temperature: float = Field(default=1.0, ge=0, description="0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus truncation.")
-    top_k: int = Field(default=0, ge=0, description="Keep the k likeliest tokens; 0: off.")
+    top_k: int = Field(default=0, ge=0, le=2**31 - 1, description="Keep the k likeliest tokens; 0: off.")
 
 
 class RunConfig(Section):
     name: str = Field(default="run", description="Folder name of the run; a recipe's is its file name.")
     dir: str = Field(default="runs", description="Where runs are kept.")
-    steps: int = Field(default=100, ge=1, description="Training steps.")
+    steps: int = Field(default=100, ge=1, le=MOST_STEPS, description="Training steps.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Everything random follows from it.")
     save_every: int = Field(
-        default=50, ge=0, description="Checkpoint every so many steps, and at the end; 0: only at the end."
+        default=50,
+        ge=0,
+        le=MOST_STEPS,
+        description="Checkpoint every so many steps, and at the end; 0: only at the end.",
     )
     store_tokens: Literal["all", "kept", "none"] = Field(
         default="kept", description="Whose tokens, log-probabilities and entropies go into the run database."
@@ -306,15 +348,22 @@ def _worker_counts(value: Any) -> Any:
     """Checked here, since pydantic would tell every way in which it is neither a number nor a mapping."""
     counts, least = (list(value.values()), 1) if isinstance(value, dict) else ([value], 0)
     knows_names = not isinstance(value, dict) or value.keys() <= set(get_args(EngineName))
-    if not counts or not knows_names or any(type(count) is not int or count < least for count in counts):
+    if (
+        not counts
+        or not knows_names
+        or any(type(count) is not int or not least <= count <= MOST_PROCESSES for count in counts)
+    ):
         raise ValueError(
-            "expected 0 or more, or a mapping of engines (embedded, vllm) to numbers such as {vllm: 1, embedded: 2}"
+            f"expected 0 to {MOST_PROCESSES}, or a mapping of engines (embedded, vllm) to numbers such as "
+            "{vllm: 1, embedded: 2}"
         )
     return value
 
 
 class ClusterConfig(Section):
-    learners: int = Field(default=1, ge=1, description="Processes that share the trained weights with FSDP2.")
+    learners: int = Field(
+        default=1, ge=1, le=MOST_PROCESSES, description="Processes that share the trained weights with FSDP2."
+    )
     offload: bool = Field(default=False, description="Parameters and optimiser state rest in CPU memory.")
     rollout_workers: Annotated[int | dict[EngineName, int], BeforeValidator(_worker_counts)] = Field(
         default=0,
@@ -324,15 +373,17 @@ class ClusterConfig(Section):
     reward_workers: int = Field(
         default=0,
         ge=0,
+        le=MOST_PROCESSES,
         description="Where judging takes place: so many workers, placed by Ray, each with reward.workers processes (0: "
         "one); 0: all of them beside the trainer.",
     )
     max_restarts: int = Field(
-        default=3, ge=0, description="How many lost processes Ray replaces before the run saves and stops."
+        default=3, ge=0, le=10**6, description="How many lost processes Ray replaces before the run saves and stops."
     )
     timeout: float = Field(
         default=1800.0,
         gt=0,
+        le=MOST_SECONDS,
         description="Seconds without an answer after which a process counts as lost; longer than any response takes.",
     )
 
@@ -466,14 +517,16 @@ class Config(Section):
         if any(not 0 <= beta < 1 for beta in self.optim.betas):
             raise ValueError(f"optim.betas must both lie in [0, 1), found {list(self.optim.betas)}")
         name = self.run.name
-        if not name or name in (".", "..") or "/" in name or "\\" in name:
-            raise ValueError(f"run.name must be a plain folder name, found '{name}'")
+        if not name or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
+            raise ValueError(f"run.name must be a plain folder name, found {name!r}")
         metric = self.algorithm.filter_groups.metric
         if metric == "seq_final_reward" and self.algorithm.kl_reward_coef == 0:
             raise ValueError(
                 "algorithm.filter_groups.metric seq_final_reward needs algorithm.kl_reward_coef > 0; without a KL term "
                 "it equals seq_reward"
             )
+        if not self.model.lora.target_modules:
+            raise ValueError("model.lora.target_modules is empty; name the layers that get adapters, or all-linear")
         if "lm_head" in self.model.lora.target_modules:
             raise ValueError("model.lora.target_modules cannot contain lm_head: its loss is computed in fused chunks")
         return self
@@ -543,14 +596,80 @@ def _as_yaml(value: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-6 is a number, and a key that appears twice is a mistake."""
+    """YAML as people mean it: 1e-6 is a number, a date is text, and a key that appears twice is a mistake.
+
+    What it builds has a JSON form, and is no larger or deeper than a configuration can be.
+    """
+
+    # No !!timestamp, !!binary, !!set, !!omap or !!pairs.
+    yaml_constructors = {  # noqa: RUF012  # so declared by PyYAML
+        tag: build
+        for tag, build in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.endswith((":null", ":bool", ":int", ":float", ":str", ":seq", ":map"))
+    }
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _check_extent(node)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"the key '{twice}' appears twice", node.start_mark)
+        for key, count in Counter(key for key in keys if isinstance(key, Hashable)).items():
+            if count > 1:
+                raise _refused(f"the key '{_cut(str(key))}' appears twice", node)
         return super().construct_mapping(node, deep)
+
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        try:  # JSON writes one character as two escapes, which PyYAML leaves as they are
+            text = self.construct_scalar(node).encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            raise _refused("half of a surrogate pair, which no file or database can hold", node) from None
+        if "\0" in text:
+            raise _refused("a NUL character, which no name or path can hold", node)
+        return text
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        # Its length first: Python takes quadratic time for long numbers, or refuses to read or to print them.
+        if len(node.value) > 100 or not -(2**63) <= (value := self.construct_yaml_int(node)) < 2**63:
+            raise _refused("an integer that does not fit into 64 bits", node)
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+
+
+def _refused(problem: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _check_extent(root: yaml.Node) -> None:
+    """Refuse aliases that multiply or contain themselves, and nesting that Python's own stack would not survive."""
+    known: dict[int, tuple[int, int]] = {}  # by node: values in it, and levels below it
+
+    def measure(node: yaml.Node, depth: int) -> tuple[int, int]:
+        if id(node) not in known and depth <= _MAX_YAML_DEPTH:
+            members: list[yaml.Node] = []
+            if isinstance(node, yaml.MappingNode):
+                members = [part for pair in node.value for part in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                members = node.value
+            parts = [measure(member, depth + 1) for member in members]
+            known[id(node)] = 1 + sum(size for size, _ in parts), max((1 + levels for _, levels in parts), default=0)
+        size, levels = known.get(id(node), (1, 0))
+        if depth + levels > _MAX_YAML_DEPTH:
+            raise _refused(f"more than {_MAX_YAML_DEPTH} levels of nesting", node)
+        if size > _MAX_YAML_VALUES:
+            raise _refused(f"more than {_MAX_YAML_VALUES:,} values, aliases counted as what they stand for", node)
+        return size, levels
+
+    measure(root, 0)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -565,29 +684,49 @@ for _tool in (_Loader, _Dumper):
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader: no objects are built
+        with path.open("rb") as file:
+            content = file.read(_MAX_YAML_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML ({_yaml_fault(error)})") from None
+    try:
+        values = _parse_yaml(content.decode("utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid YAML ({error})") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections such as `model:` and `data:`, found {type(values).__name__}")
     return {name: {} if section is None else section for name, section in values.items()}  # an empty section is one
 
 
+def _parse_yaml(text: str) -> Any:
+    """Parse with a SafeLoader, which builds no objects; whatever is wrong with the text is a ValueError."""
+    if len(text) > _MAX_YAML_BYTES:
+        raise ValueError(f"longer than {_MAX_YAML_BYTES:,} characters")
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(_yaml_fault(error)) from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except Exception as error:  # of any kind: `!!bool maybe` is a KeyError
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
 def apply_override(values: dict[str, Any], override: str) -> None:
+    shown = _cut(override)
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override '{override}': expected section.key=value, for example optim.lr=1e-5")
+        raise ConfigError(f"override '{shown}': expected section.key=value, for example optim.lr=1e-5")
     try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override '{override}': the value is not valid YAML ({_yaml_fault(error)})") from None
+        value = _parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"override '{shown}': the value is not valid YAML ({error})") from None
     *sections, leaf = key.split(".")
+    if len(sections) > _MAX_YAML_DEPTH:
+        raise ConfigError(f"override '{shown}': more than {_MAX_YAML_DEPTH} levels of nesting")
     for name in sections:
         child = values.setdefault(name, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"override '{override}': '{name}' is a value, not a section{_suggest(key)}")
+            raise ConfigError(f"override '{shown}': '{_cut(name)}' is a value, not a section{_suggest(key)}")
         values = child
     values[leaf] = value
 
@@ -599,7 +738,7 @@ def _explain(error: ValidationError, source: str) -> str:
         parts = (part for part in fault["loc"] if isinstance(part, str) and part.isidentifier())
         key = ".".join(part for part in parts if part not in ("str", "dict"))
         if fault["type"] == "extra_forbidden":
-            sentences.append(f"unknown key '{key}'{_suggest(key)}")
+            sentences.append(f"unknown key '{_cut(key)}'{_suggest(key)}")
         elif fault["type"] == "missing" and not isinstance(fault["loc"][-1], int):
             sentences.append(f"'{key}' is missing")
         elif not key:
@@ -607,9 +746,8 @@ def _explain(error: ValidationError, source: str) -> str:
         else:
             reason = fault["msg"].removeprefix("Value error, ")
             expected = reason[0].lower() + reason[1:]
-            found = (
-                "" if key == "reward.use" else f" is {fault['input']!r}"
-            )  # what is meant to be a URL may hold secrets
+            # What is meant to be a URL may hold secrets.
+            found = "" if key == "reward.use" else f" is {_shown(fault['input'])}"
             sentences.append(f"'{key}'{found}: {expected}{_quoting(key, fault)}")
     return f"{source}: " + "; ".join(dict.fromkeys(sentences))
 
@@ -633,7 +771,17 @@ def _quoting(key: str, fault: ErrorDetails) -> str:
     )
 
 
+def _shown(value: Any) -> str:
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
 def _suggest(key: str) -> str:
+    if len(key) > _MAX_SHOWN:
+        return ""
     if key in _OTHER_NAMES:
         return f"; here it is '{_OTHER_NAMES[key]}'"
     names = [name for name, _ in leaves()]

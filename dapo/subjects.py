@@ -51,7 +51,8 @@ def resolve(
     """
     if not models:
         raise ConfigError("dapo eval: name at least one run or model")
-    options = [*_preset(preset), *overrides]
+    # A run's own best_metric names a set of its own, and nothing is kept by it here.
+    options = ["eval.best_metric=null", *_preset(preset), *overrides]
     if data is not None:
         options.append(f"eval.data={data if data.lstrip().startswith(('{', '[')) else json.dumps(data)}")
     if k is not None:
@@ -62,7 +63,7 @@ def resolve(
     for model, (run, saved) in zip(models, found, strict=True):
         configs.append(_config(run or pattern, str(saved or model), options))
     first = configs[0]
-    if first.eval.data is None:
+    if not first.eval.data:
         raise ConfigError(
             "dapo eval: there is nothing to evaluate on; give --data, as in --data data/aime-2024.parquet"
         )

@@ -190,3 +190,18 @@ def test_an_evaluation_where_nothing_could_be_judged_ends_with_the_first_reason(
     use = f"reward.use={tmp_path / 'bad.py'}:reward"
     with pytest.raises(RewardError, match=r"run@1: none of its 12 responses to questions .* reason: KeyError"):
         evaluate_models([str(run.path)], [use], data=questions, out=tmp_path / "out")
+
+
+def test_a_run_with_a_best_metric_is_evaluated_on_other_data(questions, tmp_path):
+    saved = SavedRun(
+        tmp_path,
+        data={"train": "gone.jsonl", "max_prompt_length": 64, "max_response_length": 6},
+        reward={"use": f"{Path(questions).parent / 'reward.py'}:reward", "workers": 1},
+        eval={"k": 2, "data": {"old": "gone.jsonl"}, "best_metric": "old/avg@2"},
+    )
+    saved.save(1)
+    with pytest.raises(ConfigError, match="there is nothing to evaluate on; give --data"):
+        resolve([str(saved.path)], data="{}")
+    found = evaluate_models([str(saved.path)], data=questions, k=2, out=tmp_path / "out")
+    assert list(found.results) == ["questions"]
+    assert "avg@2" in found.results["questions"][0].report.metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_an_unknown_key_is_refused_with_the_likeliest_right_one(tmp_path, text, 
     assert sentence(tmp_path, SMALLEST + text).endswith(expected)
 
 
-WORKERS = "expected 0 or more, or a mapping of engines (embedded, vllm) to numbers such as {vllm: 1, embedded: 2}"
+WORKERS = "expected 0 to 16384, or a mapping of engines (embedded, vllm) to numbers such as {vllm: 1, embedded: 2}"
 
 
 @pytest.mark.parametrize(
@@ -458,3 +459,63 @@ def test_the_early_recipe_differs_from_the_published_one_in_loss_and_sampling_al
 
 def _value(config: Config, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
+
+
+def multiplied(form: str) -> str:
+    """Nine aliases of the line before in every line."""
+    letters = "abcdefghi"
+    return "".join(
+        f"{letter}: &{letter} {form % ', '.join([f'*{before}'] * 9)}\n" for before, letter in pairwise(letters)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: &a [1, 1, 1]\n" + multiplied("[%s]"), "more than 50,000 values, aliases counted as what they stand for"),
+        ("a: &a {x: 1}\n" + multiplied("{<<: [%s]}"), "more than 50,000 values"),
+        ("a: &a [*a]", "more than 32 levels of nesting"),
+        ("a: &a " + "[" * 20 + "]" * 20 + "\nb: " + "[" * 20 + "*a" + "]" * 20, "more than 32 levels of nesting"),
+        ("[" * 5000, "nested too deeply"),
+        ("a" * 300_000, "longer than 262,144 characters"),
+        (SMALLEST + "run: {steps: " + "9" * 5000 + "}", "an integer that does not fit into 64 bits"),
+        (SMALLEST + "run: {steps: 0x" + "f" * 90 + "}", "an integer that does not fit into 64 bits"),
+        (SMALLEST + 'run: {name: "a\\0b"}', "a NUL character, which no name or path can hold"),
+        (SMALLEST + 'run: {dir: "\\ud800"}', "half of a surrogate pair"),
+        (SMALLEST + 'run: {name: "a\\nb"}', "run.name must be a plain folder name, found 'a\\nb'"),
+        (SMALLEST + "run: {name: !!timestamp 2024-13-45}", "could not determine a constructor"),
+        (SMALLEST + "run: {name: !!bool maybe}", "KeyError: 'maybe'"),
+    ],
+)
+def test_what_would_hang_or_crash_a_parser_is_a_sentence(tmp_path, text, expected):
+    message = sentence(tmp_path, text)
+    assert expected in message
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.n=1000000000000", "less than or equal to 65536"),
+        ("reward.workers=100000", "less than or equal to 1024"),
+        ("reward.timeout=1e300", "less than or equal to 604800"),
+        ("reward.memory_gb=1e300", "less than or equal to 1000000"),
+        ("cluster.rollout_workers=1000000000000", "expected 0 to 16384"),
+        ("data.train={path: x, size: 100000000000}", "'data.train.size' is 100000000000"),
+        ("model.lora.target_modules=[]", "model.lora.target_modules is empty"),
+        (f"rollout.vllm{'.a' * 5000}=1", "more than 32 levels of nesting"),
+        (f"run.name=[{'x' * 5000}]", "...: input should be a valid string"),
+    ],
+)
+def test_absurd_sizes_are_refused(tmp_path, override, expected):
+    message = sentence(tmp_path, SMALLEST, override)
+    assert expected in message
+    assert len(message) < 1000
+
+
+def test_a_date_is_text_and_json_escapes_are_one_character(tmp_path):
+    assert load(tmp_path, SMALLEST, "run.name=2024-01-31").run.name == "2024-01-31"
+    config = load(tmp_path, SMALLEST, 'run.name="\\ud83d\\ude42"')
+    assert config.run.name == "🙂"
+    (tmp_path / "again.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    assert Config.load(tmp_path / "again.yaml") == config

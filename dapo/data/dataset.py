@@ -17,6 +17,8 @@ from dapo.data.wording import Wording
 from dapo.errors import DataError
 from dapo.types import Phase, Prompt
 
+MAX_CHARACTERS_PER_TOKEN = 256  # on average over a prompt; text has about four
+
 
 def load_train_stream(config: Config, tokenizer: Any, held_out: Collection[Prompt] = ()) -> PromptStream:
     """The training questions as one endless stream, without those that are held out for evaluation."""
@@ -90,10 +92,11 @@ class _Loader:
         questions = [question for key, question in agreed if key not in self.held_out]
         if len(questions) < len(agreed):
             story.append(f"{counted(len(agreed) - len(questions), 'question')} held out for evaluation left out")
-        prompts = [self._fits(p, q.where) for p, q in zip(self._encode(questions, source), questions, strict=True)]
+        short = [question for question in questions if self._may_fit(question)]
+        prompts = [self._fits(p, q.where) for p, q in zip(self._encode(short, source), short, strict=True)]
         kept = [prompt for prompt in prompts if prompt is not None]
-        if len(kept) < len(prompts):
-            too_long = counted(len(prompts) - len(kept), "prompt")
+        if len(kept) < len(questions):
+            too_long = counted(len(questions) - len(kept), "prompt")
             story.append(f"{too_long} over {self.data.max_prompt_length:,} tokens left out")
         unanswered = sum(1 for prompt in kept if prompt.answer is None)
         if unanswered and not is_gym:
@@ -138,8 +141,22 @@ class _Loader:
         return encode(questions, self.tokenizer, f"Tokenising {source.path}")
 
     def _usable(self, question: Question) -> Prompt | None:
+        if not self._may_fit(question):
+            return None
         (prompt,) = encode([question], self.tokenizer)
         return self._fits(prompt, question.where)
+
+    def _may_fit(self, question: Question) -> bool:
+        """Whether it is worth tokenizing, which takes more than a second per million characters."""
+        characters = sum(len(message["content"]) for message in question.messages)
+        if characters <= MAX_CHARACTERS_PER_TOKEN * self.data.max_prompt_length:
+            return True
+        if self.data.overlong_prompts == "drop":
+            return False
+        raise DataError(
+            f"{question.where}: the prompt has {characters:,} characters, more than fit into data.max_prompt_length = "
+            f"{self.data.max_prompt_length:,} tokens"
+        )
 
     def _fits(self, prompt: Prompt, where: str) -> Prompt | None:
         if len(prompt.tokens) <= self.data.max_prompt_length:

@@ -12,6 +12,7 @@ from rich.progress import track
 
 from dapo.data.rows import Question
 from dapo.errors import DataError
+from dapo.model.template import limited_template
 from dapo.types import Prompt
 
 _BATCH = 512
@@ -64,7 +65,7 @@ def _tokens_of_one(question: Question, tokenizer: Any) -> list[int]:
     try:
         return _tokens([list(question.messages)], tokenizer)[0]
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(
             f"{question.where}: the model's chat template or tokenizer refuses the messages ({reason})"
         ) from None
@@ -75,4 +76,5 @@ def _tokens(conversations: list[list[Mapping[str, str]]], tokenizer: Any) -> lis
         # A base model: the plain text is the prompt.
         texts = ["\n\n".join(message["content"] for message in messages) for messages in conversations]
         return tokenizer(texts)["input_ids"]
-    return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]
+    with limited_template():
+        return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]

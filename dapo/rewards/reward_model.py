@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from dapo.config import RewardModelConfig
-from dapo.errors import RewardError
+from dapo.errors import ModelError, RewardError
+from dapo.model.template import limited_template
+from dapo.model.weights import check_folder
 from dapo.rewards.function import CLOSED, explain, to_score, unjudged
 from dapo.types import Prompt, Rollout, Score
 
@@ -80,7 +84,8 @@ class RewardModelJudge:
         if self.tokenizer.chat_template is None:
             return self.tokenizer("\n".join([*(m["content"] for m in prompt.messages), response]))["input_ids"]
         messages = [*prompt.messages, {"role": "assistant", "content": response}]
-        return self.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+        with limited_template():
+            return self.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
 
     def _values(self, rows: list[list[int]]) -> list[float]:
         import torch
@@ -104,10 +109,11 @@ def _load(path: str, device: str) -> tuple[Any, Any]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
         raise RewardError(f"reward.model.device is '{device}'; expected cpu, cuda, cuda:N or auto")
+    directory = _folder(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         model, found = AutoModelForSequenceClassification.from_pretrained(
-            path,
+            directory,
             dtype=torch.float32 if device == "cpu" else "auto",
             use_safetensors=True,
             trust_remote_code=False,
@@ -126,6 +132,19 @@ def _load(path: str, device: str) -> tuple[Any, Any]:
     if model.config.num_labels != 1:
         raise RewardError(f"model:{path} has {model.config.num_labels} outputs; expected a reward model with 1")
     return tokenizer, model
+
+
+def _folder(path: str) -> Path:
+    """The model on this machine, with nothing in it that would run code when it is loaded."""
+    from dapo.model.loading import fetch_from_hub
+
+    local = Path(os.path.expanduser(path))
+    try:
+        directory = local if local.exists() else fetch_from_hub(path)
+        check_folder(directory, f"model:{path}")
+    except ModelError as error:
+        raise RewardError(f"reward.use: {error}") from error
+    return directory
 
 
 def _longest(tokenizer: Any, config: Any) -> int:

@@ -291,8 +291,8 @@ def explained(path: Path, doing: str, *, writes: bool = False) -> Iterator[None]
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if writes and code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise StorageError(
-                f"{path}: cannot be {doing} ({_reason(error)}); free some space or repair the disk, then run the same command "
-                "with --resume"
+                f"{path}: cannot be {doing} ({_reason(error)}); free some space or repair the disk, then run the same "
+                "command with --resume"
             ) from error
         raise CheckpointError(f"{path}: cannot be {doing} ({_reason(error)})") from error
 

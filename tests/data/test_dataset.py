@@ -158,3 +158,35 @@ def test_size_is_the_first_rows_and_another_dataset_is_another_digest(tmp_path):
     assert texts(part.questions()) == ["a", "b"]
     assert whole.digest() != part.digest()
     assert whole.digest() == load_train_stream(config(path, seed=5), TOKENIZER).digest()
+
+
+def test_a_prompt_of_far_too_many_characters_is_never_tokenized(tmp_path):
+    path = write(tmp_path / "d.jsonl", [*questions("short"), *questions("x" * (257 * 200))])
+
+    class Tokenizer:
+        chat_template = TOKENIZER.chat_template
+
+        def apply_chat_template(self, conversations, **options):
+            assert max(len(messages[0]["content"]) for messages in conversations) < 10
+            return TOKENIZER.apply_chat_template(conversations, **options)
+
+    stream = load_train_stream(config(path), Tokenizer())
+    assert texts(stream.questions()) == ["short"]
+    assert "1 prompt over 200 tokens left out" in stream.notes[0]
+    with pytest.raises(
+        DataError, match=r"line 2: the prompt has 51,400 characters, more than fit into .* = 200 tokens"
+    ):
+        load_train_stream(config(path, overlong_prompts="raise"), Tokenizer())
+
+
+def test_a_chat_template_that_never_ends_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("dapo.model.template.TEMPLATE_SECONDS", 0.2)
+    tokenizer = tiny_tokenizer()
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer.chat_template = loop + tokenizer.chat_template
+    path = write(tmp_path / "d.jsonl", questions("hello"))
+    with pytest.raises(DataError, match=r"line 1: .*\(the chat template was still running after 0.2 s\)"):
+        load_train_stream(config(path), tokenizer)
+    tokenizer.chat_template = "{% for i in range(10**9) %}{% endfor %}"
+    with pytest.raises(DataError, match=r"line 1: the model's chat template or tokenizer refuses .*Range too big"):
+        load_train_stream(config(path), tokenizer)

@@ -149,3 +149,17 @@ def test_jsonl_is_read_line_by_line(tmp_path):
     (tmp_path / "d.jsonl").write_text("\n".join([json.dumps({"i": i}) for i in range(5)] + ["oops"]))
     reader = read_rows(Source(path=str(tmp_path / "d.jsonl")))
     assert next(reader)[1] == {"i": 0}
+
+
+def test_a_line_without_end_is_one_bad_row_and_is_never_held_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("dapo.data.readers._MAX_LINE", 100)
+    (tmp_path / "d.jsonl").write_bytes(b'{"a": 0}\n{"a": "' + b"x" * 1000 + b'"}\n{"a": 2}\n{"b": "' + b"x" * 100)
+    (_, first), (_, long), (_, third), (where, last) = rows(tmp_path / "d.jsonl")
+    assert (first, third) == ({"a": 0}, {"a": 2})
+    assert str(long) == f"{tmp_path}/d.jsonl, line 2: longer than 100 bytes; expected one question per line"
+    assert (where, str(last).startswith(where)) == (f"{tmp_path}/d.jsonl, line 4", True)
+
+
+def test_the_home_of_nobody_is_no_file():
+    with pytest.raises(DataError, match=r"~nobody-at-all/x\.jsonl: cannot be read"):
+        rows("~nobody-at-all/x.jsonl")

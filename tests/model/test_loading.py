@@ -107,7 +107,7 @@ def forget_stop_tokens(directory: Path) -> None:
     ("damage", "words"),
     [
         (without("config.json"), "has no config.json"),
-        (lambda d: (d / "config.json").write_text("{"), "cannot use its config.json"),
+        (lambda d: (d / "config.json").write_text("{"), "its config.json cannot be read"),
         (lambda d: edit_config(d, model_type="unheard_of"), "upgrade transformers"),
         (lambda d: (d / "adapter_config.json").write_text("{}"), "holds LoRA adapters"),
         (without("model.safetensors"), "no weights in .safetensors"),

@@ -233,3 +233,20 @@ def test_a_sparkline_has_its_lowest_and_highest_bar_where_the_values_have_theirs
     assert sparkline([3.0, 3.0]) == "▁▁"
     assert sparkline([]) == ""
     assert sparkline(list(range(100)), width=8) == "▁▂▃▄▅▆▇█"
+
+
+@pytest.mark.parametrize("which", ["²", "007", "-1", "1e3", "٣", "9" * 5000, ""])
+def test_what_is_no_number_of_a_step_names_no_checkpoint(which):
+    with pytest.raises(CheckpointError, match="names no checkpoint; expected best, last or the number of a step"):
+        checkpoint.parse_which(which)
+
+
+def test_other_folders_and_files_among_the_checkpoints_are_left_alone(full):
+    full.save(3)
+    for name in ("step_²", "step_007", "step_", "step_x", "step_" + "9" * 200, "step_-1"):
+        (full.folder / name).mkdir()
+    (full.folder / "step_9").write_text("no folder")
+    assert checkpoint.newest(full.folder) == full.folder / "step_3"
+    assert checkpoint.find(full.folder) == full.folder / "step_3"
+    with pytest.raises(CheckpointError, match="there is no checkpoint of step 9; there are checkpoints of the steps 3"):
+        checkpoint.find(full.folder, 9)

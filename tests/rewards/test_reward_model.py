@@ -123,7 +123,7 @@ def test_an_exception_costs_its_batch_and_not_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("prepare", "sentence"),
     [
-        (lambda path: None, "cannot be loaded as a reward model"),
+        (lambda path: None, "has no config.json"),
         (lambda path: save(path, labels=3), "has 3 outputs; expected a reward model with 1"),
         (lambda path: tiny.save_tiny(path, num_labels=1), r"is no reward model: it has no weights for score.weight"),
     ],
@@ -157,7 +157,7 @@ def test_a_sum_with_a_model_that_is_not_there_leaves_no_process_behind(tmp_path,
     close = WorkerPool.close
     monkeypatch.setattr(WorkerPool, "close", lambda pool: (close(pool), closed.append(pool)))
     use = {"exact": 1.0, f"model:{tmp_path}/gone": 0.5}
-    with pytest.raises(RewardError, match="gone cannot be loaded as a reward model"):
+    with pytest.raises(RewardError, match="gone: is no directory here"):
         build_judge(RewardConfig(use=use, workers=1))
     assert closed
     assert not any(pool.workers or pool.thread.is_alive() for pool in closed)

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from dapo.config import Config
-from dapo.errors import CheckpointError
+from dapo.errors import CheckpointError, StorageError
 from dapo.store.database import RunDatabase
 from dapo.types import (
     EvalReport,
@@ -562,7 +562,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_earlier_steps_whole(path: Pa
     before = contents(path)
     database._connection.execute("PRAGMA max_page_count = 1")  # SQLite raises it to the present size
     text = "much " * 10_000
-    with pytest.raises(CheckpointError, match=r"run\.db: cannot be written .*full"):
+    with pytest.raises(StorageError, match=r"run\.db: cannot be written .*full"):
         database.record_step(make_report(4, [make_group(40, rollouts=(make_rollout(40, 0, text),) * 2)]))
     assert contents(path) == before
 
@@ -673,7 +673,7 @@ def test_create_refuses_to_write_over_anything(path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a database"):
         RunDatabase.create(path, config_yaml(), {})
     assert path.read_bytes().startswith(b"step,reward")
-    with pytest.raises(CheckpointError, match="unable to open"):
+    with pytest.raises(StorageError, match="unable to open"):
         RunDatabase.create(path.parent / "nowhere" / "run.db", config_yaml(), {})
 
 
@@ -696,7 +696,7 @@ def test_damage_found_later_is_one_sentence_too(path: Path) -> None:
 
 
 def test_a_readonly_database_cannot_be_written(path: Path, database: RunDatabase) -> None:
-    with RunDatabase.open_readonly(path) as reader, pytest.raises(CheckpointError, match="readonly"):
+    with RunDatabase.open_readonly(path) as reader, pytest.raises(StorageError, match="readonly"):
         reader.record_event(Event("note", "no", 0))
 
 
