@@ -175,7 +175,7 @@ def parse_which(text: str) -> Which:
     """What a person may name a checkpoint by: best, last, or the number of its step."""
     if text in ("best", "last"):
         return text
-    if _STEP.fullmatch(text):
+    if _STEP.fullmatch(f"step_{text}"):
         return int(text)
     raise CheckpointError(f"'{text}' names no checkpoint; expected best, last or the number of a step")
 

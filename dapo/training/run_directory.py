@@ -51,7 +51,7 @@ class RunDirectory:
         self.state: TrainerState | None = None
         self.changes: list[str] = []
         with _explained(self.path):
-            self._has_made_folder = not self.path.exists()
+            self._new_folders = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self._has_made_lock = not (self.path / _LOCK).exists()
             self._lock = self._take_lock()
         try:
@@ -90,8 +90,8 @@ class RunDirectory:
         with suppress(OSError):
             if self._has_made_lock:
                 (self.path / _LOCK).unlink()
-                if self._has_made_folder:
-                    self.path.rmdir()
+                for folder in self._new_folders:
+                    folder.rmdir()
         self._lock.close()
 
     def _take_lock(self) -> IO[str]:

@@ -101,7 +101,7 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path):
     config = runs.load(tmp_path, "run.name=new", f"data.train={tmp_path}/gone.jsonl")
     with pytest.raises(DapoError, match=r"gone\.jsonl"):
         Trainer(config)
-    assert not config.run_dir.exists()
+    assert not config.run_dir.parent.exists()
     config.run_dir.mkdir(parents=True)
     with pytest.raises(DapoError, match=r"gone\.jsonl"):
         Trainer(config)
