@@ -31,7 +31,7 @@ FIXED_KEYS = (
 )  # fmt: skip
 
 _LOCK, _CONFIG, _DATABASE, _CHECKPOINTS = ".lock", "config.yaml", "run.db", "checkpoints"
-_MARKER = "This folder belongs to a run of dapo.\n"
+_MARKER = b"This folder belongs to a run of dapo.\n"
 # What a start that was killed can leave behind before its database is there. Other programs have a config.yaml, too.
 _OURS = {_LOCK, *(f"{_DATABASE}{end}" for end in ("", "-wal", "-shm", "-journal"))}
 
@@ -94,12 +94,12 @@ class RunDirectory:
                     folder.rmdir()
         self._lock.close()
 
-    def _take_lock(self) -> IO[str]:
+    def _take_lock(self) -> IO[bytes]:
         if self.path.exists() and not (self.path / _LOCK).exists():
             self._refuse_what_is_not_a_run()  # before anything is written into it
         self.path.mkdir(parents=True, exist_ok=True)
         while True:
-            lock = (self.path / _LOCK).open("a", encoding="utf-8")
+            lock = (self.path / _LOCK).open("ab", buffering=0)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -154,11 +154,10 @@ class RunDirectory:
         if not self._is_marked():
             with _explained(self.path):
                 self._lock.write(_MARKER)
-                self._lock.flush()
 
     def _is_marked(self) -> bool:
-        with suppress(OSError, UnicodeDecodeError):
-            return (self.path / _LOCK).read_text(encoding="utf-8") == _MARKER
+        with suppress(OSError):
+            return (self.path / _LOCK).read_bytes() == _MARKER
         return False
 
     def _refuse_what_is_not_a_run(self) -> None:
