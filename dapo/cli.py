@@ -38,7 +38,7 @@ def _root(
 def train(
     recipe: Annotated[Path, typer.Argument(help="A YAML file, for example recipes/guess_five.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example optim.lr=1e-5.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue this run from its newest checkpoint.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved configuration and the plan, and exit.")
     ] = False,
