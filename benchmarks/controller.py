@@ -92,8 +92,8 @@ def measure(workers: int, rate: float, groups: int, marks: int) -> list[tuple[in
     import ray
 
     from benchmarks import controller  # by its name, so that the actors find it
-    from dapo.engine.actor import Restarts, RolloutWorker
-    from dapo.engine.ray import RayEngine
+    from dapo.cluster.actor import Restarts, RolloutWorker
+    from dapo.cluster.engine import RayEngine
 
     build = partial(controller.simulated, rate)
     engine = RayEngine(
@@ -126,7 +126,7 @@ def _sampler(engine: Any) -> Any:
 
     from dapo.config import Config
     from dapo.data.stream import PromptStream, Shuffled
-    from dapo.sampling import DynamicSampler
+    from dapo.sampling.strict import DynamicSampler
     from dapo.types import Prompt, Score
 
     class Judge:

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.meter import kv_bytes
-from dapo.store.console import Reporter
-from dapo.trainer import Trainer
+from dapo.terminal.console import Reporter
+from dapo.training.trainer import Trainer
 from dapo.types import Group, Prompt, Rollout, Score, StepReport
 
 BANDWIDTH = 4.3e12  # bytes a second that a kernel which only reads gets out of an H200; the data sheet says 4.8e12

@@ -34,10 +34,10 @@ from benchmarks.gpu_common import (
     timed,
     word_tokenizer,
 )
-from dapo.engine._vllm_args import VllmOptions
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.protocol import Engine
-from dapo.engine.vllm import VllmEngine
+from dapo.engine.vllm.arguments import VllmOptions
+from dapo.engine.vllm.engine import VllmEngine
 from dapo.types import Request, SamplingParams
 
 SIGMA = 0.8  # of the log-normal lengths: one in twenty is then longer than 3.7 times the median

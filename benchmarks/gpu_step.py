@@ -43,7 +43,7 @@ from dapo.config import Config, ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.model.loading import load_model
 from dapo.policy.policy import Policy
-from dapo.trainer import Trainer
+from dapo.training.trainer import Trainer
 from dapo.types import Group, Prompt, Request, SamplingParams, Score
 
 WARM_UP_STEPS = 2

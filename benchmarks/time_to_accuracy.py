@@ -37,11 +37,11 @@ from dapo.config import Config, RewardConfig
 from dapo.data.dataset import load_eval_sets, load_train_stream
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import TrainingStopped
-from dapo.evaluate import evaluate
+from dapo.evaluation.evaluate import evaluate
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.policy.policy import Policy
 from dapo.rewards.rules import make_rule
-from dapo.trainer import Trainer
+from dapo.training.trainer import Trainer
 from dapo.types import Prompt, SamplingParams
 
 WARM_UP_STEPS = 2

@@ -12,7 +12,7 @@ os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
 from dapo.config import Config
 
 if TYPE_CHECKING:
-    from dapo.trainer import RunResult, Trainer
+    from dapo.training.trainer import RunResult, Trainer
 
 __all__ = ["Config", "RunResult", "Trainer"]
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # torch takes seconds to import; `dapo --help` and configuration errors should not.
     if name in ("RunResult", "Trainer"):
-        from dapo import trainer
+        from dapo.training import trainer
 
         return getattr(trainer, name)
     raise AttributeError(f"module 'dapo' has no attribute '{name}'")

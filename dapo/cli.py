@@ -55,9 +55,9 @@ def train(
     _check_cluster(config)
     # torch and transformers take seconds to import: only the commands that need them do.
     with console.status("starting"):
-        from dapo.evaluate import differences
-        from dapo.store.console import ConsoleReporter, before_after_table
-        from dapo.trainer import Trainer
+        from dapo.evaluation.evaluate import differences
+        from dapo.terminal.console import ConsoleReporter, before_after_table
+        from dapo.training.trainer import Trainer
     trainer = Trainer(config, resume=resume, reporter=ConsoleReporter(console), recipe=recipe.stem)
     try:
         result = trainer.run()
@@ -82,7 +82,7 @@ def metrics(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per step and line.")] = False,
 ) -> None:
     """Print the figures of every step of a run, its evaluations, and what else happened."""
-    from dapo.store.history import json_lines, print_history
+    from dapo.terminal.history import json_lines, print_history
 
     if as_json:
         for line in json_lines(run):
@@ -160,8 +160,8 @@ def evaluate(
         raise ConfigError(f"--json {as_json}: there is no folder {as_json.parent}")
     console = Console()
     with console.status("starting"):
-        from dapo.compare import comparison_json, evaluate_models, print_comparison
-        from dapo.subjects import split_arguments
+        from dapo.evaluation.compare import comparison_json, evaluate_models, print_comparison
+        from dapo.evaluation.subjects import split_arguments
     named, overrides = split_arguments(models)
     found = evaluate_models(named, overrides, data=data, k=k, preset=preset, out=out, console=console)
     print_comparison(console, found)
@@ -242,7 +242,7 @@ def export(
 ) -> None:
     """Write a checkpoint's model with a model card as a plain Hugging Face directory."""
     with Console().status("exporting"):
-        from dapo.export import export_run
+        from dapo.checkpoint.export_run import export_run
 
         saved = export_run(run, to, which, adapters=adapters)
     Console().print(f"{saved} exported to {to}")

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from dapo.config import Config
-from dapo.trainer import Trainer
+from dapo.training.trainer import Trainer
 
 WARM_UP_STEPS = 2  # compilation, capture and the allocator's first growth are not what is asked about
 TOP = 10

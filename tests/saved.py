@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from dapo.checkpoint import folder as checkpoint
+from dapo.checkpoint.folder import Best, TrainerState
 from dapo.config import Config
 from dapo.model.export import save_dense
 from dapo.model.loading import load_model
 from dapo.model.lora import add_adapters, causal_lm, merged
-from dapo.policy import checkpoint
-from dapo.policy.checkpoint import Best, TrainerState
 from dapo.policy.policy import Policy
 from dapo.store.database import RunDatabase
 from tests.tiny import save_tiny

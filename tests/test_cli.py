@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from dapo.config import Config
 from dapo.errors import CheckpointError
+from dapo.evaluation.subjects import resolve
 from dapo.store.database import RunDatabase
-from dapo.subjects import resolve
 from dapo.types import Event
 from tests import runs
 

@@ -15,7 +15,7 @@ from benchmarks.gpu_common import Row
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets
 from dapo.model.loading import load_model
-from dapo.trainer import Trainer
+from dapo.training.trainer import Trainer
 from tests.tiny import save_tiny
 
 CPU = torch.device("cpu")

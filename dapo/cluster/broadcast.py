@@ -11,8 +11,8 @@ import ray
 from ray.exceptions import RayError
 from torch import Tensor
 
-from dapo.engine.actor import explain
-from dapo.engine.vllm import nccl_sender
+from dapo.cluster.actor import explain
+from dapo.engine.vllm.engine import nccl_sender
 
 
 class Broadcast:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayTaskError
 
+from dapo.cluster.actor import Restarts, explain
 from dapo.config import REWARD_TOKEN, RewardConfig
-from dapo.engine.actor import Restarts, explain
 from dapo.errors import ClusterLost, DapoError
 from dapo.model.cache import progress
 from dapo.rewards.function import CLOSED, unjudged

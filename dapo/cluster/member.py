@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dapo.assemble import Parts, build_policy, embedded_engine
 from dapo.cluster.ranks import Channel
 from dapo.config import Config
 from dapo.engine.embedded.engine import EmbeddedEngine
@@ -20,6 +19,7 @@ from dapo.errors import ConfigError
 from dapo.policy.protocol import UpdateResult
 from dapo.policy.sharded import ShardedPolicy
 from dapo.policy.sharding import emptied
+from dapo.training.assemble import Parts, build_policy, embedded_engine
 from dapo.types import Group, Request, Rollout
 
 _AT_ONCE = 4  # a rank hands over its rollouts when a quarter of what it has is finished, since all wait for all

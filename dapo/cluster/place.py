@@ -11,18 +11,18 @@ from typing import Any
 
 import ray
 
-from dapo.assemble import Parts, embedded_engine, model_source
+from dapo.cluster.actor import Restarts, RolloutWorker, Weights
+from dapo.cluster.engine import RayEngine
 from dapo.cluster.judges import PlacedJudge, RewardWorker
 from dapo.cluster.learners import LearnerGroup, LearnerRank
 from dapo.cluster.placement import Bundle, Demand, Placement, wants_gpus
 from dapo.config import Config, EngineName
-from dapo.engine.actor import Restarts, RolloutWorker, Weights
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.packed import unpacked
 from dapo.engine.protocol import Engine
-from dapo.engine.ray import RayEngine
-from dapo.engine.vllm import Transport, open_vllm
+from dapo.engine.vllm.engine import Transport, open_vllm
 from dapo.model.loading import load_model, load_tokenizer, resolve_path
+from dapo.training.assemble import Parts, embedded_engine, model_source
 
 CPU_CONCURRENT = 64  # responses that a worker decodes side by side where nothing says otherwise
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
+from dapo.kernels.norm import add_rms_norm, add_rms_norm_backward
+from dapo.kernels.rotary import HeadNorms, rotate, rotate_backward
+from dapo.kernels.swiglu import swiglu, swiglu_backward
 from dapo.model.attention import AttentionPlan
-from dapo.model.kernels.norm import add_rms_norm, add_rms_norm_backward
-from dapo.model.kernels.rotary import HeadNorms, rotate, rotate_backward
-from dapo.model.kernels.swiglu import swiglu, swiglu_backward
 from dapo.model.products import add_weight_grad, linear, same_bits_for_any_rows
 
 # Decoder layers of one shape: RMS norms, rotary attention with optional head norms, a gated feed-forward with SiLU.

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from dapo.kernels.piece_attention import Pieces, piece_attention
+from dapo.kernels.share import gather_sum, spread
 from dapo.model.attention import Family
-from dapo.model.kernels.attention import Pieces, piece_attention
-from dapo.model.kernels.share import gather_sum, spread
 
 _NO_JOINT = -1
 _PADDING = 64  # tokens that fill a fixed size up attend to each other in segments of this length

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from dapo.kernels.head import logits_gradient, logprobs_and_entropy
 from dapo.model.products import add_weight_grad, wide_product
-from dapo.policy.kernels import logits_gradient, logprobs_and_entropy
 
 CHUNK_TOKENS = 256
 _GPU_CHUNK_BYTES = 1 << 31  # of float32 logits: a GPU is kept busy by larger chunks

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dapo.algorithm.loss import LossConfig, policy_loss
+from dapo.checkpoint import weights as files
 from dapo.config import Config
 from dapo.errors import ModelError
 from dapo.model.attention import AttentionPlan
@@ -22,11 +23,10 @@ from dapo.model.forward import head_weight, hidden_states, packed_plan
 from dapo.model.lora import causal_lm, merged, reference_mode
 from dapo.model.meter import peak_flops, training_flops
 from dapo.model.trunk import joined_weights, trunk_of
-from dapo.policy import files
 from dapo.policy.budget import Budget
 from dapo.policy.captured import CapturedBackward
 from dapo.policy.head import ChunkLoss, HeadResult, chunked_logprobs, fused_head_loss, picked
-from dapo.policy.optimiser import Optimiser, held_bytes
+from dapo.policy.optimizer import Optimiser, held_bytes
 from dapo.policy.packing import Batch, micro_batches, mini_batches, reference_batches
 from dapo.policy.protocol import UpdateResult
 from dapo.policy.tally import Tally, by_rollout

@@ -20,16 +20,17 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from dapo.checkpoint import shards as shardfiles
+from dapo.checkpoint import weights as files
 from dapo.config import Config
 from dapo.errors import ModelError
 from dapo.model.export import save_dense
 from dapo.model.forward import head_weight
 from dapo.model.lora import adapter_state, causal_lm, load_adapter_state, merged
 from dapo.model.trunk import trunk_of
-from dapo.policy import files, shardfiles
 from dapo.policy.budget import Budget
 from dapo.policy.head import HeadResult, head_loss
-from dapo.policy.optimiser import held_bytes
+from dapo.policy.optimizer import held_bytes
 from dapo.policy.packing import Batch
 from dapo.policy.policy import Policy
 from dapo.policy.sharding import Root, shard, whole

@@ -16,11 +16,11 @@ from typing import IO, Any
 
 import yaml
 
+from dapo.checkpoint import folder as checkpoint
+from dapo.checkpoint.folder import TrainerState
 from dapo.config import Config, Source, leaves
 from dapo.errors import DISK_FAULTS, CheckpointError, StorageError
 from dapo.model.cache import fsync, write_text
-from dapo.policy import checkpoint
-from dapo.policy.checkpoint import TrainerState
 from dapo.store.database import RunDatabase
 from dapo.types import Event
 

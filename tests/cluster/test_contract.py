@@ -14,8 +14,8 @@ from tests.engine.test_contract import *  # noqa: F403
 from tests.tiny import tiny_tokenizer
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-placed = pytest.importorskip("dapo.engine.ray")
-actor = pytest.importorskip("dapo.engine.actor")
+placed = pytest.importorskip("dapo.cluster.engine")
+actor = pytest.importorskip("dapo.cluster.actor")
 
 
 def build(directory, weights):

@@ -23,7 +23,7 @@ from tests.rewards.test_reward_model import save
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 judges = pytest.importorskip("dapo.cluster.judges")
-actor = pytest.importorskip("dapo.engine.actor")
+actor = pytest.importorskip("dapo.cluster.actor")
 
 # What comes out depends on the text and on nothing else; sets are in an order that hashes decide.
 REWARD = """

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from dapo import Config, Trainer
+from dapo.checkpoint import folder as checkpoint
 from dapo.errors import ClusterLost, LearnerLost
-from dapo.policy import checkpoint
-from dapo.store.console import Reporter
 from dapo.store.database import RunDatabase
+from dapo.terminal.console import Reporter
 from tests import runs
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 LearnerGroup = pytest.importorskip("dapo.cluster.learners").LearnerGroup
-Restarts = pytest.importorskip("dapo.engine.actor").Restarts
+Restarts = pytest.importorskip("dapo.cluster.actor").Restarts
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -50,7 +50,7 @@ def open_embedded(directory: Path, model: Any) -> Engine:
 def open_vllm(directory: Path, model: Any, **timing: Any) -> Engine:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed; `make test-cluster` installs its CPU build")
-    from dapo.engine.vllm import VllmEngine, VllmOptions
+    from dapo.engine.vllm.engine import VllmEngine, VllmOptions
 
     options = VllmOptions(
         directory,

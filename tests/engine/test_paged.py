@@ -9,10 +9,10 @@ import torch
 from dapo.engine.embedded import paged
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.embedded.paged import BURST, PagedDecoder
+from dapo.kernels.piece_attention import PAGE
 from dapo.model import trunk
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.graphs import GraphPool
-from dapo.model.kernels.attention import PAGE
 from dapo.types import Request, SamplingParams
 from tests import plain
 from tests.graphs import capture

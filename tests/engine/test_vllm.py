@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from dapo import Config, Trainer
-from dapo.engine import _vllm_args
-from dapo.engine._vllm_weights import _distinct
-from dapo.engine.vllm import check_vllm
+from dapo.engine.vllm import arguments as _vllm_args
+from dapo.engine.vllm.engine import check_vllm
+from dapo.engine.vllm.weights import _distinct
 from dapo.errors import ConfigError, DapoError, EngineError, ModelError
 from dapo.types import Request, SamplingParams
 from tests import plain, runs

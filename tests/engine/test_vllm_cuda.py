@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dapo import Trainer
-from dapo.engine._vllm_args import VllmOptions
-from dapo.engine.vllm import VllmEngine
+from dapo.engine.vllm.arguments import VllmOptions
+from dapo.engine.vllm.engine import VllmEngine
 from dapo.types import SamplingParams
 from tests import plain, runs
 from tests.engine.conftest import MAX_CONCURRENT, MAX_LENGTH, SEED, STOP, Subject, tiny_pair

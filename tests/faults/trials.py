@@ -285,7 +285,7 @@ class Outcome:
     def of(cls, run: Path) -> Outcome:
         import hashlib
 
-        from dapo.policy import checkpoint
+        from dapo.checkpoint import folder as checkpoint
         from dapo.store.database import RunDatabase
         from tests import runs
 

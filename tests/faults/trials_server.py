@@ -11,7 +11,7 @@ from typing import Any
 
 from dapo.cli import sentences
 from dapo.config import Config
-from dapo.trainer import Trainer
+from dapo.training.trainer import Trainer
 from tests import runs
 from tests.faults.interpose import Mode, arm
 from tests.tiny import save_tiny

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from dapo.assemble import build_policy
 from dapo.config import LoraConfig
 from dapo.errors import ConfigError
 from dapo.model.lora import add_adapters
@@ -19,6 +18,7 @@ from dapo.policy.packing import micro_batches
 from dapo.policy.policy import Policy
 from dapo.policy.sharded import ShardedPolicy
 from dapo.policy.tally import Tally
+from dapo.training.assemble import build_policy
 from tests import ranks
 from tests.policy.test_update import config, for_dapo, random_groups
 from tests.tiny import save_tiny, tiny_qwen3

@@ -33,7 +33,7 @@ READER = """
 import sys
 from pathlib import Path
 from dapo.store.database import RunDatabase
-from dapo.store.history import json_lines
+from dapo.terminal.history import json_lines
 from dapo.view.runs import find_run, summary
 path, seen = Path(sys.argv[1]), 0
 print("reading", flush=True)

@@ -21,7 +21,7 @@ from dapo.errors import ConfigError
 from dapo.store import trackers as module
 from dapo.store.database import RunDatabase
 from dapo.store.trackers import Trackers, require_trackers
-from dapo.trainer import Trainer
+from dapo.training.trainer import Trainer
 from dapo.types import EvalReport, StepReport
 from tests import runs
 

@@ -15,8 +15,8 @@ import pytest
 from dapo.config import Config
 from dapo.errors import CheckpointError, ConfigError, DapoError
 from dapo.store.database import RunDatabase
-from dapo.trainer import Trainer
 from dapo.training.run_directory import RunDirectory
+from dapo.training.trainer import Trainer
 from tests import runs
 
 

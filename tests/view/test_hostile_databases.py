@@ -31,13 +31,13 @@ from nicegui import json as page_json
 from nicegui import ui
 from nicegui.testing import user_simulation
 
+from dapo.checkpoint.card import model_card
 from dapo.errors import CheckpointError, ConfigError
-from dapo.model_card import model_card
 from dapo.store import connection
 from dapo.store.database import RunDatabase
 from dapo.store.encoding import to_json
-from dapo.store.history import json_lines, print_history
 from dapo.store.schema import SCHEMA
+from dapo.terminal.history import json_lines, print_history
 from dapo.types import EvalReport, Event
 from dapo.view import report, runs
 from dapo.view.curves import (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dapo.engine.embedded.cache import CachedPrompt, DecodeAttention, PromptStack, ResponseCache
-from dapo.engine.embedded.sampler import draw, uniforms
 from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt
+from dapo.kernels.sampler import draw, uniforms
 from dapo.model.attention import Family, PackedAttention
 from dapo.model.forward import head_weight, hidden_states, query_groups
 from dapo.model.meter import head_size, key_heads

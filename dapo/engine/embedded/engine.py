@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from dapo.engine.embedded.eager import EagerDecoder
-from dapo.engine.embedded.sampler import row_key
 from dapo.engine.embedded.sequence import Decoder, Finished, Response, SharedPrompt
+from dapo.kernels.sampler import row_key
 from dapo.model.forward import head_weight
 from dapo.types import FinishReason, Request, Rollout, SamplingParams
 

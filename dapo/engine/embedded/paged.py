@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dapo.engine.embedded.kernels.attention import PagedState
-from dapo.engine.embedded.kernels.draw import DrawState, draw_and_advance
 from dapo.engine.embedded.pages import PagedAttention, PageStore, longest_pages, pages_for
 from dapo.engine.embedded.prefill import Prefill
 from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt
 from dapo.errors import ModelError
+from dapo.kernels.decode_attention import PagedState
+from dapo.kernels.draw import DrawState, draw_and_advance
+from dapo.kernels.piece_attention import PAGE
 from dapo.model.forward import free_memory, head_weight, hidden_states
 from dapo.model.graphs import GraphPool
-from dapo.model.kernels.attention import PAGE
 from dapo.model.meter import head_size, key_heads
 from dapo.model.products import wide_product
 from dapo.types import FinishReason, SamplingParams

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dapo.engine.embedded.kernels.attention import PagedState, decode_attention
+from dapo.kernels.decode_attention import PagedState, decode_attention
+from dapo.kernels.piece_attention import PAGE
 from dapo.model.attention import AttentionPlan
-from dapo.model.kernels.attention import PAGE
 
 _PROGRAMS = 132  # as many as a large GPU has processors: with fewer, long rows are split
 

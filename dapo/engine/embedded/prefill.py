@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dapo.engine.embedded.pages import PageStore, StoringAttention
 from dapo.engine.embedded.sequence import SharedPrompt
+from dapo.kernels.piece_attention import PAGE
 from dapo.model.attention import Family
 from dapo.model.forward import hidden_states, packed_plan
 from dapo.model.graphs import GraphPool
-from dapo.model.kernels.attention import PAGE
 from dapo.model.trunk import FusedTrunk, trunk_of
 from dapo.model.varlen import FixedSegments, FixedSize, Layout, VarlenAttention
 

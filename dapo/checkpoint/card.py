@@ -1,0 +1,152 @@
+"""The README.md of an exported model: what it was made from and how, and what the run measured; nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dapo import __version__
+from dapo.checkpoint import folder as checkpoint
+from dapo.config import Config, Source
+from dapo.store.database import RunDatabase
+from dapo.store.encoding import visible
+from dapo.terminal.evaltable import heading, with_interval
+
+_CURVES = {
+    "reward/mean": "reward", "acc/mean": "accuracy", "response_length/mean": "response length, tokens",
+    "entropy": "entropy, nats",
+}  # fmt: skip
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 40
+_COUNTS = ("problems", "problems/unjudged", "unjudged")
+
+
+def model_card(run: Path, saved: Path, *, adapters: bool) -> str:
+    """From the run's configuration and database, up to the step of the checkpoint `saved`."""
+    config = Config.load(run / "config.yaml")
+    step = int(saved.name.removeprefix("step_"))
+    with RunDatabase.open_readonly(run / "run.db") as database:
+        steps = [figures for figures in database.steps() if figures["step"] <= step]
+        evals = [evaluation for evaluation in database.evals() if evaluation["step"] <= step]
+        meta = database.meta()
+    parts = [
+        _front_matter(adapters),
+        f"# {config.run.name}\n",
+        _made_of(config, run, step, steps, adapters),
+        "## Evaluations\n",
+        _evaluations(evals),
+        "## Training\n",
+        _curves(steps),
+        f"<details><summary>The recipe</summary>\n\n{_fenced(config.to_yaml())}\n</details>\n",
+        _versions(meta),
+    ]
+    return "\n".join(parts)
+
+
+def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
+    """At most `width` bars, each the mean of its share of the values, between the lowest and the highest bar."""
+    finite = np.array([value for value in values if np.isfinite(value)], dtype=np.float64)
+    if len(finite) == 0:
+        return ""
+    bars = np.array([part.mean() for part in np.array_split(finite, min(width, len(finite)))])
+    low, high = bars.min(), bars.max()
+    heights = np.zeros(len(bars)) if high == low else (bars - low) / (high - low)
+    return "".join(_BARS[round(height * (len(_BARS) - 1))] for height in heights)
+
+
+def _front_matter(adapters: bool) -> str:
+    return f"---\nlibrary_name: {'peft' if adapters else 'transformers'}\ntags:\n- dapo\n---\n"
+
+
+def _made_of(config: Config, run: Path, step: int, steps: Sequence[Mapping[str, float]], adapters: bool) -> str:
+    lora = config.model.lora
+    trained = f"LoRA adapters of rank {lora.rank}" if lora.rank else "all weights"
+    if lora.rank:
+        trained += ", not merged: load them on the base model with PEFT" if adapters else ", merged here"
+    marked = checkpoint.best(run / "checkpoints")
+    reached = f"{step} of {config.run.steps}"
+    if marked is not None and marked.step == step:
+        reached += f", chosen by {marked.metric} ({marked.value:.4g}), so that this figure is an optimistic one"
+    use = config.reward.use
+    rows = {
+        "base model": f"`{config.model.path}`",
+        "trained": trained,
+        "method": "DAPO, reinforcement learning from verifiable rewards",
+        "data": ", ".join(map(_source, config.data.train)),
+        "reward": f"`{use}`" if isinstance(use, str) else ", ".join(f"{w:g} × `{name}`" for name, w in use.items()),
+        "steps": reached,
+        "responses per prompt": str(config.rollout.n),
+        "response tokens": f"{_total(steps, 'tokens/generated'):,}, {_total(steps, 'tokens/trained'):,} trained on",
+    }
+    return _table(("", ""), list(rows.items()))
+
+
+def _source(source: Source) -> str:
+    rows = f" ({source.size} questions)" if source.size else ""
+    return f"`{source.path}`{rows}" + (f" at weight {source.weight:g}" if source.weight != 1 else "")
+
+
+def _total(steps: Sequence[Mapping[str, float]], name: str) -> int:
+    total = sum(step.get(name, 0) for step in steps)
+    return int(total) if np.isfinite(total) else 0
+
+
+def _evaluations(evals: Sequence[Mapping[str, Any]]) -> str:
+    """Of each set its first and its last evaluation."""
+    if not evals:
+        return "This run was not evaluated.\n"
+    parts = []
+    for name in dict.fromkeys(evaluation["name"] for evaluation in evals):
+        own = [evaluation for evaluation in evals if evaluation["name"] == name]
+        shown = [own[0], own[-1]] if len(own) > 1 else own
+        named = dict.fromkeys(figure for evaluation in shown for figure in evaluation["metrics"])
+        figures = [n for n in named if not n.endswith(("/low", "/high")) and n not in _COUNTS and n != "pass@1"]
+        rows = []
+        for figure in figures:
+            title = f"`{figure}`" if "@" in figure else heading(figure)
+            rows.append((title, *(with_interval(evaluation["metrics"], figure) for evaluation in shown)))
+        problems = shown[-1]["metrics"].get("problems")
+        title = f"`{_cell(name)}`" + (f", {problems:.0f} problems" if problems else "")
+        columns = ["before training" if e["step"] == 0 else f"after step {e['step']}" for e in shown]
+        unjudged = sum(e["metrics"].get("unjudged", 0) for e in shown)
+        note = f"\n{unjudged:.0f} responses could not be judged and are left out.\n" if unjudged else ""
+        parts.append(f"{title}:\n\n{_table(('figure', *columns), rows)}{note}")
+    return "\n".join(parts) + "\nIn brackets: 95 % bootstrap intervals over the problems.\n"
+
+
+def _curves(steps: Sequence[Mapping[str, float]]) -> str:
+    rows = []
+    for name, title in _CURVES.items():
+        values = [step[name] for step in steps if name in step and np.isfinite(step[name])]
+        if values:
+            rows.append((title, f"{values[0]:.4g}", f"`{sparkline(values)}`", f"{values[-1]:.4g}"))
+    if not rows:
+        return "No step was recorded.\n"
+    return _table(("per step", "first", "", "last"), rows) + "\nMeasured on what was sampled for training.\n"
+
+
+def _versions(meta: Mapping[str, str]) -> str:
+    known = {key: value for key, value in meta.items() if key not in ("config", "created", "recipe")}
+    told = ", ".join(f"{key} {value}" for key, value in sorted(known.items()))
+    started = meta.get("created", "at an unknown time")
+    return visible(f"Trained with {told}, started {started}; exported by dapo {__version__}.\n")
+
+
+def _fenced(text: str) -> str:
+    """As code, in a fence longer than any in the text: a prompt template may hold some."""
+    fence = "`" * (1 + max((len(ticks) for ticks in re.findall("`+", text)), default=2))
+    return f"{fence}yaml\n{text}{fence}\n"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join("| " + " | ".join(map(_cell, line)) + " |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """On one line, and without what would end the cell: names come from data that others made."""
+    return " ".join(visible(text).split()).replace("|", "\\|")

@@ -1,0 +1,60 @@
+"""A checkpoint's model leaves the run: as a plain Hugging Face directory, or as PEFT adapters for its base model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import safe_open
+
+from dapo.checkpoint.folder import read_state
+from dapo.checkpoint.weights import ADAPTERS
+from dapo.config import ModelConfig
+from dapo.errors import CheckpointError
+from dapo.model.cache import published
+from dapo.model.lora import adapter_settings
+
+_WEIGHTS_AND_SHAPE = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
+
+
+def export_merged(checkpoint: Path, folder: Path, card: str) -> None:
+    """The whole model, adapters merged, which transformers and vLLM load as it is."""
+    with _checked(checkpoint, folder) as draft:
+        shutil.copytree(checkpoint, draft, ignore=shutil.ignore_patterns("trainer"), dirs_exist_ok=True)
+        (draft / "README.md").write_text(card, encoding="utf-8")
+
+
+def export_adapters(checkpoint: Path, folder: Path, card: str, model: ModelConfig) -> None:
+    """The adapters alone, which `peft.PeftModel.from_pretrained(base, folder)` puts on the base model again."""
+    if not (checkpoint / ADAPTERS).is_file():
+        raise CheckpointError(
+            f"{checkpoint}: all weights were trained here, so there are no adapters; export without --adapters"
+        )
+    with _checked(checkpoint, folder) as draft:
+        others = shutil.ignore_patterns("trainer", *_WEIGHTS_AND_SHAPE)  # what stays is the tokenizer
+        shutil.copytree(checkpoint, draft, ignore=others, dirs_exist_ok=True)
+        shutil.copyfile(checkpoint / ADAPTERS, draft / "adapter_model.safetensors")
+        targets, base = _targets(checkpoint, model), model.path
+        settings = adapter_settings(model.lora, targets, base_model_name_or_path=base, inference_mode=True)
+        settings.save_pretrained(str(draft))
+        (draft / "README.md").write_text(card, encoding="utf-8")
+
+
+@contextmanager
+def _checked(checkpoint: Path, folder: Path) -> Iterator[Path]:
+    """All or nothing, into a new folder, after every file was found to be what was written."""
+    if folder.exists():
+        raise CheckpointError(f"{folder}: exists already; name a new folder")
+    read_state(checkpoint)
+    with published(folder) as draft:
+        yield draft
+
+
+def _targets(checkpoint: Path, model: ModelConfig) -> list[str]:
+    """The layers by name: some programs that read adapters do not know `all-linear`."""
+    if model.lora.target_modules != "all-linear":
+        return list(model.lora.target_modules)
+    with safe_open(checkpoint / ADAPTERS, framework="np") as file:
+        return sorted({name.rsplit(".", 3)[1] for name in file.keys()})  # noqa: SIM118  # not a mapping

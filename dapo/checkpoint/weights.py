@@ -1,0 +1,41 @@
+"""The files of a checkpoint that hold weights and optimiser, as one process writes and reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dapo.checkpoint import shards as shardfiles
+from dapo.model.export import save_dense
+from dapo.model.lora import adapter_state, causal_lm, load_adapter_state, merged
+
+ADAPTERS, OPTIMISER = "trainer/adapters.safetensors", "trainer/optimiser.safetensors"
+
+
+def write(model: PreTrainedModel | PeftModel, optimiser: Mapping[str, Tensor], folder: Path) -> None:
+    """The model as a Hugging Face directory, adapters merged; optimiser and adapters beside it."""
+    save_dense(causal_lm(model), merged(model), folder)
+    save_file(dict(optimiser), folder / OPTIMISER)
+    if isinstance(model, PeftModel):
+        save_file(adapter_state(model), folder / ADAPTERS)
+
+
+def read(model: PreTrainedModel | PeftModel, folder: Path, device: str) -> dict[str, Tensor]:
+    """Adapters go into the model; returns the optimiser's state, whether one process or several wrote it."""
+    if isinstance(model, PeftModel):
+        load_adapter_state(model, load_file(folder / ADAPTERS, device=device))
+    if (folder / OPTIMISER).exists():
+        return load_file(folder / OPTIMISER, device=device)
+    return shardfiles.read_whole(folder, device)
+
+
+def distinct(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """`state` of `model`, adapters merged, with tied weights once."""
+    every, once = (model.named_parameters(remove_duplicate=each) for each in (False, True))
+    tied = {name for name, _ in every} - {name for name, _ in once}
+    yield from ((name, tensor) for name, tensor in state.items() if name not in tied)

@@ -1,0 +1,289 @@
+"""vLLM samples, in processes of its own: groups go in, finished rollouts come out, weights follow by version."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from dapo.config import Config
+from dapo.engine.vllm.arguments import VllmOptions, cache_size, one_line
+from dapo.engine.vllm.arguments import require_vllm as require_vllm
+from dapo.engine.vllm.side import Background, Guard, Meter
+from dapo.engine.vllm.weights import Client, Weights, transfer
+from dapo.engine.vllm.weights import Transport as Transport
+from dapo.engine.vllm.weights import nccl_sender as nccl_sender
+from dapo.errors import EngineError
+from dapo.kernels.sampler import row_key
+from dapo.model.cache import progress
+from dapo.types import Request, Rollout, SamplingParams
+
+SYNC_SECONDS = 600.0
+_CLOSE_SECONDS = 15.0
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """One response in the making: one request to vLLM."""
+
+    name: str
+    request: Request
+    index: int
+    answer: Future[Any]  # of vLLM's CompletionOutput
+
+
+class VllmEngine:
+    """The engine protocol over vLLM's asynchronous engine, which lives on an event loop in a thread of its own.
+
+    Shape and first weights are those of `options.model_dir`; later ones are what `weights` gives when a sync asks for
+    them, under the names of that directory.
+    """
+
+    def __init__(
+        self,
+        options: VllmOptions,
+        stop_ids: frozenset[int],
+        tokenizer: Any,
+        weights: Weights,
+        sync_seconds: float = SYNC_SECONDS,
+    ) -> None:
+        self.options, self.stop_ids, self.tokenizer = options, sorted(stop_ids), tokenizer
+        self.transfer = transfer(options.transport, weights, options.tensor_parallel)
+        self.sync_seconds, self.sync_time, self.deadline = sync_seconds, 0.0, 0.0
+        self.members: dict[str, _Member] = {}  # whatever was submitted and not handed out yet
+        self.finished: queue.SimpleQueue[_Member] = queue.SimpleQueue()
+        self.submitted = 0
+        self.is_asleep = self.is_closed = False
+        self.llm: Any = None
+        with progress("Starting vLLM"):
+            vllm_config = options.resolved()
+            self.meter = Meter(vllm_config.scheduler_config.max_num_seqs)
+            self.background = Background()
+            try:
+                self.background.run(self._open(vllm_config))
+            except Exception as error:
+                self.background.stop()
+                raise EngineError(
+                    f"vLLM could not be started ({one_line(error)}); its own messages are above, more of them with "
+                    "VLLM_LOGGING_LEVEL=INFO"
+                ) from error
+        # What an update on the same GPU can have for the asking.
+        self.cache_bytes = cache_size(vllm_config) if options.shares_gpu else 0
+        manager = self.llm.engine_core.resources.engine_manager
+        cores = [psutil.Process(process.pid) for process in manager.processes]
+        self.processes = [process for core in cores for process in (core, *core.children(recursive=True))]
+        self.guard = Guard(process.pid for process in self.processes)
+        atexit.register(self.close)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._wake()
+        for request in requests:
+            for index in range(request.n):
+                self.submitted += 1
+                name = f"{request.phase}/{request.serial}/{index}/{self.submitted}"
+                params = self._params(request, index)
+                answer = self.background.start(self._sample(name, request.prompt, params))
+                member = self.members[name] = _Member(name, request, index, answer)
+                answer.add_done_callback(lambda _, member=member: self.finished.put(member))
+
+    def poll(self) -> list[Rollout]:
+        found: list[tuple[_Member, Any]] = []
+        while self.members and not found:
+            arrived = [self.finished.get()]
+            while not self.finished.empty():
+                arrived.append(self.finished.get())
+            # What was cancelled meanwhile is no longer among the members.
+            found = [(member, self._output(member)) for member in arrived if self.members.pop(member.name, None)]
+        return [self._rollout(member, output) for member, output in found]
+
+    def cancel(self, serials: Iterable[int]) -> int:
+        """A rollout that was not handed out yet counts as unfinished."""
+        gone = set(serials)
+        stopped = [member for member in list(self.members.values()) if member.request.serial in gone]
+        for member in stopped:
+            del self.members[member.name]
+        if not stopped:
+            return 0
+        self.background.run(self.llm.abort([member.name for member in stopped]))
+        return sum(len(self._output(member).token_ids) for member in stopped)
+
+    def sync_weights(self, version: int) -> None:
+        """What is under way is held, and goes on with the new weights: also its cache is computed anew with them."""
+        with self._sync(version):
+            self._hold()
+            self.transfer.send(self)
+            self._go_on(version)
+
+    def receive(self, call: str, *arguments: Any, version: int) -> None:
+        """One of the four calls of a learner in another process, which sends by NCCL; see `Client`."""
+        with self._sync(version):
+            if call == "start_weight_update":
+                self._hold()
+            getattr(Client(self), call)(*arguments)
+            if call == "finish_weight_update":
+                self._go_on(version)
+
+    def figures(self) -> dict[str, float]:
+        seconds, self.sync_time = self.sync_time, 0.0
+        return self.meter.figures() | {"engine/sync_s": seconds}
+
+    def prepare(self, params: SamplingParams) -> None:
+        """vLLM compiles and captures when it starts."""
+
+    def release_cache(self) -> None:
+        """Give the GPU's memory to whoever learns there, until something is sampled or synchronised again."""
+        assert not self.members
+        if self.options.shares_gpu and not self.is_asleep:
+            self.background.run(self.llm.sleep(level=1))
+            self.is_asleep = True
+
+    def close(self) -> None:
+        """Whatever state they are in, vLLM's processes have ended after this."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        atexit.unregister(self.close)
+        self.members.clear()
+        with contextlib.suppress(Exception):  # it may hang or be gone already, and the processes are seen to below
+            self.background.run(self._shut_down(), timeout=_CLOSE_SECONDS)
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(self.processes, timeout=_CLOSE_SECONDS)
+        self.guard.dismiss()
+        self.background.stop()
+        self.llm = None  # it would tidy up once more, at a time when the interpreter is half gone
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """On vLLM's loop, up to the deadline of the sync under way."""
+        return self.background.run(coroutine, timeout=max(self.seconds_left(), 0.0))
+
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    @contextlib.contextmanager
+    def _sync(self, version: int) -> Iterator[None]:
+        """What is done in here is done in time, or vLLM has ended and there is a sentence that says so."""
+        started = time.monotonic()
+        self.deadline = started + self.sync_seconds
+        try:
+            yield
+        except TimeoutError:
+            self.close()
+            raise EngineError(
+                f"vLLM did not take over the weights of version {version} within {self.sync_seconds:g} seconds: one of "
+                "its processes hangs or is waited for in vain; it was stopped, go on with --resume"
+            ) from None
+        except Exception as error:
+            self.close()
+            raise EngineError(
+                f"vLLM could not take over the weights of version {version} ({one_line(error)}); it was stopped"
+            ) from error
+        self.sync_time += time.monotonic() - started
+
+    def _hold(self) -> None:
+        self._wake()
+        self.run(self.llm.pause_generation(mode="keep", clear_cache=True))
+
+    def _go_on(self, version: int) -> None:
+        self.run(self.llm.update_weight_version(str(version)))
+        self.run(self.llm.resume_generation())
+
+    def _wake(self) -> None:
+        if self.is_asleep:
+            self.background.run(self.llm.wake_up(), timeout=self.sync_seconds)
+            self.is_asleep = False
+
+    async def _open(self, vllm_config: Any) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+        self.llm = AsyncLLM.from_vllm_config(
+            vllm_config, stat_loggers=[lambda config, index: self.meter], disable_log_stats=True
+        )
+        # Known from now on, so that adding a request never waits, and what is submitted first is first in line.
+        await self.llm.get_supported_tasks()
+        await self.llm.update_weight_version("0")
+
+    async def _shut_down(self) -> None:
+        self.llm.shutdown(timeout=1)
+
+    async def _sample(self, name: str, prompt: Sequence[int], params: Any) -> Any:
+        from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
+
+        outputs = [output async for output in self.llm.generate(tokens_input(list(prompt)), params, name)]
+        return outputs[-1].outputs[0]
+
+    def _params(self, request: Request, index: int) -> Any:
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+        from vllm.sampling_params import SamplingParams as VllmParams  # pyright: ignore[reportMissingImports]
+
+        params = request.params
+        return VllmParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_tokens=params.max_tokens,
+            seed=row_key(self.options.seed, request.phase, request.serial, index) & (2**63 - 1),
+            stop_token_ids=self.stop_ids,
+            ignore_eos=True,  # the stop ids are all that ends a response
+            logprobs=0,  # of the drawn token alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _output(self, member: _Member) -> Any:
+        try:
+            return member.answer.result()
+        except Exception as error:
+            self.close()
+            raise EngineError(
+                f"vLLM ended or failed while it was sampling ({one_line(error)}); its own messages are above, go on "
+                "with --resume"
+            ) from error
+
+    def _rollout(self, member: _Member, output: Any) -> Rollout:
+        if output.finish_reason not in ("stop", "length"):
+            self.close()
+            raise EngineError(f"vLLM gave up a response ({output.finish_reason}); go on with --resume")
+        spans = output.weight_versions
+        versions = [int(span.version) for span in spans]
+        # One switch stands for one version, also where no token was drawn with the one between.
+        steps = zip(spans[1:], versions, versions[1:], strict=False)
+        switches = [span.start for span, old, new in steps for _ in range(new - old)]
+        return Rollout(
+            serial=member.request.serial,
+            index=member.index,
+            tokens=np.asarray(output.token_ids, dtype=np.int32),
+            logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
+            finish_reason="stop" if output.finish_reason == "stop" else "length",
+            weight_version=versions[0],
+            text=self.tokenizer.decode(output.token_ids, skip_special_tokens=True),
+            switches=tuple(switches),
+        )
+
+
+def open_vllm(
+    config: Config,
+    model_dir: Path,
+    tokenizer: Any,
+    stop_ids: frozenset[int],
+    weights: Weights,
+    transport: Transport | None = None,
+) -> VllmEngine:
+    """As the configuration says. `transport` None: by where the learner of this very process has its weights."""
+    return VllmEngine(VllmOptions.of(config, model_dir, transport), stop_ids, tokenizer, weights)
+
+
+def check_vllm(config: Config, model_dir: Path, transport: Transport | None = None) -> None:
+    """Whatever is known to keep vLLM from starting, told before a model is loaded."""
+    VllmOptions.of(config, model_dir, transport).resolved()

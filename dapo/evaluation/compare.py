@@ -1,0 +1,206 @@
+"""`dapo eval`: several models on the same questions with the same random numbers, and what differs between them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dapo.config import Config
+from dapo.data.dataset import load_eval_sets
+from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.errors import RewardError
+from dapo.evaluation.evaluate import differences, evaluate
+from dapo.evaluation.subjects import Subject, resolve, unlike
+from dapo.model.forward import check_model
+from dapo.model.loading import load_model, resolve_path
+from dapo.rewards.judge import build_judge
+from dapo.store.database import RunDatabase, versions
+from dapo.terminal.evaltable import DifferenceRow, EvalRow, differences_table, models_table, summary
+from dapo.types import EvalReport, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    subject: Subject
+    report: EvalReport
+    seconds: float  # of sampling and judging
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """What was found, by set: each model, and how each differs from the first."""
+
+    folder: Path
+    notes: tuple[str, ...]
+    results: dict[str, list[Result]]
+    differences: dict[str, list[DifferenceRow]]
+
+
+def evaluate_models(
+    models: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    data: str | None = None,
+    k: int | None = None,
+    preset: str | None = None,
+    out: Path | None = None,
+    console: Console | None = None,
+) -> Comparison:
+    """Evaluate one model after the other, one in memory at a time, and compare each with the first."""
+    subjects = resolve(models, overrides, data=data, k=k, preset=preset, out=out)
+    for subject in subjects:  # a model that is not there should be known before hours are spent on the one before it
+        resolve_path(subject.config.model.path)
+    results: dict[str, list[Result]] = {}
+    for subject in subjects:
+        for result in _evaluate(subject, console or Console(quiet=True)):
+            results.setdefault(result.report.name, []).append(result)
+        gc.collect()  # the next model needs the room
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    found = {name: _differences(members) for name, members in results.items()}
+    return Comparison(Path(subjects[0].config.run.dir), unlike(subjects), results, found)
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    for name, results in comparison.results.items():
+        problems, k = int(results[0].report.metrics["problems"]), results[0].subject.config.eval.k
+        rows = [EvalRow(result.subject.label, result.report.metrics, result.seconds) for result in results]
+        console.print(models_table(f"{name}: {problems} problems x {k} samples", rows, console.width))
+        if len(results) > 1:
+            console.print(differences_table(results[0].subject.label, comparison.differences[name]))
+    first = next(iter(comparison.results.values()))[0].subject.config
+    told = f"judged by {first.reward.use}, at most {first.data.max_response_length:,} tokens a response"
+    console.print(told, markup=False, highlight=False)
+    for note in comparison.notes:
+        console.print(f"note: {note}", style="yellow", markup=False, highlight=False)
+    console.print(f"every sample is in {comparison.folder}", markup=False, highlight=False)
+
+
+def comparison_json(comparison: Comparison) -> str:
+    """Everything but the samples. JSON has no NaN: a figure that does not exist is null."""
+    sets = {}
+    for name, results in comparison.results.items():
+        models = [
+            {
+                "model": result.subject.label,
+                "path": result.subject.config.model.path,
+                "step": result.subject.step,
+                "folder": str(result.subject.config.run_dir),
+                "seconds": result.seconds,
+                "metrics": {figure: _finite(value) for figure, value in result.report.metrics.items()},
+            }
+            for result in results
+        ]
+        differences = [
+            {**{key: _finite(value) for key, value in asdict(row).items()}, "verdict": row.verdict}
+            for row in comparison.differences[name]
+        ]
+        sets[name] = {"models": models, "differences": differences}
+    first = next(iter(comparison.results.values()))[0].subject.config
+    asked = {
+        **first.eval.model_dump(mode="json", exclude={"every", "best_metric"}),
+        "reward": first.reward.use,
+        "prompt_template": first.data.prompt_template,
+        "max_response_length": first.data.max_response_length,
+        "seed": first.run.seed,
+    }
+    document = {"eval": asked, "folder": str(comparison.folder), "notes": comparison.notes, "sets": sets}
+    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+def _evaluate(subject: Subject, console: Console) -> list[Result]:
+    config, options = subject.config, subject.config.eval
+    results = []
+    with closing(build_judge(config.reward)) as judge:
+        loaded = load_model(config.model)
+        loaded.model.requires_grad_(False)
+        check_model(loaded.model, config.data.max_prompt_length + config.data.max_response_length)
+        notes: list[str] = []
+        sets = load_eval_sets(config, loaded.tokenizer, notes)
+        for note in notes:
+            console.print(note, style="dim", markup=False, highlight=False)
+        engine = EmbeddedEngine(
+            loaded.model,
+            loaded.tokenizer,
+            loaded.stop_ids,
+            config.run.seed,
+            config.rollout.max_concurrent,
+            max_length=config.data.max_prompt_length + config.data.max_response_length,
+            kv_memory_fraction=config.rollout.kv_memory_fraction,
+        )
+        params = SamplingParams(options.temperature, options.top_p, options.top_k, config.data.max_response_length)
+        with closing(engine), closing(_database(config)) as database:
+            for name, prompts in sets.items():
+                start = time.perf_counter()
+                with _progress(console, f"{subject.label}, {name}") as on_sample:
+                    # Step 0 for all: the same numbers for the same question make the comparison a paired one.
+                    report = evaluate(engine, judge, prompts, options.k, params, 0, name, on_sample)
+                report = replace(report, step=subject.step)
+                database.record_eval(report)
+                _check_judged(subject.label, report)
+                console.print(f"{subject.label}, {name}: {summary(report.metrics)}", markup=False, highlight=False)
+                results.append(Result(subject, report, time.perf_counter() - start))
+    return results
+
+
+def _database(config: Config) -> RunDatabase:
+    """A folder like that of a run, so that everything that opens runs opens it."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    resolved = config.to_yaml()
+    database = RunDatabase.create(config.run_dir / "run.db", resolved, versions())
+    (config.run_dir / "config.yaml").write_text(resolved, encoding="utf-8")
+    return database
+
+
+@contextmanager
+def _progress(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
+    columns = [
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("samples"),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+    ]
+    bar = Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        # Short samples end first: the whole evaluation so far is the best guess at the rest.
+        speed_estimate_period=3600,
+    )
+    with bar:
+        task = bar.add_task(escape(description), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _check_judged(label: str, report: EvalReport) -> None:
+    if report.samples and not any(sample.score.judged for sample in report.samples):
+        raise RewardError(
+            f"{label}: none of its {len(report.samples)} responses to {report.name} could be judged; the first reason: "
+            f"{report.samples[0].score.error}"
+        )
+
+
+def _differences(results: Sequence[Result]) -> list[DifferenceRow]:
+    first, *others = results
+    k = first.subject.config.eval.k
+    return [row for other in others for row in differences(first.report, other.report, k, other.subject.label)]
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,149 @@
+"""What the arguments of `dapo eval` mean: which models, asked what, and judged how."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from dapo.checkpoint import folder as checkpoint
+from dapo.config import Config, apply_override, leaves
+from dapo.errors import CheckpointError, ConfigError
+
+DEFAULT_K = 32
+PRESETS: dict[str, dict[str, Any]] = {
+    "aime": {"k": 32, "temperature": 1.0, "top_p": 0.7, "data": "data/aime-2024.parquet"},
+}
+# Where these differ between two models, so does what is measured.
+_SHARED_KEYS = (
+    "data.max_prompt_length", "data.max_response_length", "data.prompt_template", "data.system_prompt",
+    *(key for key, _ in leaves() if key.startswith("reward.")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to evaluate: `config.model.path` is what is loaded, `config.run_dir` is where its samples go."""
+
+    label: str
+    config: Config
+    step: int  # of the run it comes from; 0 for a model that comes from none
+
+
+def resolve(
+    models: Sequence[str],
+    overrides: Sequence[str] = (),
+    *,
+    data: str | None = None,
+    k: int | None = None,
+    preset: str | None = None,
+    out: Path | None = None,
+) -> list[Subject]:
+    """What each argument means.
+
+    A run brings its own template, reward and lengths. A plain model is asked and judged as the first run that is named
+    beside it, or by the defaults. What is asked, how it is sampled and the seed are the first one's for all.
+    """
+    if not models:
+        raise ConfigError("dapo eval: name at least one run or model")
+    # A run's own best_metric names a set of its own, and nothing is kept by it here.
+    options = ["eval.best_metric=null", *_preset(preset), *overrides]
+    if data is not None:
+        options.append(f"eval.data={data if data.lstrip().startswith(('{', '[')) else json.dumps(data)}")
+    if k is not None:
+        options.append(f"eval.k={k}")
+    found = [_run_and_checkpoint(model) for model in models]
+    pattern = next((run for run, _ in found if run is not None), None)
+    configs = []
+    for model, (run, saved) in zip(models, found, strict=True):
+        configs.append(_config(run or pattern, str(saved or model), options))
+    first = configs[0]
+    if not first.eval.data:
+        raise ConfigError(
+            "dapo eval: there is nothing to evaluate on; give --data, as in --data data/aime-2024.parquet"
+        )
+    common = first.eval.model_copy(update={"k": first.eval.k or DEFAULT_K})
+    folder = out or Path("runs") / f"eval-{next(iter(first.eval.data))}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder}: exists already; name another folder with --out")
+    subjects: list[Subject] = []
+    for model, (run, saved), config in zip(models, found, configs, strict=True):
+        step = int(saved.name.removeprefix("step_")) if saved else 0
+        name = f"{run.resolve().name}@{step}" if run else Path(model).resolve().name
+        label = _unused(re.sub(r"[^\w.=@+-]+", "-", name), {subject.label for subject in subjects})
+        run_options = config.run.model_copy(update={"dir": str(folder), "name": label, "seed": first.run.seed})
+        subjects.append(Subject(label, config.model_copy(update={"eval": common, "run": run_options}), step))
+    return subjects
+
+
+def unlike(subjects: Sequence[Subject]) -> tuple[str, ...]:
+    """What is not the same for all models besides the model."""
+    notes = []
+    for key in _SHARED_KEYS:
+        values = {subject.label: reduce(getattr, key.split("."), subject.config) for subject in subjects}
+        if len(set(map(repr, values.values()))) > 1:
+            told = ", ".join(f"{value!r} for {label}" for label, value in values.items())
+            notes.append(f"{key} is {told}; set it for all with {key}=...")
+    return tuple(notes)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Models and overrides, which the command line takes in any order; `pypi:NAME==1.0` is a model."""
+    override = re.compile(rf"({'|'.join(Config.model_fields)})\.[\w.]+=")
+    models = [argument for argument in arguments if not override.match(argument)]
+    return models, [argument for argument in arguments if override.match(argument)]
+
+
+def _run_and_checkpoint(model: str) -> tuple[Path | None, Path | None]:
+    """The run and the checkpoint that RUN, RUN@STEP, RUN@best or RUN@last names; nothing for a plain model."""
+    if _is_run(Path(model)):
+        return Path(model), checkpoint.find(Path(model) / "checkpoints")
+    name, at, which = model.rpartition("@")
+    if not at or not _is_run(Path(name)):
+        if not Path(model).exists() and _holds_runs(Path(model).parent):  # else the hub would be asked for it
+            raise CheckpointError(f"{model}: there is no such run or model in {Path(model).parent}")
+        return None, None
+    return Path(name), checkpoint.find(Path(name) / "checkpoints", checkpoint.parse_which(which))
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file()
+
+
+def _holds_runs(folder: Path) -> bool:
+    """A folder that has some, or is where they go unless something else is said."""
+    if folder in (Path(), Path("runs")) or not folder.is_dir():
+        return folder == Path("runs")
+    return any(_is_run(path) for path in folder.iterdir())
+
+
+def _config(run: Path | None, path: str, options: Sequence[str]) -> Config:
+    # A checkpoint has its adapters merged.
+    options = [*options, f"model.path={json.dumps(path)}", "model.lora.rank=0"]
+    if run is not None:
+        return Config.load(run / "config.yaml", options)
+    values: dict[str, Any] = {"data": {"train": "none"}}  # a configuration must name it; nothing is trained here
+    for option in options:
+        apply_override(values, option)
+    return Config.parse(values, source="dapo eval")
+
+
+def _preset(name: str | None) -> list[str]:
+    if name is None:
+        return []
+    if name not in PRESETS:
+        raise ConfigError(f"--preset is '{name}'; there are: {', '.join(PRESETS)}")
+    return [f"eval.{key}={json.dumps(value)}" for key, value in PRESETS[name].items()]
+
+
+def _unused(label: str, taken: set[str]) -> str:
+    numbers = iter(range(2, len(taken) + 3))
+    found = label
+    while found in taken:
+        found = f"{label}-{next(numbers)}"
+    return found

@@ -1,0 +1,179 @@
+"""What a person sees in the terminal: groups kept and dropped as they are decided, each step's figures, an ETA."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dapo.config import Config
+from dapo.terminal.evaltable import DifferenceRow, heading, summary, with_interval, with_sign
+from dapo.types import EvalReport, Event, Group, StepReport
+
+WARNINGS = ("exhausted", "unjudged", "stopped", "memory", "tracker")
+
+
+class Reporter:
+    """Told what happens, as it happens; it may not change it. This one keeps quiet: all is in the run database."""
+
+    def training(self, config: Config, first_step: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def phase(self, name: str) -> None: ...
+    def responses(self, done: int, total: int) -> None: ...
+    def group(self, group: Group) -> None: ...
+    def step(self, report: StepReport) -> None: ...
+    def evaluation(self, report: EvalReport) -> None: ...
+    def event(self, event: Event) -> None: ...
+    def stopping(self) -> None: ...
+
+
+class ConsoleReporter(Reporter):
+    """One line per step above a progress bar that tells what is going on right now."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            TextColumn("[dim]{task.fields[now]}"),
+            console=self.console,
+            # Steps are few and long: the whole run so far is the best guess at the next one.
+            speed_estimate_period=3600,
+        )
+        self.task = self.progress.add_task("steps", total=None, now="")
+        self.verdicts: Counter[str] = Counter()
+        self.batch_size = 0
+
+    @contextmanager
+    def training(self, config: Config, first_step: int) -> Iterator[None]:
+        self.batch_size = config.data.train_batch_size
+        self.progress.update(self.task, total=config.run.steps, completed=first_step)
+        self.console.print(_header())
+        with self.progress:
+            self.phase("sampling")
+            yield
+            self.phase("")
+
+    def phase(self, name: str) -> None:
+        self.progress.update(self.task, now=name)
+
+    def responses(self, done: int, total: int) -> None:
+        self.phase(f"sampling: {done} of {total} responses{self._groups_so_far()}")
+
+    def group(self, group: Group) -> None:
+        self.verdicts[group.verdict] += 1
+        self.phase("sampling" + self._groups_so_far())
+
+    def _groups_so_far(self) -> str:
+        if not self.verdicts:
+            return ""
+        dropped = _reasons({v: n for v, n in self.verdicts.items() if v != "kept"})
+        return f", kept {self.verdicts['kept']} of {self.batch_size}" + (f", dropped {dropped}" if dropped else "")
+
+    def step(self, report: StepReport) -> None:
+        self.verdicts.clear()
+        self._print(_line(report))
+        for event in report.events:
+            self.event(event)
+        self.progress.update(self.task, completed=report.step, now="sampling")
+
+    def evaluation(self, report: EvalReport) -> None:
+        self._print(
+            f"[cyan]evaluation[/] of {escape(report.name)} at step {report.step}: {escape(summary(report.metrics))}"
+        )
+
+    def event(self, event: Event) -> None:
+        style = "yellow" if event.kind in WARNINGS else "dim"
+        self._print(f"[{style}]{escape(event.kind)}: {escape(event.message)}[/]")
+
+    def stopping(self) -> None:
+        self._print("[yellow]stopping after this step, then saving; once more to stop at once[/]")
+
+    def _print(self, text: str) -> None:
+        # In a file a line is a line, however long.
+        self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
+
+
+_COLUMNS = (
+    ("step", 5),
+    ("score", 7),
+    ("reward", 7),
+    ("length", 7),
+    ("entropy", 8),
+    ("grad", 7),
+    ("gap", 8),
+    ("s/step", 7),
+)
+
+
+def _header() -> str:
+    return "[bold]" + "".join(f"{name:>{width}}" for name, width in _COLUMNS) + "  groups[/]"
+
+
+def _line(report: StepReport) -> str:
+    m = report.metrics
+    figures = [
+        f"{report.step}",
+        _figure(m.get("score/mean"), ".3f"),
+        _figure(m.get("reward/mean"), ".3f"),
+        _figure(m.get("response_length/mean"), ".1f"),
+        _figure(m.get("entropy"), ".3f"),
+        _figure(m.get("grad_norm"), ".2f"),
+        _figure(m.get("logprob_gap/mean"), ".1e"),
+        _figure(m.get("timing_s/step"), ".1f"),
+    ]
+    prefix = "groups/dropped/"
+    reasons = {name.removeprefix(prefix): int(n) for name, n in m.items() if name.startswith(prefix)}
+    groups = f"[green]{int(m['groups/kept'])} kept[/]"
+    if reasons:
+        groups += f", [dim]{_reasons(reasons)} dropped[/]"
+    for name in ("carried", "stale"):
+        if m[f"groups/{name}"]:
+            groups += f", {int(m[f'groups/{name}'])} {name}"
+    return "".join(f"{text:>{width}}" for text, (_, width) in zip(figures, _COLUMNS, strict=True)) + f"  {groups}"
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(counts.items()))
+
+
+def before_after_table(before: EvalReport, after: EvalReport, differences: Sequence[DifferenceRow]) -> Table:
+    """The figures side by side with their paired differences; of a single question also its commonest answers."""
+    problems = {sample.prompt.uid for sample in after.samples}
+    each = len(after.samples) // max(len(problems), 1)
+    asked = "1 question" if len(problems) == 1 else f"{len(problems)} questions"
+    table = Table(title=f"{escape(after.name)}: {asked} x {each} fresh samples, before and after")
+    for column in ("", "before", "after"):
+        table.add_column(column)
+    table.add_column("difference [95 %]")
+    by_figure = {row.figure: row for row in differences}
+    for name in dict.fromkeys(["reward/mean", *by_figure, "response_length/mean"]):
+        cells = (escape(with_interval(report.metrics, name)) for report in (before, after))
+        table.add_row(heading(name), *cells, escape(with_sign(by_figure[name])) if name in by_figure else "")
+    if len(problems) > 1:
+        return table
+    answers = [Counter(sample.rollout.text for sample in report.samples).most_common(5) for report in (before, after)]
+    for place in range(5):
+        cells = [_answer(*common[place]) if place < len(common) else "" for common in answers]
+        table.add_row(f"answer {place + 1}", *cells)
+    return table
+
+
+def _answer(text: str, count: int) -> str:
+    shown = " ".join(text.split())
+    shown = shown if len(shown) <= 32 else shown[:31] + "…"
+    return escape(f"{count:3d} × {shown!r}")

@@ -1,0 +1,73 @@
+"""`dapo metrics`: the figures of every step, the evaluations, and whatever else happened, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dapo.store.database import RunDatabase
+from dapo.store.encoding import to_text, visible
+from dapo.terminal.evaltable import summary
+
+_COLUMNS = {
+    "score": "score/mean",
+    "reward": "reward/mean",
+    "acc": "acc/mean",
+    "length": "response_length/mean",
+    "entropy": "entropy",
+    "kept": "groups/kept",
+    "dropped": "groups/dropped",
+    "tokens": "tokens/generated",
+    "s/step": "timing_s/step",
+}
+_USUAL = ("data", "plan", "finished")  # events of a run without surprises
+_NEWEST = 5
+
+
+def json_lines(run: Path) -> Iterator[str]:
+    """One object per step. JSON has no NaN: a figure that does not exist is null."""
+    # All is read before anything is written: whoever takes the lines may be slow, and nobody waits for a reader.
+    with RunDatabase.open_readonly(run / "run.db") as database:
+        steps = list(database.steps())
+    for step in steps:
+        yield json.dumps({name: value if math.isfinite(value) else None for name, value in step.items()})
+
+
+def print_history(console: Console, run: Path) -> None:
+    with RunDatabase.open_readonly(run / "run.db") as database:
+        steps, evaluations = list(database.steps()), list(database.evals())
+        events = [event for event in database.events() if event["kind"] not in _USUAL]
+    if steps:
+        console.print(_table(escape(visible(to_text(str(run)))), steps))
+    for found in evaluations:
+        _say(console, f"evaluation of {found['name']} at step {found['step']}: {summary(found['metrics'])}")
+    if len(events) > _NEWEST:
+        _say(console, f"{len(events)} events, of which the newest are:")
+    for event in events[-_NEWEST:]:
+        _say(console, f"{event['kind']} at step {event['step']}: {event['message']}")
+
+
+def _table(title: str, steps: Sequence[dict[str, Any]]) -> Table:
+    columns = {heading: name for heading, name in _COLUMNS.items() if any(name in step for step in steps)}
+    table = Table(title=title, box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
+    for heading in ("step", *columns):
+        table.add_column(heading, justify="right")
+    for step in steps:
+        table.add_row(str(step["step"]), *(_cell(step.get(name)) for name in columns.values()))
+    return table
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"

