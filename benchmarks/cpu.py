@@ -134,7 +134,7 @@ def made_up_groups(count: int, n: int, prompt_tokens: int, response_tokens: int)
 
 
 def update(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, str]]:
-    """6 groups of 6 with 54 + 5 tokens, optimiser included, against the same update padded and without sharing."""
+    """6 groups of 6 with 54 + 5 tokens, optimizer included, against the same update padded and without sharing."""
     config = Config.parse({"model": {"path": MODEL}, "data": {"train": "none"}, "optim": {"lr": 1e-9}})
     groups = made_up_groups(6, 6, 54, 5)
     policy = Policy(loaded.model, config)
@@ -150,13 +150,13 @@ def update(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, s
         policy.update(groups, step=1, version=0)
 
     def padded() -> None:
-        plain.optimiser.zero_grad()
+        plain.optimizer.zero_grad()
         hidden = stock.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, 53:-1]
         logprobs = stock.get_output_embeddings()(hidden).log_softmax(-1).gather(2, tokens[:, 54:, None])[..., 0]
         loss, _ = policy_loss(logprobs, torch.full_like(logprobs, -10.0), advantages, None, LossConfig())
         loss.mean().backward()
-        plain.optimiser.step(1)
-        plain.optimiser.zero_grad()
+        plain.optimizer.step(1)
+        plain.optimizer.zero_grad()
 
     ours, theirs = in_turns(shared, padded, repeats)
     return [("update, 6 x 6 of 54 + 5 tokens: shared prompts against padded", 60 / ours, 60 / theirs, "updates/min")]

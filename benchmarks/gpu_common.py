@@ -110,15 +110,15 @@ def timed(run: Callable[[], object], device: torch.device, repeats: int, warm_up
     """The seconds of the very first run, and of the best one after the warm-ups."""
     seconds = []
     for _ in range(warm_ups + repeats):
-        synchronise(device)
+        synchronize(device)
         start = time.perf_counter()
         run()
-        synchronise(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - start)
     return Timing(seconds[0], min(seconds[warm_ups:]))
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -144,7 +144,7 @@ def step_seconds(trainer: Trainer, device: torch.device) -> float:
     """One training step by the clock on the wall, its record in the database included."""
     start = time.perf_counter()
     trainer.train_step()
-    synchronise(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
@@ -159,7 +159,7 @@ def is_there(package: str) -> bool:
 def random_model(
     shape: PretrainedConfig, device: torch.device, dtype: torch.dtype, attention: str = ATTENTION_NAME
 ) -> Any:
-    """Weights as transformers initialises them, made where they are needed."""
+    """Weights as transformers initializes them, made where they are needed."""
     torch.manual_seed(0)
     with device:
         model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype)

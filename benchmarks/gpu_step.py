@@ -36,7 +36,7 @@ from benchmarks.gpu_common import (
     random_prompts,
     save_random,
     step_seconds,
-    synchronise,
+    synchronize,
 )
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.config import Config, ModelConfig
@@ -179,7 +179,7 @@ def trl_row(workload: Workload, device: torch.device, steps: int, *, use_vllm: b
 
     class Clock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            synchronise(device)
+            synchronize(device)
             ends.append(time.perf_counter())
 
     def reward(completions: list[str], **_: Any) -> list[float]:

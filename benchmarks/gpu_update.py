@@ -1,6 +1,6 @@
-"""python -m benchmarks.gpu_update: seconds of one update, optimiser included, and its share of the GPU's arithmetic.
+"""python -m benchmarks.gpu_update: seconds of one update, optimizer included, and its share of the GPU's arithmetic.
 
-bf16 weights with random values, one optimiser step over all sequences, made-up responses. Two warm-ups, then the best
+bf16 weights with random values, one optimizer step over all sequences, made-up responses. Two warm-ups, then the best
 of five. `--only NAME` picks workloads, `--peers` measures the same update padded through plain transformers.
 """
 
@@ -120,7 +120,7 @@ def _groups(workload: Workload) -> list[Group]:
 def padded_row(workload: Workload, device: torch.device, dtype: torch.dtype, repeats: int, rows: int = 32) -> Row:
     """Whole sequences through transformers' own attention and full logits, `rows` at a time, with torch's AdamW."""
     model = random_model(workload.shape, device, dtype, attention="sdpa")
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=device.type == "cuda")
     members = [
         ([*group.prompt.tokens, *rollout.tokens.tolist()], advantage)
         for group in _groups(workload)
@@ -139,8 +139,8 @@ def padded_row(workload: Workload, device: torch.device, dtype: torch.dtype, rep
             loss, _ = policy_loss(logprobs, logprobs.detach(), spread, None, LossConfig())
             (loss.sum() / len(members)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     timing = timed(update, device, repeats, warm_ups=2)
     return Row("  the same padded, plain transformers", timing.best, "s", is_time=True)
@@ -171,7 +171,7 @@ def main() -> None:
     for row in measure(workloads, default_device(), torch.bfloat16, arguments.repeats, peers=arguments.peers):
         rows.append(row)
         console.print(f"{row.what}: {row.measured:.4g} {row.unit}; {row.note}", highlight=False, soft_wrap=True)
-    print_rows(console, "update, bf16, random weights, optimiser included", rows)
+    print_rows(console, "update, bf16, random weights, optimizer included", rows)
 
 
 if __name__ == "__main__":

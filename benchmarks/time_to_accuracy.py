@@ -31,7 +31,7 @@ from benchmarks.gpu_common import (
     is_there,
     machine,
     step_seconds,
-    synchronise,
+    synchronize,
 )
 from dapo.config import Config, RewardConfig
 from dapo.data.dataset import load_eval_sets, load_train_stream
@@ -238,7 +238,7 @@ def trl_points(
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             if state.global_step < WARM_UP_STEPS * updates or state.global_step % updates:
                 return
-            synchronise(device)
+            synchronize(device)
             if self.start is not None:
                 self.clock += time.perf_counter() - self.start
             done = state.global_step // updates - WARM_UP_STEPS
@@ -347,10 +347,10 @@ def svg(curves: dict[str, list[Point]]) -> str:
         parts.append(
             f'<text x="{across}" y="{_TOP + _HEIGHT + 18}" text-anchor="middle">{last * quarter / 4:.0f} s</text>'
         )
-    for colour, (system, points) in zip(_COLOURS, curves.items(), strict=False):
+    for color, (system, points) in zip(_COLOURS, curves.items(), strict=False):
         line = " ".join(place(point.seconds, point.accuracy) for point in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        label = f'<text x="{_LEFT + 8}" y="{_TOP + 16 * (1 + _COLOURS.index(colour))}" fill="{colour}">'
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
+        label = f'<text x="{_LEFT + 8}" y="{_TOP + 16 * (1 + _COLOURS.index(color))}" fill="{color}">'
         parts.append(f"{label}{LABELS[system]}</text>")
     parts.append(f'<text x="{_LEFT}" y="18">accuracy on 500 held-out questions over seconds of training</text></svg>')
     return "\n".join(parts)

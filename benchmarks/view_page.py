@@ -96,8 +96,8 @@ def waits(page: Any, url: str, serial: int) -> Iterator[tuple[str, Callable[[], 
     yield "groups: a text that none has", changed(lambda: text.fill("a needle in the haystack"), ".where")
     yield "one group", opened(f"{run}/groups/{serial}", ".responses .q-card")
     yield "tokens", opened(f"{run}/tokens/{serial}/0", ".tokens span")
-    colour = page.get_by_role("button", name="entropy")
-    yield "tokens: by entropy", changed(lambda: colour.click(), "[id=token-legend]")
+    color = page.get_by_role("button", name="entropy")
+    yield "tokens: by entropy", changed(lambda: color.click(), "[id=token-legend]")
     yield "prompts", opened(f"{run}/prompts", ".prompts .ag-row")
     yield "prompts: flickering", changed(lambda: page.get_by_role("button", name="flickering").click(), rows)
     first = page.locator(".prompts .ag-row .ag-cell").first

@@ -77,8 +77,8 @@ def is_usable(findings: Sequence[Finding]) -> bool:
 def print_table(console: Console, findings: Sequence[Finding] | None = None) -> None:
     table = Table("", "status", "", title="dapo doctor", title_justify="left")
     for finding in check() if findings is None else findings:
-        colour = _COLOURS[finding.status]
-        table.add_row(finding.name, f"[{colour}]{finding.status}[/]", escape(finding.detail))
+        color = _COLOURS[finding.status]
+        table.add_row(finding.name, f"[{color}]{finding.status}[/]", escape(finding.detail))
     console.print(table)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 # Ranks are forked from one process that has done nothing but import, which takes longer than most of what they do.
-multiprocessing.set_forkserver_preload(["dapo.training.assemble"])
+multiprocessing.set_forkserver_preload(["dapo.policy.build"])
 
 
 def run(ranks: int, folder: Path, work: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> Any:

@@ -131,7 +131,7 @@ def test_dry_run_prints_the_resolved_configuration_and_the_plan_and_writes_nothi
         (["reward.length_shaping=buffer", "reward.overlong_buffer.len=8"], "reward.overlong_buffer.len is 8"),
         (["reward.use=gone.py:reward"], "there is no file gone.py"),
         (["model.path=./no/such/model"], "./no/such/model"),
-        (["rollout.top_p=0.9"], "must be 1 and 0 in training"),
+        (["rollout.top_p=0.9"], "rollout.top_p is not an option"),
         (["optim.lr"], "expected section.key=value"),
         (["run.name=off"], "'run.name' is False: input should be a valid string; YAML reads on, off"),
         (["cluster.workers=2"], "did you mean 'cluster.rollout_workers' or 'cluster.reward_workers'?"),

@@ -100,13 +100,13 @@ def test_the_fused_update_in_bf16_has_the_oracle_s_gradient_up_to_rounding(build
     if how != "captured":
         policy.captured = None
     for _ in range(2):  # the second time the graph is replayed on other sums
-        policy.optimiser.zero_grad()
-        policy.optimiser.open_grads()
+        policy.optimizer.zero_grad()
+        policy.optimizer.open_grads()
         for batch in policy._micro_batches(groups, version=0):
             policy._backward(batch)
     assert how != "captured" or policy.captured.captured
     expected = plain.gradients(twin, plain.mini_batch_loss(twin, groups, "token-mean"))
-    for name, master in zip(policy.optimiser.names, policy.optimiser.masters, strict=True):
+    for name, master in zip(policy.optimizer.names, policy.optimizer.masters, strict=True):
         error = (master.grad.double().cpu() - expected[name]).norm() / expected[name].norm()
         assert error < 0.15, (name, float(error))  # in float64 it is 1e-6; bf16 alone makes up to 0.09 of it
 
@@ -118,11 +118,11 @@ def test_a_captured_update_of_another_size_leaves_nothing_behind():
     large, small = random_groups(3, 6, 5), random_groups(2, 3, 4)
 
     def gradient(groups):
-        policy.optimiser.zero_grad()
-        policy.optimiser.open_grads()
+        policy.optimizer.zero_grad()
+        policy.optimizer.open_grads()
         for batch in policy._micro_batches(groups, version=0):
             policy._backward(batch)
-        return [master.grad.clone() for master in policy.optimiser.masters]
+        return [master.grad.clone() for master in policy.optimizer.masters]
 
     alone = gradient(small)
     gradient(large)

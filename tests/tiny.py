@@ -1,4 +1,4 @@
-"""Tiny real models and a tiny real tokenizer: randomly initialised, seeded, and small enough to build in every test."""
+"""Tiny real models and a tiny real tokenizer: randomly initialized, seeded, and small enough to build in every test."""
 
 from __future__ import annotations
 

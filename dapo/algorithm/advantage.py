@@ -14,6 +14,6 @@ def group_advantages(rewards_G: np.ndarray, *, divide_by_std: bool = True) -> np
     advantages_G = np.zeros_like(rewards_G)
     if len(values) < 2 or values.max() == values.min():
         return advantages_G
-    centred = values - values.mean()
-    advantages_G[judged] = centred / (values.std(ddof=1) + 1e-6) if divide_by_std else centred
+    centerd = values - values.mean()
+    advantages_G[judged] = centerd / (values.std(ddof=1) + 1e-6) if divide_by_std else centerd
     return advantages_G

@@ -33,7 +33,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """The chance that of k samples at least one is right, unbiased from n samples with c right: 1 - C(n-c,k) / C(n,k).
 
     Integers as long as they need to be, and one rounding at the end. A problem with fewer than k judged samples is
-    taken at as many as it has: a little too low, but leaving it out would favour the problems that are easy to judge.
+    taken at as many as it has: a little too low, but leaving it out would favor the problems that are easy to judge.
     """
     assert 0 <= c <= n and n >= 1 and k >= 1, f"{c} right of {n}, {k} at a time"
     k = min(k, n)

@@ -13,8 +13,8 @@ from dapo.checkpoint.folder import read_state
 from dapo.checkpoint.weights import ADAPTERS
 from dapo.config import ModelConfig
 from dapo.errors import CheckpointError
-from dapo.model.cache import published
 from dapo.model.lora import adapter_settings
+from dapo.system.files import published
 
 _WEIGHTS_AND_SHAPE = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, Protocol
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -23,8 +23,7 @@ from safetensors import SafetensorError
 from typing_extensions import TypedDict
 
 from dapo.errors import CheckpointError, StorageError
-from dapo.model.cache import fsync, sync_tree
-from dapo.policy.protocol import Learner
+from dapo.system.files import fsync, sync_tree
 from dapo.types import FinishReason, Group, Prompt, Rollout, Score
 
 FORMAT = 3
@@ -36,6 +35,17 @@ _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})", re.ASCII)
 _OLD_LEFTOVER = re.compile(r"\.step_[0-9]+\.(old|[0-9]+\.[0-9a-f]{8})", re.ASCII)  # as earlier versions named them
 
 Which = int | Literal["best", "last"]
+
+
+class Savable(Protocol):
+    """What holds the weights and the optimizer, in one process or several."""
+
+    @property
+    def checkpoint_bytes(self) -> int: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def restore(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +76,7 @@ class TrainerState:
     best: Best | None = None
 
 
-def save(folder: Path, state: TrainerState, policy: Learner, tokenizer: Any) -> Path:
+def save(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) -> Path:
     """Write checkpoints/step_N, all or nothing; then delete all but the newest two and the best one."""
     target = folder / f"step_{state.step}"
     with _explained(folder, target):
@@ -108,7 +118,7 @@ def _remove_old(folder: Path, marked: Best | None) -> None:
     clean(folder)
 
 
-def _check_space(folder: Path, target: Path, policy: Learner) -> None:
+def _check_space(folder: Path, target: Path, policy: Savable) -> None:
     needed, free = policy.checkpoint_bytes, shutil.disk_usage(folder).free
     if free < needed:
         raise StorageError(
@@ -259,12 +269,12 @@ def _read_json(checkpoint: Path) -> dict[str, Any]:
     return document
 
 
-def restore(checkpoint: Path, policy: Learner) -> None:
-    """Optimiser and adapters; a full model's weights are loaded from the checkpoint directory as from any other."""
+def restore(checkpoint: Path, policy: Savable) -> None:
+    """Optimizer and adapters; a full model's weights are loaded from the checkpoint directory as from any other."""
     try:
         policy.restore(checkpoint)
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise CheckpointError(_damaged(checkpoint, f"the optimiser's state does not fit: {error}")) from error
+        raise CheckpointError(_damaged(checkpoint, f"the optimizer's state does not fit: {error}")) from error
 
 
 def _all(folder: Path) -> dict[int, Path]:

@@ -1,4 +1,4 @@
-"""An optimiser's state in shards, through torch.distributed.checkpoint: safetensors, each rank its own file."""
+"""An optimizer's state in shards, through torch.distributed.checkpoint: safetensors, each rank its own file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that hold weights and optimiser, as one process writes and reads them."""
+"""The files of a checkpoint that hold weights and optimizer, as one process writes and reads them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from dapo.checkpoint import shards as shardfiles
 from dapo.model.export import save_dense
 from dapo.model.lora import adapter_state, causal_lm, load_adapter_state, merged
 
-ADAPTERS, OPTIMISER = "trainer/adapters.safetensors", "trainer/optimiser.safetensors"
+ADAPTERS, OPTIMIZER = "trainer/adapters.safetensors", "trainer/optimiser.safetensors"
 
 
-def write(model: PreTrainedModel | PeftModel, optimiser: Mapping[str, Tensor], folder: Path) -> None:
-    """The model as a Hugging Face directory, adapters merged; optimiser and adapters beside it."""
+def write(model: PreTrainedModel | PeftModel, optimizer: Mapping[str, Tensor], folder: Path) -> None:
+    """The model as a Hugging Face directory, adapters merged; optimizer and adapters beside it."""
     save_dense(causal_lm(model), merged(model), folder)
-    save_file(dict(optimiser), folder / OPTIMISER)
+    save_file(dict(optimizer), folder / OPTIMIZER)
     if isinstance(model, PeftModel):
         save_file(adapter_state(model), folder / ADAPTERS)
 
 
 def read(model: PreTrainedModel | PeftModel, folder: Path, device: str) -> dict[str, Tensor]:
-    """Adapters go into the model; returns the optimiser's state, whether one process or several wrote it."""
+    """Adapters go into the model; returns the optimizer's state, whether one process or several wrote it."""
     if isinstance(model, PeftModel):
         load_adapter_state(model, load_file(folder / ADAPTERS, device=device))
-    if (folder / OPTIMISER).exists():
-        return load_file(folder / OPTIMISER, device=device)
+    if (folder / OPTIMIZER).exists():
+        return load_file(folder / OPTIMIZER, device=device)
     return shardfiles.read_whole(folder, device)
 
 

@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from dapo.cluster.actor import Restarts, explain
 from dapo.errors import ClusterLost, DapoError, EngineError, LearnerLost
-from dapo.model.cache import progress
+from dapo.system.progress import progress
 from dapo.types import Request, Rollout
 
 TICK = 0.05  # seconds between looks at clocks and commands while nothing arrives

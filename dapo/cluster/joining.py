@@ -14,7 +14,7 @@ from typing import Any
 from dapo.cluster.placement import Demand, room, wants_gpus
 from dapo.config import Config
 from dapo.errors import ClusterError
-from dapo.model.cache import progress
+from dapo.system.progress import progress
 
 CONNECT_LIMIT = 5.0  # seconds for the head of a cluster to answer
 LOCAL = (None, "", "local")

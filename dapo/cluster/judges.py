@@ -19,9 +19,9 @@ from ray.exceptions import RayTaskError
 from dapo.cluster.actor import Restarts, explain
 from dapo.config import REWARD_TOKEN, RewardConfig
 from dapo.errors import ClusterLost, DapoError
-from dapo.model.cache import progress
 from dapo.rewards.function import CLOSED, unjudged
 from dapo.rewards.judge import at_once, build_judge
+from dapo.system.progress import progress
 from dapo.types import Prompt, Rollout, Score
 
 TICK = 0.1  # seconds between looks at clocks while nothing arrives

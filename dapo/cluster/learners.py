@@ -21,11 +21,11 @@ from dapo.cluster.actor import Restarts, explain
 from dapo.config import Config
 from dapo.engine.packed import packed, unpacked
 from dapo.errors import ClusterLost, DapoError, LearnerLost
-from dapo.model.cache import progress
 from dapo.model.loading import resolve_device
+from dapo.policy.build import build_policy
 from dapo.policy.protocol import UpdateResult
 from dapo.policy.sharding import backend
-from dapo.training.assemble import build_policy
+from dapo.system.progress import progress
 from dapo.types import Group
 
 TICK = 1.0  # seconds between looks at the clock

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dapo.cluster.parts import Parts
 from dapo.cluster.ranks import Channel
 from dapo.config import Config
+from dapo.engine.embedded.build import embedded_engine
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import ConfigError
+from dapo.policy.build import build_policy
 from dapo.policy.protocol import UpdateResult
 from dapo.policy.sharded import ShardedPolicy
 from dapo.policy.sharding import emptied
-from dapo.training.assemble import Parts, build_policy, embedded_engine
 from dapo.types import Group, Request, Rollout
 
 _AT_ONCE = 4  # a rank hands over its rollouts when a quarter of what it has is finished, since all wait for all
@@ -40,7 +42,7 @@ class Member:
         self.policy, self.tokenizer, self.stop_ids = policy, loaded.tokenizer, loaded.stop_ids
         self.model = emptied(loaded.model, policy.device)
         self._copy_weights()
-        reserved = policy.optimiser.bytes_to_come if not config.cluster.offload else 0
+        reserved = policy.optimizer.bytes_to_come if not config.cluster.offload else 0
         self.engine = embedded_engine(config, replace(loaded, model=self.model), self.model, reserved)
         if config.rollout.mode == "strict":  # in flight the cache is never empty
             policy.cache_bytes = self.engine.cache_bytes

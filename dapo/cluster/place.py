@@ -15,14 +15,16 @@ from dapo.cluster.actor import Restarts, RolloutWorker, Weights
 from dapo.cluster.engine import RayEngine
 from dapo.cluster.judges import PlacedJudge, RewardWorker
 from dapo.cluster.learners import LearnerGroup, LearnerRank
+from dapo.cluster.parts import Parts
 from dapo.cluster.placement import Bundle, Demand, Placement, wants_gpus
 from dapo.config import Config, EngineName
+from dapo.engine.embedded.build import embedded_engine
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.packed import unpacked
 from dapo.engine.protocol import Engine
 from dapo.engine.vllm.engine import Transport, open_vllm
 from dapo.model.loading import load_model, load_tokenizer, resolve_path
-from dapo.training.assemble import Parts, embedded_engine, model_source
+from dapo.policy.build import model_source
 
 CPU_CONCURRENT = 64  # responses that a worker decodes side by side where nothing says otherwise
 

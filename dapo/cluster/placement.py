@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dapo.config import Config
 from dapo.errors import ClusterError
-from dapo.model.cache import progress
 from dapo.rewards.judge import names_model
+from dapo.system.progress import progress
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

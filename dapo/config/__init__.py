@@ -1,3 +1,35 @@
-"""The options of a run: schema (what there is), loading (YAML and overrides), reference (the page made of them)."""
+"""The options of a run: sections (each option), schema (the tree and its rules), loading (YAML), reference (a page)."""
 
-from dapo.config.schema import *  # noqa: F403
+from dapo.config.loading import apply_override
+from dapo.config.schema import Config, leaves, option_names
+from dapo.config.sections import (
+    FIXED,
+    REWARD_TOKEN,
+    EngineName,
+    Extraction,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    RewardConfig,
+    RewardModelConfig,
+    Section,
+    Source,
+)
+
+__all__ = [
+    "FIXED",
+    "REWARD_TOKEN",
+    "Config",
+    "EngineName",
+    "Extraction",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "Section",
+    "Source",
+    "apply_override",
+    "leaves",
+    "option_names",
+]

@@ -21,7 +21,7 @@ _PICTURE_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One row, whatever its layout was; not yet tokenised."""
+    """One row, whatever its layout was; not yet tokenized."""
 
     where: str
     messages: tuple[Mapping[str, str], ...]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.checkpoint import folder as checkpoint
-from dapo.config import Config, apply_override, leaves
+from dapo.config import Config, apply_override, leaves, option_names
 from dapo.errors import CheckpointError, ConfigError
 
 DEFAULT_K = 32
@@ -129,7 +129,7 @@ def _config(run: Path | None, path: str, options: Sequence[str]) -> Config:
         return Config.load(run / "config.yaml", options)
     values: dict[str, Any] = {"data": {"train": "none"}}  # a configuration must name it; nothing is trained here
     for option in options:
-        apply_override(values, option)
+        apply_override(values, option, option_names())
     return Config.parse(values, source="dapo eval")
 
 

@@ -15,7 +15,7 @@ _WIDEST_BLOCK = 4096
 
 @triton.jit
 def _statistics_kernel(
-    logits_ptr, targets_ptr, logprobs_ptr, entropy_ptr, normaliser_ptr, row_stride, width, scale,
+    logits_ptr, targets_ptr, logprobs_ptr, entropy_ptr, normalizer_ptr, row_stride, width, scale,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -41,12 +41,12 @@ def _statistics_kernel(
     target = tl.load(row_ptr + tl.load(targets_ptr + row)) * scale
     tl.store(logprobs_ptr + row, target - peak - log_total)
     tl.store(entropy_ptr + row, log_total - tl.sum(moment, axis=0) / total)
-    tl.store(normaliser_ptr + row, peak + log_total)
+    tl.store(normalizer_ptr + row, peak + log_total)
 
 
 @triton.jit
 def _gradient_kernel(
-    logits_ptr, normaliser_ptr, targets_ptr, grad_logprobs_ptr, out_ptr, row_stride, out_stride, width, scale,
+    logits_ptr, normalizer_ptr, targets_ptr, grad_logprobs_ptr, out_ptr, row_stride, out_stride, width, scale,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK)
@@ -54,7 +54,7 @@ def _gradient_kernel(
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=float("-inf")) * scale
-    softmax = tl.exp(x - tl.load(normaliser_ptr + row))
+    softmax = tl.exp(x - tl.load(normalizer_ptr + row))
     hit = tl.where(column == tl.load(targets_ptr + row), 1.0, 0.0)
     grad = tl.load(grad_logprobs_ptr + row) * scale * (hit - softmax)
     tl.store(out_ptr + row * out_stride + column, grad.to(out_ptr.dtype.element_ty), mask=inside)
@@ -63,17 +63,17 @@ def _gradient_kernel(
 def statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     assert logits_CV.stride(1) == 1
     rows, width = logits_CV.shape
-    logprobs_C, entropy_C, normaliser_C = (logits_CV.new_empty(rows, dtype=torch.float32) for _ in range(3))
+    logprobs_C, entropy_C, normalizer_C = (logits_CV.new_empty(rows, dtype=torch.float32) for _ in range(3))
     _statistics_kernel[(rows,)](
-        logits_CV, targets_C, logprobs_C, entropy_C, normaliser_C, logits_CV.stride(0), width, 1 / temperature,
+        logits_CV, targets_C, logprobs_C, entropy_C, normalizer_C, logits_CV.stride(0), width, 1 / temperature,
         BLOCK=_block(width), num_warps=8,
     )  # fmt: skip
-    return logprobs_C, entropy_C, normaliser_C
+    return logprobs_C, entropy_C, normalizer_C
 
 
 def gradient(
     logits_CV: Tensor,
-    normaliser_C: Tensor,
+    normalizer_C: Tensor,
     targets_C: Tensor,
     grad_logprobs_C: Tensor,
     temperature: float,
@@ -85,7 +85,7 @@ def gradient(
     block = _block(width)
     _gradient_kernel[(rows * triton.cdiv(width, block),)](
         # Autograd hands the gradient of a sum as one value with stride 0.
-        logits_CV, normaliser_C, targets_C, grad_logprobs_C.contiguous(), out_CV,
+        logits_CV, normalizer_C, targets_C, grad_logprobs_C.contiguous(), out_CV,
         logits_CV.stride(0), out_CV.stride(0), width, 1 / temperature,
         BLOCK=block, num_warps=8,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Triton kernels of the rotary positions and head norms.
 
-A tile is a run of (token, head) pairs: the heads of a token are neighbours, so their common row of the table comes from
+A tile is a run of (token, head) pairs: the heads of a token are neighbors, so their common row of the table comes from
 the nearest cache, and a head's norm is a sum within a few threads.
 """
 

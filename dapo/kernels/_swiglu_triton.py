@@ -15,7 +15,7 @@ _ROWS, _BLOCK = 4, 512
 
 @triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(gate_up_ptr, act_ptr, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    # Neighbouring programs take neighbouring columns of the same rows.
+    # Neighbouring programs take neighboring columns of the same rows.
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)

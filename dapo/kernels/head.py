@@ -17,7 +17,7 @@ def logprobs_and_entropy(logits_CV: Tensor, targets_C: Tensor, temperature: floa
 
 def logits_gradient(
     logits_CV: Tensor,
-    normaliser_C: Tensor,
+    normalizer_C: Tensor,
     targets_C: Tensor,
     grad_logprobs_C: Tensor,
     temperature: float,
@@ -25,7 +25,7 @@ def logits_gradient(
 ) -> None:
     """Write the gradient of sum(grad_logprobs * logprobs), rounded once; `out_CV` may be the logits' own memory."""
     function = logits_gradient_triton if _is_fast(logits_CV) else logits_gradient_torch
-    function(logits_CV, normaliser_C, targets_C, grad_logprobs_C, temperature, out_CV)
+    function(logits_CV, normalizer_C, targets_C, grad_logprobs_C, temperature, out_CV)
 
 
 def _is_fast(logits_CV: Tensor) -> bool:
@@ -36,23 +36,23 @@ def logprobs_and_entropy_torch(
     logits_CV: Tensor, targets_C: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     scaled_CV = logits_CV / temperature
-    normaliser_C = scaled_CV.logsumexp(-1)
+    normalizer_C = scaled_CV.logsumexp(-1)
     logprobs_CV = scaled_CV.log_softmax(-1)
     # entr takes a probability of 0 for what it adds: nothing, not NaN.
     entropy_C = torch.special.entr(logprobs_CV.exp()).sum(-1)
-    return logprobs_CV.gather(1, targets_C[:, None])[:, 0], entropy_C, normaliser_C
+    return logprobs_CV.gather(1, targets_C[:, None])[:, 0], entropy_C, normalizer_C
 
 
 def logits_gradient_torch(
     logits_CV: Tensor,
-    normaliser_C: Tensor,
+    normalizer_C: Tensor,
     targets_C: Tensor,
     grad_logprobs_C: Tensor,
     temperature: float,
     out_CV: Tensor,
 ) -> None:
     scale_C1 = grad_logprobs_C[:, None] / temperature
-    minus_softmax_CV = -torch.exp(logits_CV / temperature - normaliser_C[:, None])
+    minus_softmax_CV = -torch.exp(logits_CV / temperature - normalizer_C[:, None])
     # The one is added before the scale: a target near certainty must not lose its small remainder.
     minus_softmax_CV.scatter_add_(1, targets_C[:, None], torch.ones_like(scale_C1))
     out_CV.copy_(scale_C1 * minus_softmax_CV)
@@ -68,7 +68,7 @@ def logprobs_and_entropy_triton(
 
 def logits_gradient_triton(
     logits_CV: Tensor,
-    normaliser_C: Tensor,
+    normalizer_C: Tensor,
     targets_C: Tensor,
     grad_logprobs_C: Tensor,
     temperature: float,
@@ -76,4 +76,4 @@ def logits_gradient_triton(
 ) -> None:
     from dapo.kernels._head_triton import gradient
 
-    gradient(logits_CV, normaliser_C, targets_C, grad_logprobs_C, temperature, out_CV)
+    gradient(logits_CV, normalizer_C, targets_C, grad_logprobs_C, temperature, out_CV)

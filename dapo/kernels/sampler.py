@@ -20,7 +20,7 @@ def row_key(seed: int, phase: Phase, serial: int, index: int) -> int:
 
 
 def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
-    """One float64 in (0, 1) per row: the splitmix64 finaliser over key and position, in wrapping int64."""
+    """One float64 in (0, 1) per row: the splitmix64 finalizer over key and position, in wrapping int64."""
     x = keys_B + (positions_B + 1) * -0x61C8864680B583EB
     x = (x ^ _shift(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shift(x, 27)) * -0x6B2FB644ECCEEE15

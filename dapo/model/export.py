@@ -19,7 +19,7 @@ def save_dense(model: PreTrainedModel, state: Mapping[str, Tensor], directory: P
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
-    # A new, empty model has never seen a quantiser or an adapter, which would refuse or change what is saved.
+    # A new, empty model has never seen a quantizer or an adapter, which would refuse or change what is saved.
     with torch.device("meta"):
         shell = type(model)(config)
     shell.load_state_dict(dict(state), strict=True, assign=True)

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import ModelError
-from dapo.model.cache import cache_dir, progress, published
+from dapo.model.cache import cache_dir
+from dapo.system.files import published
+from dapo.system.progress import progress
 
 # torch and transformers are imported where they are used: `dapo doctor` asks about the cache where they may not work.
 if TYPE_CHECKING:

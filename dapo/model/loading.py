@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from dapo.config import ModelConfig
 from dapo.errors import ModelError
 from dapo.model.attention import ATTENTION_NAME
-from dapo.model.cache import progress
 from dapo.model.export import quiet
 from dapo.model.gguf import converted, fetched
 from dapo.model.weights import check_folder
+from dapo.system.progress import progress
 
 _PYPI = "pypi:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -118,7 +118,7 @@ def _check_config(directory: Path, path: str) -> None:
             "check the file, or upgrade transformers if the model is newer"
         ) from error
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{path}: its weights are quantised and cannot be trained; use the unquantised model")
+        raise ModelError(f"{path}: its weights are quantized and cannot be trained; use the unquantized model")
 
 
 def _load_tokenizer(directory: Path, path: str) -> PreTrainedTokenizerBase:

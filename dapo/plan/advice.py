@@ -18,7 +18,7 @@ def _remedy(plan: Plan) -> str:
     fuller = "more responses for each engine at once, with more groups a round or fewer engines"
     slots = plan.memory.slots
     if slots < min(plan.work.concurrent, max(plan.work.rounds) * plan.work.n / plan.layout.engines):
-        room = "larger tensor parallelism" if plan.layout.is_vllm else "a larger rollout.kv_memory_fraction"
+        room = "larger tensor parallelizm" if plan.layout.is_vllm else "a larger rollout.kv_memory_fraction"
         fuller = f"more responses at once; the cache has room for {slots:,.0f}, and {room} makes more"
     meanwhile = "rollout.mode=inflight lets others be sampled meanwhile"
     if plan.work.is_inflight:

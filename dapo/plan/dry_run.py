@@ -54,7 +54,7 @@ def _memory_lines(config: Config) -> list[str]:
     cache = _cached_tokens(config) * per_token
     parts = {
         "weights": weights,
-        "gradients and optimiser": training,
+        "gradients and optimizer": training,
         "reference": weights if config.needs_reference and full else 0,
         "key/value cache at most": cache,
     }

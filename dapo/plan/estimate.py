@@ -161,7 +161,7 @@ def _reward_wait(work: Workload, sampling_seconds: float) -> float:
 def _way_out(
     config: Config, work: Workload, shape: Shape, gpu: Gpu, gpus: int, rollout_gpus: int, tensor_parallel: int
 ) -> str:
-    """What would make it fit: the least number of GPUs, doubling; optimiser state in the host's memory."""
+    """What would make it fit: the least number of GPUs, doubling; optimizer state in the host's memory."""
 
     def fits(config: Config, count: int) -> bool:
         share = rollout_gpus * count // gpus

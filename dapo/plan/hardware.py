@@ -67,8 +67,8 @@ NETWORK_SHARE = 0.8  # of the wire's rate that collectives reach
 HOP_SECONDS = 3e-6  # a ring passes on a message; the ring has as many hops as ranks
 ALL_REDUCE_SECONDS = 10e-6  # within a node, when there is hardly anything to send
 HOST_LINK = 25e9  # bytes per second between a GPU and its host
-HOST_BANDWIDTH = 20e9  # bytes per second that an optimiser on the host has for each rank
-OPTIMISER_BYTES = 28  # read and written for a parameter: master, gradient and two moments
+HOST_BANDWIDTH = 20e9  # bytes per second that an optimizer on the host has for each rank
+OPTIMIZER_BYTES = 28  # read and written for a parameter: master, gradient and two moments
 JUDGES = 8  # processes, where the recipe does not say
 HEAD_BYTES = 4 * GIB  # logits of a chunk and their gradient, at most
 

@@ -11,7 +11,7 @@ from dapo.plan.hardware import (
     EAGER_LAYER_SECONDS,
     HOST_BANDWIDTH,
     HOST_LINK,
-    OPTIMISER_BYTES,
+    OPTIMIZER_BYTES,
     TRAIN_PRODUCTS,
     TRAIN_TRAFFIC,
     Gpu,
@@ -43,7 +43,7 @@ class Learning:
 
 
 def update(learner: Learner, work: Workload) -> Learning:
-    """All optimiser steps of one trainer step. A response is computed by one rank, so the longest is a lower bound."""
+    """All optimizer steps of one trainer step. A response is computed by one rank, so the longest is a lower bound."""
     groups = work.trained_groups / work.updates
     responses = groups * work.n
     operations, tokens = _load(learner.shape, work, responses, min(responses, max(groups, learner.ranks)))
@@ -56,9 +56,9 @@ def update(learner: Learner, work: Workload) -> Learning:
         "the network": micros * collective_seconds(learner.gpu, learner.ranks, *exchanged(learner.shape)),
         "the host": micros * layers * (CAPTURED_LAYER_SECONDS if learner.ranks == 1 else EAGER_LAYER_SECONDS),
     }
-    if learner.offloads:  # shards come from the host's memory and gradients go there, where the optimiser works
+    if learner.offloads:  # shards come from the host's memory and gradients go there, where the optimizer works
         share = learner.shape.parameters / learner.ranks
-        parts["the host's memory"] = share * (micros * 2 * _REDUCED / HOST_LINK + OPTIMISER_BYTES / HOST_BANDWIDTH)
+        parts["the host's memory"] = share * (micros * 2 * _REDUCED / HOST_LINK + OPTIMIZER_BYTES / HOST_BANDWIDTH)
     limit = max(parts, key=lambda name: parts[name])
     longest = max(parts.values())  # they go on side by side
     if limit == "products" and mine == busiest[0] and learner.ranks > 1:

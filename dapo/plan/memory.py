@@ -131,7 +131,7 @@ def _micro_batch(config: Config, shape: Shape, work: Workload, free: float, gpu:
     recompute = may == "always" or (may == "auto" and fits[False] < (least if given else max(least, _ENOUGH_TOKENS)))
     if fits[recompute] < least:
         raise DoesNotFit(
-            f"training does not fit: beside {_gib(USABLE * gpu.memory - free + HEAD_BYTES)} of weights, optimiser "
+            f"training does not fit: beside {_gib(USABLE * gpu.memory - free + HEAD_BYTES)} of weights, optimizer "
             f"state and logits there is room for the activations of {max(0.0, fits[recompute]):,.0f} tokens at once, "
             f"and {least:,} are needed"
         )

@@ -79,7 +79,7 @@ class Workload:
     longest: int  # of prompt and response together, that there must be room for
     rounds: tuple[float, ...]
     trained_groups: float
-    updates: int  # optimiser steps of one epoch
+    updates: int  # optimizer steps of one epoch
     epochs: int
     concurrent: int  # responses that one engine decodes side by side
     is_inflight: bool

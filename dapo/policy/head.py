@@ -132,13 +132,13 @@ class _Distribution:
         self.targets, self.temperature = targets, temperature
         if logits.is_cuda:
             self.logits = logits
-            self.logprobs, self.entropy, self.normaliser = logprobs_and_entropy(logits, targets, temperature)
+            self.logprobs, self.entropy, self.normalizer = logprobs_and_entropy(logits, targets, temperature)
             return
         if temperature != 1:
             logits.div_(temperature)
-        normaliser = logits.logsumexp(-1, keepdim=True)
-        self.logprobs = (logits.gather(1, targets[:, None]) - normaliser)[:, 0]
-        logits.sub_(normaliser)
+        normalizer = logits.logsumexp(-1, keepdim=True)
+        self.logprobs = (logits.gather(1, targets[:, None]) - normalizer)[:, 0]
+        logits.sub_(normalizer)
         self.probabilities = logits.exp()
         self.entropy = -(self.probabilities * logits).sum(-1)
 
@@ -146,7 +146,7 @@ class _Distribution:
         """Of the logits. Can be asked for once."""
         if grad_logprobs.is_cuda:
             out = torch.empty(self.logits.shape, dtype=dtype, device=self.logits.device)
-            logits_gradient(self.logits, self.normaliser, self.targets, grad_logprobs, self.temperature, out)
+            logits_gradient(self.logits, self.normalizer, self.targets, grad_logprobs, self.temperature, out)
             del self.logits
             return out
         grad = grad_logprobs[:, None] / self.temperature

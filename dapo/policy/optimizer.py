@@ -14,7 +14,7 @@ from dapo.config import OptimConfig
 from dapo.model.trunk import Weight
 
 
-class Optimiser:
+class Optimizer:
     """At a learning rate of 1e-6 a bf16 weight rounds its update to nothing, so bf16 weights have fp32 masters.
 
     Their gradients are summed in fp32 too: as soon as autograd has one, it moves over to the master. Those of `joined`

@@ -26,7 +26,7 @@ from dapo.model.trunk import joined_weights, trunk_of
 from dapo.policy.budget import Budget
 from dapo.policy.captured import CapturedBackward
 from dapo.policy.head import ChunkLoss, HeadResult, chunked_logprobs, fused_head_loss, picked
-from dapo.policy.optimizer import Optimiser, held_bytes
+from dapo.policy.optimizer import Optimizer, held_bytes
 from dapo.policy.packing import Batch, micro_batches, mini_batches, reference_batches
 from dapo.policy.protocol import UpdateResult
 from dapo.policy.tally import Tally, by_rollout
@@ -39,7 +39,7 @@ REFERENCE_TOKENS = 4096  # computed at once where no gradient is needed
 
 
 class Policy:
-    """Owns the trained weights and the optimiser. `reference` is a frozen model, or None where adapters can be off."""
+    """Owns the trained weights and the optimizer. `reference` is a frozen model, or None where adapters can be off."""
 
     rank, ranks = 0, 1  # of the processes that learn together
 
@@ -54,7 +54,7 @@ class Policy:
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.trunk = trunk_of(self.causal_lm)
         joined = joined_weights(self.trunk, self.weight)
-        self.optimiser = Optimiser(trainable, config.optim, joined)
+        self.optimizer = Optimizer(trainable, config.optim, joined)
         self.cache_bytes = 0  # of the sampler, which an update may have where memory is short
         self.captured: CapturedBackward | None = None
         if joined and self.weight.is_cuda:
@@ -74,13 +74,13 @@ class Policy:
         if not self.weight.is_cuda:
             return None
         weights = sum(map(held_bytes, self.model.parameters()))
-        masters = sum(held_bytes(m) for m in self.optimiser.masters if m.dtype != self.weight.dtype)
-        trained = sum(map(held_bytes, self.optimiser.masters))
+        masters = sum(held_bytes(m) for m in self.optimizer.masters if m.dtype != self.weight.dtype)
+        trained = sum(map(held_bytes, self.optimizer.masters))
         moments = 3 * trained + masters
         again = ", activations computed twice" if self.budget.recompute else ""
         again += ", in the memory of the cache, which is given back and taken every step" * self.budget.needs_cache
         return (
-            f"weights {weights / 2**30:.1f} GiB, optimiser and gradients {moments / 2**30:.1f} GiB, "
+            f"weights {weights / 2**30:.1f} GiB, optimizer and gradients {moments / 2**30:.1f} GiB, "
             f"key/value cache {cache_bytes / 2**30:.1f} GiB; an update computes up to {self.budget.max_tokens:,} "
             f"tokens at once{again}"
         )
@@ -88,7 +88,7 @@ class Policy:
     @cached_property
     def budget(self) -> Budget:
         """Made when the first update sees how much memory is free."""
-        to_come = self.optimiser.bytes_to_come
+        to_come = self.optimizer.bytes_to_come
         return Budget.of(self.causal_lm, self.trunk, self.config.optim, to_come, self.cache_bytes)
 
     @property
@@ -108,13 +108,13 @@ class Policy:
             self._update_once(part, step, version, tally, is_first=index == 0, record=epoch == 0)
             if tally.stop:
                 break
-        metrics = tally.metrics(self.optimiser.learning_rate(step))
+        metrics = tally.metrics(self.optimizer.learning_rate(step))
         return UpdateResult(metrics, self._collected(tally.token_stats), tally.stop, tuple(tally.notes))
 
     def _update_once(
         self, groups: list[Group], step: int, version: int, tally: Tally, *, is_first: bool, record: bool
     ) -> None:
-        """One optimiser step over a mini-batch, micro-batch by micro-batch."""
+        """One optimizer step over a mini-batch, micro-batch by micro-batch."""
         results = self._gradients(groups, version, tally)
         # Only here does the host look at what was computed: micro-batches follow each other without waiting for it.
         part = Tally()
@@ -124,10 +124,10 @@ class Policy:
         tally.add(part)
         loss = part.loss
         if is_first and self._gap_is_too_wide(tally):
-            self.optimiser.zero_grad()
+            self.optimizer.zero_grad()
             return
-        norm = self.optimiser.step(step) if math.isfinite(loss) else math.nan
-        self.optimiser.zero_grad()
+        norm = self.optimizer.step(step) if math.isfinite(loss) else math.nan
+        self.optimizer.zero_grad()
         if not math.isfinite(norm):
             self._skip_non_finite(tally, loss, norm)
             return
@@ -145,8 +145,8 @@ class Policy:
     def _gradients(self, groups: list[Group], version: int, tally: Tally) -> list[tuple[Batch, HeadResult]]:
         """Of a whole mini-batch. What does not fit into memory is cut into halves; the gradient is the same."""
         while True:
-            self.optimiser.zero_grad()
-            self.optimiser.open_grads()
+            self.optimizer.zero_grad()
+            self.optimizer.open_grads()
             batches = self._micro_batches(groups, version)
             largest = max(len(batch.tokens_T) for batch in batches)
             try:
@@ -186,7 +186,7 @@ class Policy:
         """Forward through trunk and head, and the gradient of the weighted loss added to every parameter's."""
 
         hidden_R = self._hidden(self.causal_lm, batch, plan)
-        temperature, weight_grad = self.config.rollout.temperature, self.optimiser.grad_of(self.weight)
+        temperature, weight_grad = self.config.rollout.temperature, self.optimizer.grad_of(self.weight)
         result, grad_hidden_R = fused_head_loss(
             hidden_R, self.weight, batch.targets_R, temperature, self._chunk_loss(batch), weight_grad
         )
@@ -240,14 +240,14 @@ class Policy:
     def checkpoint_bytes(self) -> int:
         """Weights, moments and master copies; the tokenizer and the trainer's state are small beside them."""
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        pairs = zip(self.optimiser.parameters, self.optimiser.masters, strict=True)
+        pairs = zip(self.optimizer.parameters, self.optimizer.masters, strict=True)
         return weights + sum(m.numel() * m.element_size() * (2 if m is p else 3) for p, m in pairs)
 
     def save(self, folder: Path) -> None:
-        files.write(self.model, self.optimiser.state_dict(), folder)
+        files.write(self.model, self.optimizer.state_dict(), folder)
 
     def restore(self, folder: Path) -> None:
-        self.optimiser.load_state_dict(files.read(self.model, folder, str(self.weight.device)))
+        self.optimizer.load_state_dict(files.read(self.model, folder, str(self.weight.device)))
 
     def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:
         """The share of the GPU's peak rate that the update's operations took; empty where the peak is not known."""
@@ -281,7 +281,7 @@ class Policy:
         self.non_finite_in_a_row += 1
         if self.non_finite_in_a_row >= MAX_NON_FINITE_STEPS:
             tally.stop = (
-                f"{MAX_NON_FINITE_STEPS} optimiser steps in a row had a loss or gradient that is not finite "
+                f"{MAX_NON_FINITE_STEPS} optimizer steps in a row had a loss or gradient that is not finite "
                 f"(loss {loss}, gradient norm {norm}); the weights are unchanged since, "
                 "try a lower optim.lr or look at the rewards"
             )

@@ -24,7 +24,7 @@ class UpdateResult:
 class Learner(Protocol):
     @property
     def non_finite_in_a_row(self) -> int:
-        """Optimiser steps that were left out, up to now."""
+        """Optimizer steps that were left out, up to now."""
         ...
 
     @non_finite_in_a_row.setter
@@ -61,9 +61,9 @@ class Learner(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimiser into a checkpoint that is being made."""
+        """Write weights and optimizer into a checkpoint that is being made."""
         ...
 
     def restore(self, folder: Path) -> None:
-        """Take over a checkpoint's optimiser and adapters; all other weights were loaded from there to start with."""
+        """Take over a checkpoint's optimizer and adapters; all other weights were loaded from there to start with."""
         ...

@@ -1,6 +1,6 @@
 """A policy that several processes share: FSDP2 holds the weights in shards, and each rank computes its part of a batch.
 
-One object per rank of an initialised `torch.distributed` group. Every method is collective: all ranks call it with the
+One object per rank of an initialized `torch.distributed` group. Every method is collective: all ranks call it with the
 same arguments, and what it returns counts on rank 0.
 """
 
@@ -72,7 +72,7 @@ class ShardedPolicy(Policy):
 
     @cached_property
     def budget(self) -> Budget:
-        to_come = self.optimiser.bytes_to_come if self.weight.device.type == self.device.type else 0
+        to_come = self.optimizer.bytes_to_come if self.weight.device.type == self.device.type else 0
         found = Budget.shared(
             self.causal_lm,
             self.trunk,
@@ -117,7 +117,7 @@ class ShardedPolicy(Policy):
 
     def _computed(self, batches: list[Batch]) -> tuple[list[tuple[Batch, HeadResult]], int]:
         """With the bytes of the GPU that it took beside the gradients."""
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         on_gpu, before = self.like.is_cuda, 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -130,7 +130,7 @@ class ShardedPolicy(Policy):
                 f"an update ran out of GPU memory with {largest} tokens at once on rank {self.rank}; set "
                 f"optim.max_tokens_per_micro_batch to {largest // 2}, or lower rollout.kv_memory_fraction"
             ) from error
-        grads = (master.grad for master in self.optimiser.masters)
+        grads = (master.grad for master in self.optimizer.masters)
         kept = sum(held_bytes(grad) for grad in grads if grad is not None and grad.is_cuda)
         return results, torch.cuda.max_memory_allocated(self.device) - before - kept if on_gpu else 0
 
@@ -177,10 +177,10 @@ class ShardedPolicy(Policy):
     def memory_plan(self, cache_bytes: int) -> str | None:
         if not self.like.is_cuda:
             return None
-        shards, rest = (sum(map(held_bytes, tensors)) for tensors in (self.model.parameters(), self.optimiser.masters))
+        shards, rest = (sum(map(held_bytes, tensors)) for tensors in (self.model.parameters(), self.optimizer.masters))
         where = "CPU memory" if self.config.cluster.offload else "memory"
         return (
-            f"{self.ranks} ranks, each with {(shards + 3 * rest) / 2**30:.1f} GiB of weights, optimiser and gradients "
+            f"{self.ranks} ranks, each with {(shards + 3 * rest) / 2**30:.1f} GiB of weights, optimizer and gradients "
             f"in {where} and {cache_bytes / 2**30:.1f} GiB of key/value cache; an update computes up to "
             f"{self.budget.max_tokens:,} tokens at once on each"
         )
@@ -191,7 +191,7 @@ class ShardedPolicy(Policy):
             yield name, whole(tensor, self.device, self.compute)
 
     def save(self, folder: Path) -> None:
-        """The model by rank 0, the optimiser by each its own part. `folder` must be the same place for all."""
+        """The model by rank 0, the optimizer by each its own part. `folder` must be the same place for all."""
         state: dict[str, Tensor] = {}
         for name, tensor in merged(self.model).items():
             full = whole(tensor, self.device, self.compute)
@@ -202,13 +202,13 @@ class ShardedPolicy(Policy):
             save_dense(self.causal_lm, state, folder)
             if adapters:
                 save_file(adapters, folder / files.ADAPTERS)
-        shardfiles.write(self._optimiser_state(), folder)
+        shardfiles.write(self._optimizer_state(), folder)
 
-    def _optimiser_state(self) -> dict[str, Tensor]:
+    def _optimizer_state(self) -> dict[str, Tensor]:
         """As one process has it: beside weights in bf16 there are float32 masters."""
-        state = self.optimiser.state_dict()
+        state = self.optimizer.state_dict()
         if self.compute == torch.bfloat16:
-            named = zip(self.optimiser.names, self.optimiser.masters, strict=True)
+            named = zip(self.optimizer.names, self.optimizer.masters, strict=True)
             state |= {f"master/{name}": master.detach() for name, master in named}
         return state
 
@@ -218,17 +218,17 @@ class ShardedPolicy(Policy):
             self._restore_adapters(load_file(folder / files.ADAPTERS))
         there = shardfiles.names(folder)
         state: dict[str, Tensor] = {}
-        for name, master in zip(self.optimiser.names, self.optimiser.masters, strict=True):
+        for name, master in zip(self.optimizer.names, self.optimizer.masters, strict=True):
             for key in ("exp_avg", "exp_avg_sq", "master"):
                 if f"{key}/{name}" in there:
                     state[f"{key}/{name}"] = torch.zeros_like(master.detach())
             if f"step/{name}" in there:
                 state[f"step/{name}"] = torch.zeros((), device=master.device)
         shardfiles.read_into(state, folder)
-        for name, master in zip(self.optimiser.names, self.optimiser.masters, strict=True):
+        for name, master in zip(self.optimizer.names, self.optimizer.masters, strict=True):
             if f"master/{name}" in state:
                 master.copy_(state[f"master/{name}"])
-        self.optimiser.load_state_dict(state)
+        self.optimizer.load_state_dict(state)
 
     def _restore_adapters(self, saved: dict[str, Tensor]) -> None:
         mesh = self.weight.device_mesh if isinstance(self.weight, DTensor) else None

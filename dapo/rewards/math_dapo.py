@@ -1,7 +1,7 @@
 """The judge of the published DAPO recipe, quirks included: for reproducing it, not for judging well.
 
 Only the last 300 characters are read; the last `Answer:` there counts up to the end of its line; prediction and gold
-are normalised as text and compared as text; right is +1 and wrong is -1. So `34.`, `34.0`, `034`, `**34**`,
+are normalized as text and compared as text; right is +1 and wrong is -1. So `34.`, `34.0`, `034`, `**34**`,
 `**Answer:** 34` and an answer followed by 300 more characters are wrong for 34. Use `math` for anything else.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 WINDOW = 300
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
-# Applied in this order, everywhere in the text and not only at word boundaries: that is the published behaviour.
+# Applied in this order, everywhere in the text and not only at word boundaries: that is the published behavior.
 _REPLACED = (
     ("an ", ""),
     ("a ", ""),
@@ -45,8 +45,8 @@ _DOLLARS = re.compile(r"^.*?\$(.*?)\$.*$", re.DOTALL)
 def math_dapo_reward(completion: str, answer: Any, **row: Any) -> dict[str, Any]:
     """+1 or -1, by text."""
     found = _ANSWER.findall(completion[-WINDOW:])
-    predicted = normalise(found[-1]) if found else None
-    right = predicted is not None and predicted == normalise(gold_text(answer))
+    predicted = normalize(found[-1]) if found else None
+    right = predicted is not None and predicted == normalize(gold_text(answer))
     return {"score": 1.0 if right else -1.0, "acc": right, "extracted": predicted}
 
 
@@ -56,8 +56,8 @@ def gold_text(answer: Any) -> str:
     return str(answer)
 
 
-def normalise(answer: str) -> str:
-    """The Minerva normalisation of a final answer."""
+def normalize(answer: str) -> str:
+    """The Minerva normalization of a final answer."""
     answer = answer.split("=")[-1]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)

@@ -18,17 +18,11 @@ import yaml
 
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.folder import TrainerState
-from dapo.config import Config, Source, leaves
+from dapo.config import FIXED, Config, Source, leaves
 from dapo.errors import DISK_FAULTS, CheckpointError, StorageError
-from dapo.model.cache import fsync, write_text
 from dapo.store.database import RunDatabase
+from dapo.system.files import fsync, write_text
 from dapo.types import Event
-
-# On resume these must be what they were: with another value it would be another run.
-FIXED_KEYS = (
-    "model.path", "model.dtype", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules",
-    "data.train", "data.prompt_template", "data.system_prompt", "run.seed",
-)  # fmt: skip
 
 _LOCK, _CONFIG, _DATABASE, _CHECKPOINTS = ".lock", "config.yaml", "run.db", "checkpoints"
 _MARKER = b"This folder belongs to a run of dapo.\n"
@@ -197,11 +191,11 @@ def _explained(path: Path) -> Iterator[None]:
 def _changes(old: Config, new: Config, path: Path) -> list[str]:
     """What differs from the run that is there, in words; refused where it would make it another run."""
     changes = []
-    for key, _ in leaves():
+    for key, info in leaves():
         was, now = (reduce(getattr, key.split("."), config) for config in (old, new))
         if was == now:
             continue
-        if key in FIXED_KEYS:
+        if info.json_schema_extra == FIXED:
             raise CheckpointError(
                 f"{path}: holds another run: its {key} is {_shown(was)}, here it is {_shown(now)}; use another run.name"
             )

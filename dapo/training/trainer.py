@@ -21,6 +21,7 @@ from dapo.data.dataset import load_eval_sets, load_train_stream
 from dapo.errors import CheckpointError, ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped
 from dapo.evaluation.evaluate import evaluate
 from dapo.model.loading import load_tokenizer
+from dapo.policy.build import model_source
 from dapo.policy.protocol import UpdateResult
 from dapo.rewards.judge import build_judge
 from dapo.rewards.protocol import Judge
@@ -29,7 +30,7 @@ from dapo.sampling.strict import DynamicSampler, Sampled
 from dapo.store.database import versions
 from dapo.store.trackers import Trackers, require_trackers
 from dapo.terminal.console import Reporter
-from dapo.training.assemble import assemble, model_source
+from dapo.training.assemble import assemble
 from dapo.training.run_directory import RunDirectory
 from dapo.types import EvalReport, Event, SamplingParams, StepReport
 

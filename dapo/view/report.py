@@ -76,7 +76,7 @@ def library_addresses() -> dict[str, str]:
     addresses, waiting = {}, {_LIBRARY: "index.js"}
     while waiting:
         name, file = waiting.popitem()
-        # A file without a place of its own cannot find its neighbours: they get bare names, which the map resolves.
+        # A file without a place of its own cannot find its neighbors: they get bare names, which the map resolves.
         source = re.sub(r'(from|import) ?"\./([^"]+)"', r'\1"\2"', (folder / file).read_text(encoding="utf-8"))
         addresses[name] = "data:text/javascript;charset=utf-8," + quote(source, safe=_UNESCAPED)
         # Those that are imported only when asked for (3D charts) are left out.

@@ -40,5 +40,5 @@ def test_unjudged_rollouts_are_outside_the_statistics_and_get_zero():
     assert found[1] == 0
 
 
-def test_without_normalisation_the_rewards_are_only_centred():
+def test_without_normalization_the_rewards_are_only_centerd():
     np.testing.assert_allclose(group_advantages(np.array([3.0, 0.0, 0.0]), divide_by_std=False), [2.0, -1.0, -1.0])

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dapo.config import Config, RewardConfig, Section, leaves, options_markdown
+from dapo.config import Config, RewardConfig, Section, leaves
+from dapo.config.reference import options_markdown
 from dapo.errors import ConfigError
 from dapo.plan import plan_text
 from dapo.rewards.rules import RULES, make_rule
@@ -30,7 +31,7 @@ OPTIONS = [
     "model.path", "model.dtype", "model.device", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules",
     "data.train", "data.train_batch_size", "data.gen_batch_size", "data.max_prompt_length", "data.max_response_length",
     "data.overlong_prompts", "data.prompt_template", "data.system_prompt",
-    "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_concurrent",
+    "rollout.n", "rollout.temperature", "rollout.max_concurrent",
     "rollout.kv_memory_fraction", "rollout.mode", "rollout.engine", "rollout.tensor_parallel", "rollout.vllm",
     "reward.use", "reward.extract", "reward.regex", "reward.threshold", "reward.workers", "reward.timeout",
     "reward.memory_gb", "reward.model.device", "reward.model.batch_size", "reward.length_shaping",
@@ -267,12 +268,12 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
             ["eval={k: 2, data: {a: x, b: y}, best_metric: c/avg@2}"],
             "eval.best_metric is 'c/avg@2', but must start with",
         ),
-        (["rollout.top_p=0.9"], "rollout.top_p and rollout.top_k must be 1 and 0 in training"),
+        (["rollout.top_p=0.9"], "rollout.top_p is not an option"),
         (
             ["rollout.mode=inflight", "algorithm.max_staleness=0"],
             "rollout.mode inflight needs an algorithm.max_staleness of at least 1",
         ),
-        (["rollout.top_k=5"], "rollout.top_p and rollout.top_k must be 1 and 0 in training"),
+        (["rollout.top_k=5"], "rollout.top_k is not an option"),
         (["data.train_batch_size=4", "optim.ppo_mini_batch_size=5"], "ppo_mini_batch_size is 5 prompts, more than"),
         (["rollout.tensor_parallel=2"], "rollout.tensor_parallel is for vLLM alone: set rollout.engine to vllm"),
         (
@@ -348,7 +349,7 @@ def test_every_option_has_its_sentence():
 
 def test_the_options_page_is_current():
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    remedy = "python -c 'from dapo.config import *; print(options_markdown(), end=\"\")' > docs/configuration.md"
+    remedy = "python -m dapo.config.reference > docs/configuration.md"
     assert page == options_markdown(), remedy
 
 
@@ -385,10 +386,10 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
         make_rule(rule, options)
     group_rules(config.model_copy(update={"reward": options}))
     unread = {name for name, _ in leaves() if _owner(name) not in reads}
-    # The two that exist to be refused, the one that the database takes from the resolved YAML, the worker's own limit,
+    # The one that the database takes from the resolved YAML, the worker's own limit,
     # and those of reward models, of vLLM and of clusters, which have their tests in tests/rewards, engine and cluster.
     assert unread == {
-        "rollout.top_p", "rollout.top_k", "run.store_tokens",
+        "run.store_tokens",
         "reward.memory_gb", "reward.model.device", "reward.model.batch_size",
         "rollout.tensor_parallel", "rollout.vllm",
         "cluster.offload", "cluster.max_restarts", "cluster.timeout",

@@ -41,7 +41,7 @@ def test_text_and_messages_become_the_same_tokens_and_the_same_identity(tmp_path
     assert (first.extra, first.data_source, second.data_source) == ({"level": 3}, "default", "mine")
 
 
-def test_a_batch_of_prompts_is_tokenised_as_each_would_be_alone(tmp_path):
+def test_a_batch_of_prompts_is_tokenized_as_each_would_be_alone(tmp_path):
     rows = questions(*("x" * (i % 90) + str(i) for i in range(1100)))
     found = load_train_stream(config(write(tmp_path / "d.jsonl", rows)), TOKENIZER).questions()
     assert texts(found) == [row["prompt"] for row in rows]

@@ -43,14 +43,14 @@ def close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_figures_are_those_of_the_tempered_softmax(how: str, rows: int, width: int, temperature: float) -> None:
     logits, targets = chunk(rows, width)
-    logprobs, entropy, normaliser = getattr(kernels, f"logprobs_and_entropy_{how}")(
+    logprobs, entropy, normalizer = getattr(kernels, f"logprobs_and_entropy_{how}")(
         strided(logits), targets, temperature
     )
     expected = torch.distributions.Categorical(logits=logits.double() / temperature)
     close(logprobs, expected.log_prob(targets))
     close(entropy, expected.entropy())
-    close(normaliser, (logits.double() / temperature).exp().sum(-1).log())
-    assert logprobs.dtype == entropy.dtype == normaliser.dtype == torch.float32
+    close(normalizer, (logits.double() / temperature).exp().sum(-1).log())
+    assert logprobs.dtype == entropy.dtype == normalizer.dtype == torch.float32
 
 
 @both
@@ -61,11 +61,11 @@ def test_figures_hold_for_far_and_impossible_logits_in_any_order(how: str, risin
     logits[0, :5000] = float("-inf")
     logits = logits if rising else logits.flip(1).contiguous()
     targets = logits.argmax(-1)
-    logprobs, entropy, normaliser = getattr(kernels, f"logprobs_and_entropy_{how}")(logits, targets, 1.0)
+    logprobs, entropy, normalizer = getattr(kernels, f"logprobs_and_entropy_{how}")(logits, targets, 1.0)
     probabilities = logits.double().softmax(-1)
     close(logprobs, probabilities.amax(-1).log())
     close(entropy, torch.special.entr(probabilities).sum(-1))
-    close(normaliser, logits.double().logsumexp(-1))
+    close(normalizer, logits.double().logsumexp(-1))
 
 
 @both
@@ -85,14 +85,14 @@ def test_gradient_is_that_of_autograd(how: str, rows: int, width: int, temperatu
     logits64 = logits.double().requires_grad_()
     logprobs64 = (logits64 / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     (expected,) = torch.autograd.grad((logprobs64 * grad_logprobs.double()).sum(), logits64)
-    normaliser = (logits / temperature).logsumexp(-1)
+    normalizer = (logits / temperature).logsumexp(-1)
 
     gradient = getattr(kernels, f"logits_gradient_{how}")
     out = strided(torch.full_like(logits, 9.0))
-    gradient(strided(logits), normaliser, targets, grad_logprobs, temperature, out)
+    gradient(strided(logits), normalizer, targets, grad_logprobs, temperature, out)
     close(out, expected)
     in_place = logits.clone()
-    gradient(in_place, normaliser, targets, grad_logprobs, temperature, in_place)
+    gradient(in_place, normalizer, targets, grad_logprobs, temperature, in_place)
     close(in_place, expected)
 
 

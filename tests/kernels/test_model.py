@@ -8,7 +8,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from dapo.kernels import (
+from dapo.kernels import (  # noqa: E402
     norm,
     rotary,
     share,

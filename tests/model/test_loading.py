@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.config import ModelConfig
 from dapo.errors import ModelError
-from dapo.model.cache import cache_dir, published
+from dapo.model.cache import cache_dir
 from dapo.model.gguf import conversion_dir, fetched, find_fetched
 from dapo.model.loading import LoadedModel, load_model, resolve_device, resolve_dtype, resolve_path
+from dapo.system.files import published
 from tests.saved import save_merged
 from tests.tiny import CHAT_TEMPLATE, save_tiny, tiny_llama, tiny_qwen2
 
@@ -115,7 +116,7 @@ def forget_stop_tokens(directory: Path) -> None:
         (lambda d: edit_config(d, num_hidden_layers=3), "lack 9 weights .* such as model.layers.2"),
         (lambda d: edit_config(d, hidden_size=64), "weights cannot be loaded"),
         (lambda d: edit_config(d, model_type="t5"), "causal language model"),
-        (lambda d: edit_config(d, quantization_config={"quant_method": "awq", "bits": 4}), "quantised"),
+        (lambda d: edit_config(d, quantization_config={"quant_method": "awq", "bits": 4}), "quantized"),
         (without("tokenizer.json", "tokenizer_config.json"), "has no tokenizer"),
         (lambda d: (d / "tokenizer.json").write_text("{"), "tokenizer cannot be loaded"),
         (forget_stop_tokens, "a token that ends an answer"),
@@ -266,7 +267,7 @@ def test_what_a_killed_process_left_is_swept_up_and_what_one_at_work_writes_is_n
 
 
 def write_gguf(path: Path, eos: int | None = 2, seed: int = 0) -> Path:
-    """A tiny llama with a tokenizer like SmolLM2's, its matrices quantised, stored as llama.cpp stores it."""
+    """A tiny llama with a tokenizer like SmolLM2's, its matrices quantized, stored as llama.cpp stores it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, "12"]
     writer = gguf.GGUFWriter(path, "llama")

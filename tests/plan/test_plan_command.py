@@ -81,7 +81,7 @@ def test_offloaded_state_takes_no_memory_on_the_gpu_and_costs_time():
     assert planned(gpus=8, overrides=("cluster.learners=8", "cluster.offload=true")).seconds > usual.seconds
 
 
-def test_vllm_s_tensor_parallelism_is_the_recipe_s_or_the_fastest_that_fits_on_gpus_of_its_own():
+def test_vllm_s_tensor_parallelizm_is_the_recipe_s_or_the_fastest_that_fits_on_gpus_of_its_own():
     vllm = ("rollout.engine=vllm",)
     assert planned(overrides=vllm).layout.tensor_parallel == 1
     assert planned(overrides=(*vllm, "rollout.tensor_parallel=4"), rollout_gpus=64).layout.engines == 16

@@ -29,7 +29,7 @@ def fused_policy(build=tiny_llama, **options):
     model = for_dapo(build())
     _TRUNKS[model] = FusedTrunk.of(model)
     policy = Policy(model, config(**options))
-    assert policy.optimiser.joined
+    assert policy.optimizer.joined
     return policy
 
 
@@ -40,11 +40,11 @@ def captured_policy(build=tiny_llama, **options):
 
 
 def gradients(policy, groups):
-    policy.optimiser.zero_grad()
-    policy.optimiser.open_grads()
+    policy.optimizer.zero_grad()
+    policy.optimizer.open_grads()
     results = [(batch, policy._backward(batch)) for batch in policy._micro_batches(groups, version=0)]
     return results, {
-        name: m.grad.clone() for name, m in zip(policy.optimiser.names, policy.optimiser.masters, strict=True)
+        name: m.grad.clone() for name, m in zip(policy.optimizer.names, policy.optimizer.masters, strict=True)
     }
 
 
@@ -95,7 +95,7 @@ def test_what_is_large_or_long_is_not_captured():
     policy.captured.sizes = [8]
     groups = random_groups(3, 5, 4)
     (batch,) = policy._micro_batches(groups, version=0)
-    policy.optimiser.open_grads()
+    policy.optimizer.open_grads()
     assert policy.captured(batch) is None
     policy._backward(batch)
     assert not policy.captured.captured

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import modeling_utils
 
-from dapo.training.assemble import build_policy
+from dapo.policy.build import build_policy
 from tests import ranks
 from tests.policy.test_sharded import FREE, SHORT, full
 from tests.policy.test_update import config, random_groups

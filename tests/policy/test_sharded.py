@@ -14,11 +14,11 @@ from dapo.config import LoraConfig
 from dapo.errors import ConfigError
 from dapo.model.lora import add_adapters
 from dapo.policy.budget import Budget
+from dapo.policy.build import build_policy
 from dapo.policy.packing import micro_batches
 from dapo.policy.policy import Policy
 from dapo.policy.sharded import ShardedPolicy
 from dapo.policy.tally import Tally
-from dapo.training.assemble import build_policy
 from tests import ranks
 from tests.policy.test_update import config, for_dapo, random_groups
 from tests.tiny import save_tiny, tiny_qwen3
@@ -74,9 +74,9 @@ def learn(kind: type[Policy], case: dict[str, Any]) -> dict[str, Any]:
     for batch, result in policy._gradients(groups, 0, part):
         part.count(batch, result, is_first=True, record=False)
     policy._agree(part)
-    named = list(zip(policy.optimiser.names, policy.optimiser.masters, strict=True))
+    named = list(zip(policy.optimizer.names, policy.optimizer.masters, strict=True))
     grads = {name: full(master.grad) for name, master in named if master.grad is not None}
-    policy.optimiser.zero_grad()
+    policy.optimizer.zero_grad()
     update = policy.update(groups, 1, 0)
     return {
         "loss": part.loss,
@@ -213,9 +213,9 @@ def on_gpu(offload: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, policy in policies.items():
         policy._gradients(random_groups(1, 5, 4), 0, Tally())
-        named = zip(policy.optimiser.names, policy.optimiser.masters, strict=True)
+        named = zip(policy.optimizer.names, policy.optimizer.masters, strict=True)
         found[name] = {n: full(m.grad).cpu() for n, m in named if m.grad is not None}
-        policy.optimiser.zero_grad()
+        policy.optimizer.zero_grad()
         found[f"{name} metrics"] = policy.update(random_groups(1, 5, 4), 1, 0).metrics
         found[f"{name} weights"] = {n: t.cpu() for n, t in policy.weights()}
     assert policies["sharded"].weight.device.type == ("cpu" if offload else "cuda")
@@ -243,7 +243,7 @@ SHORT = {"model__device": "cpu", "data__max_prompt_length": 64, "data__max_respo
 
 
 def go_on(start: Path, folder: Path, is_saved: bool) -> dict[str, Any]:
-    """Take up what is saved in `start`, learn, save in `folder`; the optimiser's state and the weights at both ends."""
+    """Take up what is saved in `start`, learn, save in `folder`; the optimizer's state and the weights at both ends."""
     found = {}
     for name, options in KINDS.items():
         place = folder / name
@@ -262,7 +262,7 @@ def go_on(start: Path, folder: Path, is_saved: bool) -> dict[str, Any]:
 
 
 def everything(policy: Policy) -> dict[str, torch.Tensor]:
-    state = policy._optimiser_state() if isinstance(policy, ShardedPolicy) else policy.optimiser.state_dict()
+    state = policy._optimizer_state() if isinstance(policy, ShardedPolicy) else policy.optimizer.state_dict()
     return {name: full(tensor) for name, tensor in (*state.items(), *policy.weights())}
 
 

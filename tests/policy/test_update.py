@@ -60,10 +60,10 @@ def random_groups(
 
 def packed_gradients(model, groups, cfg, *, share_prompts=True):
     policy = Policy(model, cfg, share_prompts=share_prompts)
-    policy.optimiser.zero_grad()
+    policy.optimizer.zero_grad()
     loss = sum(float(policy._backward(batch).loss) for batch in policy._micro_batches(groups, version=0))
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    policy.optimiser.zero_grad()
+    policy.optimizer.zero_grad()
     return loss, grads
 
 
@@ -149,7 +149,7 @@ def test_an_untied_head_gets_its_own_gradient():
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-def test_one_optimiser_step_gives_the_oracle_s_new_weights(share_prompts):
+def test_one_optimizer_step_gives_the_oracle_s_new_weights(share_prompts):
     model = for_dapo(plain.in_float64(tiny_llama()))
     groups = random_groups(5, 6, 4)
     twin = plain.plain_copy(model)
@@ -179,7 +179,7 @@ def test_mini_batches_are_whole_groups_near_equal_and_each_group_is_used_once_pe
 
 def test_warm_up_counts_trainer_steps():
     policy = Policy(for_dapo(tiny_llama()), config(optim__lr=1.0, optim__warmup_steps=4))
-    assert [policy.optimiser.learning_rate(step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert [policy.optimizer.learning_rate(step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight_and_three_in_a_row_stop_the_run():
@@ -197,9 +197,9 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_three_in_a_row_stop
         metrics = policy.update(bad, step=1, version=0).metrics
         assert metrics["updates/non_finite"] == 1
         assert metrics["updates"] == 0
-    assert "3 optimiser steps in a row" in policy.update(bad, step=1, version=0).stop
+    assert "3 optimizer steps in a row" in policy.update(bad, step=1, version=0).stop
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-    assert not policy.optimiser.adam.state
+    assert not policy.optimizer.adam.state
 
 
 def test_a_finite_step_between_resets_the_count():
@@ -247,12 +247,12 @@ def test_bf16_weights_move_by_their_fp32_masters_where_bf16_alone_would_round_to
     model = for_dapo(tiny_llama().bfloat16())
     cfg = config(optim__lr=1e-6, optim__warmup_steps=0, optim__weight_decay=0.0, algorithm__max_logprob_gap=100.0)
     policy = Policy(model, cfg)
-    start = [master.clone() for master in policy.optimiser.masters]
+    start = [master.clone() for master in policy.optimizer.masters]
     for step in range(3):
         policy.update(groups, step, version=9)
-    moved = [(master - old).abs().max().item() for master, old in zip(policy.optimiser.masters, start, strict=True)]
+    moved = [(master - old).abs().max().item() for master, old in zip(policy.optimizer.masters, start, strict=True)]
     assert max(moved) == pytest.approx(3e-6, rel=0.2)
-    for parameter, master in zip(policy.optimiser.parameters, policy.optimiser.masters, strict=True):
+    for parameter, master in zip(policy.optimizer.parameters, policy.optimizer.masters, strict=True):
         assert torch.equal(parameter, master.bfloat16())
 
 
@@ -266,8 +266,8 @@ def test_bf16_gradients_are_summed_in_fp32_over_micro_batches():
         )
         for batch in policy._micro_batches(groups, version=0):
             policy._backward(batch)
-        assert all(parameter.grad is None for parameter in policy.optimiser.parameters)
-        sums[budget] = [master.grad for master in policy.optimiser.masters]
+        assert all(parameter.grad is None for parameter in policy.optimizer.parameters)
+        sums[budget] = [master.grad for master in policy.optimizer.masters]
         assert all(grad.dtype == torch.float32 for grad in sums[budget])
     for many, one in zip(sums[1], sums[4096], strict=True):
         assert (many - one).norm() < 0.02 * one.norm()

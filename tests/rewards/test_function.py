@@ -246,11 +246,11 @@ def test_a_reward_that_cannot_be_found_gets_one_sentence(tmp_path, spec, sentenc
         load_function(spec.format(bad=tmp_path / "bad.py", good=tmp_path / "good.py"))
 
 
-def test_a_reward_file_may_import_its_neighbours_and_define_dataclasses(tmp_path):
-    (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 0.5")
+def test_a_reward_file_may_import_its_neighbors_and_define_dataclasses(tmp_path):
+    (tmp_path / "neighbor_of_reward.py").write_text("VALUE = 0.5")
     (tmp_path / "mine.py").write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "from neighbour_of_reward import VALUE\n@dataclass\nclass Row:\n    x: int\n"
+        "from neighbor_of_reward import VALUE\n@dataclass\nclass Row:\n    x: int\n"
         "def reward(completion):\n    return VALUE"
     )
     assert load_function(f"{tmp_path / 'mine.py'}:reward")("x") == 0.5

@@ -32,7 +32,7 @@ def item(task, index=0, **params):
 
 
 @pytest.mark.parametrize("task", SINGLE_LINE)
-def test_a_right_answer_gets_the_full_score_however_it_is_labelled(task):
+def test_a_right_answer_gets_the_full_score_however_it_is_labeled(task):
     entry, gym = item(task, size=20)
     gold = entry["answer"]
     for completion in (f"Hm, 3 or 4.\nAnswer: {gold}", f"Hm.\n<answer>{gold}</answer>", f"\\boxed{{{gold}}}", gold):

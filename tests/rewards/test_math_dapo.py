@@ -1,6 +1,6 @@
 import pytest
 
-from dapo.rewards.math_dapo import math_dapo_reward, normalise
+from dapo.rewards.math_dapo import math_dapo_reward, normalize
 
 
 def is_right(completion, gold="34"):
@@ -99,8 +99,8 @@ def test_without_a_label_nothing_is_extracted_and_the_score_is_minus_one():
         ("7\\mathrm{th}", "7"),
     ],
 )
-def test_the_normalisation_of_a_final_answer(answer, normal):
-    assert normalise(answer) == normal
+def test_the_normalization_of_a_final_answer(answer, normal):
+    assert normalize(answer) == normal
 
 
 def test_gold_answers_may_be_numbers_but_not_nothing():

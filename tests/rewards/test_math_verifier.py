@@ -366,7 +366,7 @@ def test_a_right_answer_in_any_spelling_is_right(gold, response):
 
 
 @pytest.mark.parametrize(("gold", "response"), WRONG + TOO_BIG)
-def test_a_neighbour_of_a_right_answer_is_wrong(gold, response):
+def test_a_neighbor_of_a_right_answer_is_wrong(gold, response):
     assert not is_right(gold, response)
 
 
@@ -446,20 +446,20 @@ STYLES = ["plain", "zeros", "decimal", "commas", "latex", "named", "unit", "bold
 
 
 @given(st.integers(-(10**30), 10**30), st.sampled_from(STYLES), st.sampled_from([-1, 1, 10]))
-def test_an_integer_is_right_in_every_rendering_and_its_neighbours_are_not(value, style, step):
+def test_an_integer_is_right_in_every_rendering_and_its_neighbors_are_not(value, style, step):
     response = f"So we are done.\nAnswer: {render_integer(value, style)}"
     assert math_reward(response, str(value))["acc"]
     assert not math_reward(response, str(value + step))["acc"]
 
 
 @given(st.fractions(-1000, 1000, max_denominator=1000), st.integers(1, 9), st.sampled_from(["frac", "dfrac", "slash"]))
-def test_a_fraction_is_right_in_every_rendering_and_its_neighbours_are_not(value, factor, style):
+def test_a_fraction_is_right_in_every_rendering_and_its_neighbors_are_not(value, factor, style):
     top, bottom = value.numerator * factor, value.denominator * factor
     gold = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
     response = f"Answer: {top}/{bottom}" if style == "slash" else f"\\boxed{{\\{style}{{{top}}}{{{bottom}}}}}"
     assert math_reward(response, gold)["acc"]
-    neighbour = value + Fraction(1, value.denominator)
-    assert not math_reward(response, f"\\frac{{{neighbour.numerator}}}{{{neighbour.denominator}}}")["acc"]
+    neighbor = value + Fraction(1, value.denominator)
+    assert not math_reward(response, f"\\frac{{{neighbor.numerator}}}{{{neighbor.denominator}}}")["acc"]
 
 
 PIECES = r"""

@@ -303,7 +303,7 @@ def test_killing_workers_from_outside_changes_no_score(tmp_path):
     assert scores == [[float(text) * 5 for text in group] for group in groups]
 
 
-def test_a_response_whose_neighbour_left_a_bomb_behind_is_not_blamed(tmp_path):
+def test_a_response_whose_neighbor_left_a_bomb_behind_is_not_blamed(tmp_path):
     (tmp_path / "bomb.py").write_text(
         "import os, threading, time\n"
         "def reward(completion):\n"

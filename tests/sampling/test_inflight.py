@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 from dapo import Config, Trainer
 from dapo.checkpoint import folder as checkpoint
-from dapo.config import apply_override
+from dapo.config import apply_override, option_names
 from dapo.data.stream import PromptStream, Shuffled
 from dapo.errors import RewardError
 from dapo.sampling.inflight import InflightSampler
@@ -109,7 +109,7 @@ def sampler_for(
         "rollout": {"n": 2, "mode": "inflight"},
     }
     for override in overrides:
-        apply_override(base, override)
+        apply_override(base, override, option_names())
     config = Config.parse(base)
     prompts = [Prompt(f"p{i}", (), (40 + i,), answer=i) for i in range(5)]
     engine = ScriptedEngine(length, config.rollout.max_concurrent or 64)

@@ -28,10 +28,10 @@ def sampler_for(judge: Callable[[Prompt, Rollout], Score], *overrides: str) -> D
         "data": {"train": "none", "train_batch_size": 4, "max_response_length": 6},
         "rollout": {"n": 3, "max_concurrent": 7},
     }
-    from dapo.config import apply_override
+    from dapo.config import apply_override, option_names
 
     for override in overrides:
-        apply_override(base, override)
+        apply_override(base, override, option_names())
     config = Config.parse(base)
     engine = EmbeddedEngine(
         MODEL, tiny_tokenizer(), frozenset({EOS_ID, *range(4, 20)}), config.run.seed, config.rollout.max_concurrent

@@ -76,7 +76,7 @@ def test_sampler_trainer_and_plain_transformers_agree_on_log_probabilities_and_g
     for name, grad in grads.items():
         scale = float(grad.abs().max())
         torch.testing.assert_close(found[name], grad.float(), atol=1e-4 * max(scale, 1.0), rtol=0)
-    policy.optimiser.zero_grad()
+    policy.optimizer.zero_grad()
 
 
 def test_the_demo_s_first_step_learns(smollm2_dir, tmp_path):

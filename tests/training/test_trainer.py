@@ -458,7 +458,7 @@ def test_evaluation_draws_fresh_numbers_each_time_and_truncates_as_told(tmp_path
     assert all(0 <= e["metrics"]["avg@3"] <= 1 for e in evals)
 
 
-def test_nothing_depends_on_the_clock_or_on_hash_randomisation(tmp_path):
+def test_nothing_depends_on_the_clock_or_on_hash_randomization(tmp_path):
     recipe = runs.recipe(tmp_path)
     for name, seed in (("one", "1"), ("two", "2")):
         command = [sys.executable, "-m", "dapo", "train", str(recipe), f"run.name={name}", "run.steps=3"]

@@ -27,7 +27,7 @@ def dapo(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def drawn(page: Any) -> list[int]:
-    """How many pixels of each chart have a colour of their own, neither transparent nor the grey of axes."""
+    """How many pixels of each chart have a color of their own, neither transparent nor the grey of axes."""
     return page.evaluate("""() => [...document.querySelectorAll('.chart canvas')].map(canvas => {
         const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
         let count = 0;

@@ -24,7 +24,7 @@ from dapo.engine.vllm.weights import Transport as Transport
 from dapo.engine.vllm.weights import nccl_sender as nccl_sender
 from dapo.errors import EngineError
 from dapo.kernels.sampler import row_key
-from dapo.model.cache import progress
+from dapo.system.progress import progress
 from dapo.types import Request, Rollout, SamplingParams
 
 SYNC_SECONDS = 600.0
@@ -140,7 +140,7 @@ class VllmEngine:
         """vLLM compiles and captures when it starts."""
 
     def release_cache(self) -> None:
-        """Give the GPU's memory to whoever learns there, until something is sampled or synchronised again."""
+        """Give the GPU's memory to whoever learns there, until something is sampled or synchronized again."""
         assert not self.members
         if self.options.shares_gpu and not self.is_asleep:
             self.background.run(self.llm.sleep(level=1))

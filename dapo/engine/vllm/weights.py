@@ -86,7 +86,7 @@ class Sender:
         self.sender = WeightTransferTrainerFactory.trainer_init(info, client=client, source=_Source(weights))
 
     def send_weights(self) -> None:
-        torch.cuda.synchronize()  # vLLM reads the weights on streams of its own, which do not wait for the optimiser
+        torch.cuda.synchronize()  # vLLM reads the weights on streams of its own, which do not wait for the optimizer
         self.sender.send_weights()
 
 

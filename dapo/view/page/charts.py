@@ -50,7 +50,7 @@ class Zone:
 
 
 def color_of(run: int, figure: int, runs: int) -> tuple[str, str]:
-    """With one run each figure has a colour; with several each run has one, and figures differ in their dashes."""
+    """With one run each figure has a color; with several each run has one, and figures differ in their dashes."""
     if runs == 1:
         return PALETTE[figure % len(PALETTE)], "solid"
     return PALETTE[run % len(PALETTE)], _DASHES[figure % len(_DASHES)]

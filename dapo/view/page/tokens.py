@@ -1,4 +1,4 @@
-"""A response token by token, coloured by one of its numbers; clipped tokens are marked."""
+"""A response token by token, colored by one of its numbers; clipped tokens are marked."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _OUT = "() => { const tip = document.getElementById('token-tip'); if (tip) tip.s
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What the ends of the colours stand for; a scale with one colour begins without any."""
+    """What the ends of the colors stand for; a scale with one color begins without any."""
 
     low: str
     high: str
@@ -79,7 +79,7 @@ def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run
         ui.link("the group", link(run.name, "groups", serial))
         summary = ui.label().classes("quiet")
     with ui.row().classes("items-center gap-4 w-full"):
-        ui.label("colour by").classes("quiet")
+        ui.label("color by").classes("quiet")
         choice = ui.toggle(list(get_args(Figure)), value="log-probability").props("no-caps dense")
         legend = ui.html("", sanitize=False).props("id=token-legend")
     body = ui.html("", sanitize=False).classes("tokens w-full p-4 border rounded border-gray-500/30")

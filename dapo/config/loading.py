@@ -1,0 +1,231 @@
+"""From YAML text and dotted overrides to nested values, and from a fault in them to one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from dapo.errors import ConfigError
+
+# Of YAML text. PyYAML needs eight seconds for a megabyte, and an alias can stand for any number of values.
+_MAX_YAML_BYTES = 2**18
+_MAX_YAML_VALUES = 50_000  # aliases counted as what they stand for
+_MAX_YAML_DEPTH = 32
+_MAX_SHOWN = 200  # characters of a wrong value that a sentence repeats
+
+
+class Loader(yaml.SafeLoader):
+    """YAML as people mean it: 1e-6 is a number, a date is text, and a key that appears twice is a mistake.
+
+    What it builds has a JSON form, and is no larger or deeper than a configuration can be.
+    """
+
+    # No !!timestamp, !!binary, !!set, !!omap or !!pairs.
+    yaml_constructors = {  # noqa: RUF012  # so declared by PyYAML
+        tag: build
+        for tag, build in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.endswith((":null", ":bool", ":int", ":float", ":str", ":seq", ":map"))
+    }
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _check_extent(node)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key, count in Counter(key for key in keys if isinstance(key, Hashable)).items():
+            if count > 1:
+                raise _refused(f"the key '{_cut(str(key))}' appears twice", node)
+        return super().construct_mapping(node, deep)
+
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        try:  # JSON writes one character as two escapes, which PyYAML leaves as they are
+            text = self.construct_scalar(node).encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            raise _refused("half of a surrogate pair, which no file or database can hold", node) from None
+        if "\0" in text:
+            raise _refused("a NUL character, which no name or path can hold", node)
+        return text
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        # Its length first: Python takes quadratic time for long numbers, or refuses to read or to print them.
+        if len(node.value) > 100 or not -(2**63) <= (value := self.construct_yaml_int(node)) < 2**63:
+            raise _refused("an integer that does not fit into 64 bits", node)
+        return value
+
+
+Loader.add_constructor("tag:yaml.org,2002:str", Loader.construct_text)
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_integer)
+
+
+def _refused(problem: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _check_extent(root: yaml.Node) -> None:
+    """Refuse aliases that multiply or contain themselves, and nesting that Python's own stack would not survive."""
+    known: dict[int, tuple[int, int]] = {}  # by node: values in it, and levels below it
+
+    def measure(node: yaml.Node, depth: int) -> tuple[int, int]:
+        if id(node) not in known and depth <= _MAX_YAML_DEPTH:
+            members: list[yaml.Node] = []
+            if isinstance(node, yaml.MappingNode):
+                members = [part for pair in node.value for part in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                members = node.value
+            parts = [measure(member, depth + 1) for member in members]
+            known[id(node)] = 1 + sum(size for size, _ in parts), max((1 + levels for _, levels in parts), default=0)
+        size, levels = known.get(id(node), (1, 0))
+        if depth + levels > _MAX_YAML_DEPTH:
+            raise _refused(f"more than {_MAX_YAML_DEPTH} levels of nesting", node)
+        if size > _MAX_YAML_VALUES:
+            raise _refused(f"more than {_MAX_YAML_VALUES:,} values, aliases counted as what they stand for", node)
+        return size, levels
+
+    measure(root, 0)
+
+
+class Dumper(yaml.SafeDumper):
+    """Puts quotes around text that Loader would take for a number."""
+
+
+for _tool in (Loader, Dumper):
+    _tool.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_YAML_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    try:
+        values = _parse_yaml(content.decode("utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid YAML ({error})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected sections such as `model:` and `data:`, found {type(values).__name__}")
+    return {name: {} if section is None else section for name, section in values.items()}  # an empty section is one
+
+
+def _parse_yaml(text: str) -> Any:
+    """Parse with a SafeLoader, which builds no objects; whatever is wrong with the text is a ValueError."""
+    if len(text) > _MAX_YAML_BYTES:
+        raise ValueError(f"longer than {_MAX_YAML_BYTES:,} characters")
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(_yaml_fault(error)) from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except Exception as error:  # of any kind: `!!bool maybe` is a KeyError
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def apply_override(values: dict[str, Any], override: str, names: Sequence[str]) -> None:
+    """Set one option, given as section.key=value. `names` are those of all options, for suggestions."""
+    shown = _cut(override)
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override '{shown}': expected section.key=value, for example optim.lr=1e-5")
+    try:
+        value = _parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"override '{shown}': the value is not valid YAML ({error})") from None
+    *sections, leaf = key.split(".")
+    if len(sections) > _MAX_YAML_DEPTH:
+        raise ConfigError(f"override '{shown}': more than {_MAX_YAML_DEPTH} levels of nesting")
+    for name in sections:
+        child = values.setdefault(name, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override '{shown}': '{_cut(name)}' is a value, not a section{_suggest(key, names)}")
+        values = child
+    values[leaf] = value
+
+
+def explain(error: ValidationError, source: str, names: Sequence[str]) -> str:
+    """Say what is wrong with every value, in one sentence each. `names` are those of all options."""
+    sentences = []
+    for fault in error.errors():
+        # Union members add their own steps to the path, which do not name options.
+        parts = (part for part in fault["loc"] if isinstance(part, str) and part.isidentifier())
+        key = ".".join(part for part in parts if part not in ("str", "dict"))
+        if fault["type"] == "extra_forbidden":
+            sentences.append(f"unknown key '{_cut(key)}'{_suggest(key, names)}")
+        elif fault["type"] == "missing" and not isinstance(fault["loc"][-1], int):
+            sentences.append(f"'{key}' is missing")
+        elif not key:
+            sentences.append(fault["msg"].removeprefix("Value error, "))
+        else:
+            reason = fault["msg"].removeprefix("Value error, ")
+            expected = reason[0].lower() + reason[1:]
+            # What is meant to be a URL may hold secrets.
+            found = "" if key == "reward.use" else f" is {_shown(fault['input'])}"
+            sentences.append(f"'{key}'{found}: {expected}{_quoting(key, fault)}")
+    return f"{source}: " + "; ".join(dict.fromkeys(sentences))
+
+
+# What other systems, or earlier versions, call it.
+_OTHER_NAMES = {
+    "reward.function": "reward.use",
+    "reward.overlong_buffer.enable": "reward.length_shaping: buffer",
+    "data.train_files": "data.train",
+    "data.val_files": "eval.data",
+}
+
+
+def _quoting(key: str, fault: ErrorDetails) -> str:
+    """For text that YAML has taken for something else."""
+    if fault["type"] != "string_type" or isinstance(fault["input"], (dict, list, NoneType)):
+        return ""
+    return (
+        "; YAML reads on, off, yes, no and true as truth values and digits as numbers, unless they are in quotes: "
+        f"{key}='\"...\"' on the command line"
+    )
+
+
+def _shown(value: Any) -> str:
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _suggest(key: str, names: Sequence[str]) -> str:
+    if len(key) > _MAX_SHOWN:
+        return ""
+    if key in _OTHER_NAMES:
+        return f"; here it is '{_OTHER_NAMES[key]}'"
+    sections = sorted({name.rsplit(".", 1)[0] for name in names})
+    # A word too few and the right name in the wrong section are the likeliest slips, a misspelling the next.
+    section, _, leaf = key.rpartition(".")
+    longer = [name for name in names if name.startswith(f"{section}.") and name.endswith(f"_{leaf}")]
+    same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
+    close = longer or same_leaf[:1] or difflib.get_close_matches(key, [*names, *sections], n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _yaml_fault(error: Exception) -> str:
+    """Say what is wrong and where, without the piece of the file that yaml quotes: it may be half of a secret."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())

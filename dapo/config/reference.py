@@ -1,0 +1,60 @@
+"""The page docs/configuration.md, made from the schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from dapo.config.schema import leaves
+from dapo.config.sections import Source
+
+
+def options_markdown() -> str:
+    """The page docs/configuration.md: every option with its type, its default and its sentence."""
+    page, heading = [_OPTIONS_INTRODUCTION], ""
+    for name, info in leaves():
+        if not name.startswith(f"{heading}."):
+            heading = name.split(".", 1)[0]
+            page.append(f"\n## {heading}\n\n| option | type | default | |\n| --- | --- | --- | --- |\n")
+        bounds = [f", {sign} {getattr(m, key)}" for m in info.metadata for key, sign in _BOUNDS if hasattr(m, key)]
+        default = "required" if info.is_required() else f"`{_as_yaml(info.default)}`"
+        cells = [f"`{name}`", _type_text(info.annotation) + "".join(bounds), default, info.description]
+        page.append("".join(f"| {cell.replace('|', _ESCAPED_BAR)} " for cell in cells) + "|\n")
+    return "".join(page)
+
+
+_OPTIONS_INTRODUCTION = """\
+# Options
+
+One YAML file holds the options of a run, by section; `dapo train recipe.yaml optim.lr=1e-5` overrides single ones, and
+`--dry-run` prints the result. Unknown keys, wrong types and combinations that make no sense are refused before a model
+is loaded. Relative paths start at the working directory. This page is made from `dapo/config/schema.py`.
+"""
+_ESCAPED_BAR = "\\|"
+_BOUNDS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "anything"}
+
+
+def _type_text(kind: Any) -> str:
+    if kind in _TYPES:
+        return _TYPES[kind]
+    members = [member for member in get_args(kind) if member is not Ellipsis]
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{member}`" for member in members)
+    if get_origin(kind) is Annotated:
+        return _type_text(members[0])
+    if get_origin(kind) is tuple:
+        return "list of " + ", ".join(map(_type_text, members))
+    if get_origin(kind) is dict:
+        return f"mapping of {_type_text(members[0])} to {_type_text(members[1])}"
+    if kind is Source:
+        return "text or {path, weight, size, params}"
+    return " or ".join(map(_type_text, members))
+
+
+def _as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+if __name__ == "__main__":
+    print(options_markdown(), end="")

@@ -1,0 +1,24 @@
+"""From a configuration to the embedded engine."""
+
+from __future__ import annotations
+
+import torch
+
+from dapo.config import Config
+from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.model.loading import LoadedModel
+
+
+def embedded_engine(config: Config, loaded: LoadedModel, model: torch.nn.Module, reserved: int = 0) -> EmbeddedEngine:
+    """Samples from `model`; `reserved` bytes of its device are for others."""
+    on_gpu = loaded.model.device.type == "cuda"
+    return EmbeddedEngine(
+        model,
+        loaded.tokenizer,
+        loaded.stop_ids,
+        config.run.seed,
+        config.concurrent if on_gpu else config.rollout.max_concurrent,
+        max_length=config.data.max_prompt_length + config.data.max_response_length,
+        kv_memory_fraction=config.rollout.kv_memory_fraction,
+        reserved=reserved,
+    )

@@ -1,0 +1,88 @@
+"""Files and folders that are complete or absent, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from dapo.errors import DISK_FAULTS, StorageError
+
+_LEFTOVER_AFTER = 24 * 3600.0
+
+
+@contextmanager
+def published(final: Path) -> Iterator[Path]:
+    """A temporary folder that is fsynced and renamed to `final` when the block ends well.
+
+    Of two processes that make the same thing at once, the first one's result stays.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(final)
+    temporary = final.with_name(f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary.mkdir()
+    try:
+        with _explained(final):
+            yield temporary
+            sync_tree(temporary)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+        fsync(final.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _explained(final: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno not in DISK_FAULTS:
+            raise
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise StorageError(f"{final}: cannot be written ({reason}); free some space or repair the disk") from error
+
+
+def _remove_leftovers(final: Path) -> None:
+    """Sweep up after processes that were killed; the age spares those still at work."""
+    for path in final.parent.iterdir():
+        if path.name.startswith(f".{final.name}."):
+            with suppress(FileNotFoundError):  # renamed by its owner meanwhile
+                if time.time() - path.stat().st_mtime > _LEFTOVER_AFTER:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file all or nothing: whoever reads it finds the old content or the new one, also after a power cut."""
+    draft = path.with_name(f".{path.name}")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    fsync(path.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Have the disk hold every file and directory entry below `folder`."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            fsync(Path(root) / name)
+        fsync(Path(root))
+
+
+def fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
