@@ -1,11 +1,11 @@
 # make demo: train a real model in a few minutes; make demo VIEW=1: with the page beside it.
-# make test: the whole test suite.  All set up .venv first.
+# make test: the tests to run before every commit; make test-all: those that take long, too.  All set up .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLUSTER := .venv-cluster
 
-.PHONY: demo test test-cluster test-faults lint bench clean
+.PHONY: demo test test-slow test-all test-cluster test-faults lint bench clean
 
 RUNS ?= runs
 PORT ?= 8080
@@ -20,8 +20,17 @@ else
 	$(TRAIN)
 endif
 
+# Side by side, files kept together: expensive fixtures are shared within a file.
+PYTEST = $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
+
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# Losses on Ray, torchrun, whole runs of SmolLM2, Chromium.
+test-slow: $(VENV)/.ready
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: test test-slow
 
 # Break a run at every call that changes a file, resume it, and compare; 25 minutes on two cores. ARGS='--every 10': a sample.
 test-faults: $(VENV)/.ready
