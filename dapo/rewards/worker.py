@@ -4,7 +4,7 @@ Messages are JSON lines over two pipes of their own. Standard output is discarde
 error and puts it into the reason if the process dies.
 
 Protocol: the pool first sends {"specs", "options"}, and the worker answers {"ready"} or {"refused"}. For each task the
-worker sends {"begin"} when its imports are done, then [index, value, acc, error, extras] for each response it has judged.
+worker sends {"begin"} when its imports are done, then [index, value, acc, error, extras] for each judged response.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ def task(kind, indices, is_retry=False):
     ],
 )
 def test_who_is_to_blame_when_a_process_is_lost(kind, is_retry, has_begun, died, failed, retries):
-    assign_blame = task(kind, [2, 3, 5], is_retry).assign_blame(has_begun=has_begun, died=died)
-    assert assign_blame.failed == failed
-    assert [(part.indices, part.is_retry) for part in assign_blame.retries] == retries
+    blame = task(kind, [2, 3, 5], is_retry).assign_blame(has_begun=has_begun, died=died)
+    assert blame.failed == failed
+    assert [(part.indices, part.is_retry) for part in blame.retries] == retries
 
 
 def test_an_async_response_alone_is_charged():
