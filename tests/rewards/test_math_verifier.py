@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from dapo.rewards.math_verifier import math_reward
 
-# Blocks of a gold answer, responses that are right (+), and responses that are wrong (-), with ¦ between them. A
-# response without a box is put behind "Answer: ".
+# Each block is a gold answer, followed by right (+) and wrong (-) responses that are separated by ¦. A response without
+# a box gets "Answer: " in front.
 CASES = r"""
 # integers
 34
@@ -323,7 +323,7 @@ n!
 \text{A5}_{11}
   + A5_{11} ¦ \text{A5}_{11} ¦ A5
   - A6_{11} ¦ 115 ¦ A5_{12}
-# too big to look at
+# too large to compare
 9
   - 9^{9^{9^9}} ¦ 9^9^9^9 ¦ 9!!! ¦ (9!)! ¦ \binom{1000000}{500000}
 x+y+z
@@ -349,7 +349,7 @@ def read_cases(sign):
 RIGHT, WRONG = list(read_cases("+")), list(read_cases("-"))
 
 
-def test_the_table_is_read_whole():
+def test_the_whole_table_is_read():
     assert len(RIGHT) > 350
     assert len(WRONG) > 440
 
@@ -361,12 +361,12 @@ def is_right(gold, response):
 
 
 @pytest.mark.parametrize(("gold", "response"), RIGHT)
-def test_a_right_answer_in_any_spelling_is_right(gold, response):
+def test_a_right_answer_is_accepted_in_any_spelling(gold, response):
     assert is_right(gold, response)
 
 
 @pytest.mark.parametrize(("gold", "response"), WRONG + TOO_BIG)
-def test_a_neighbor_of_a_right_answer_is_wrong(gold, response):
+def test_a_near_miss_is_wrong(gold, response):
     assert not is_right(gold, response)
 
 
@@ -401,7 +401,7 @@ def test_a_neighbor_of_a_right_answer_is_wrong(gold, response):
         ("34", "Question: what is 34? Answer: 33", False),
     ],
 )
-def test_the_last_answer_counts_wherever_it_stands(gold, completion, right):
+def test_the_last_answer_counts_anywhere_in_the_response(gold, completion, right):
     assert math_reward(completion, gold)["acc"] is right
 
 
@@ -410,7 +410,7 @@ def test_a_response_without_an_answer_has_nothing_extracted():
     assert math_reward("it is 5.", "34") == {"score": 0.0, "acc": False, "extracted": "5"}
 
 
-def test_other_policies_look_elsewhere():
+def test_the_policies_decide_where_the_answer_is_extracted():
     assert math_reward("<answer>34</answer> or 35", 34, policies=("tag",))["acc"]
     assert not math_reward("Answer: 34", 34, policies=("boxed",))["acc"]
 
@@ -471,7 +471,7 @@ FRAGMENTS = st.lists(st.sampled_from([*PIECES.split(), " ", "\n"]), max_size=12)
 
 @settings(max_examples=150, deadline=None)
 @given(FRAGMENTS | st.text(max_size=40), st.sampled_from(["34", "\\frac{1}{2}", "x+1", "[0,1)", "\\{1,2\\}", "50\\%"]))
-def test_nothing_that_a_model_may_write_raises_and_judging_is_deterministic(text, gold):
+def test_no_response_raises_and_judging_is_deterministic(text, gold):
     for completion in (text, f"Answer: {text}", f"\\boxed{{{text}}}"):
         outcome = math_reward(completion, gold)
         assert outcome["acc"] in (True, False)
@@ -496,7 +496,7 @@ def test_numbers_are_judged_without_algebra_and_nothing_needs_torch():
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_what_a_widely_used_prompt_has_models_say_after_their_answer_does_not_count():
+def test_a_phrase_that_a_common_prompt_appends_to_the_answer_is_ignored():
     response = "Final Answer: The final answer is $34$. I hope it is correct."
     assert math_reward(response, "34")["acc"] is True
     assert math_reward(response, "35")["acc"] is False
