@@ -29,8 +29,8 @@ CLOSE_LIMIT = 5.0  # seconds that closing a judge waits for the calls in flight
 # Scores are stored, checkpointed and sent between processes, so their size is bounded.
 MAX_VALUE = 1e30  # its square, in the group's standard deviation, stays far below overflow
 MAX_EXTRAS = 100
-MAX_TEXT = 10_000
-MAX_REASON = 500
+MAX_TEXT = 10_000  # characters of an extra
+MAX_REASON = 500  # characters
 
 
 class Sample(NamedTuple):
@@ -85,9 +85,8 @@ class Reward:
             raise RewardError(f"the reward {function!r} cannot be called as a function ({error})") from None
         self.takes_everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        self.bound = (
-            set(function.keywords) if isinstance(function, partial) else set()
-        )  # a column must not replace these
+        # Arguments bound by partial; a column must not replace them.
+        self.bound = set(function.keywords) if isinstance(function, partial) else set()
         self.is_batched = "completions" in self.names
         self.is_verl = "solution_str" in self.names and not self.is_batched
         self.is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004

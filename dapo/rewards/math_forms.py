@@ -90,6 +90,7 @@ _COMMAS = re.compile(
 
 
 def read_list(text: str) -> Form | None:
+    """Parse several answers separated by commas, `and` or `or`; `±` stands for two."""
     parts, _ = split(text, _COMMAS)
     parts = [part for part in parts if part]
     if len(parts) > 1:

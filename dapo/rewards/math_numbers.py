@@ -41,6 +41,7 @@ _NUMBER = re.compile(
 
 
 def read_number(text: str) -> Number | None:
+    """Parse a literal number with its multiplier, mark and unit; return None if the text is anything else."""
     match = _NUMBER.fullmatch(text)
     if match is None or len(text) > 2 * MAX_DIGITS:
         return None
@@ -56,6 +57,7 @@ def read_number(text: str) -> Number | None:
 
 
 def _value(match: re.Match[str]) -> Number | None:
+    """Return the number without its sign, multiplier, mark and unit."""
     over, under = match["over"] or match["over2"], match["under"] or match["under2"]
     whole = match["whole"] or match["whole2"]
     if over is not None:
@@ -121,7 +123,7 @@ quarters tenths hundredths not or and nor but unless except negative hundred tho
 """
 _OPERATORS = frozenset(_OPERATOR_WORDS.split())
 _TAIL = re.compile(r"(?:\s?(?:⟦[^⟧\d]*⟧|°|(?<![a-zA-Z.\\_])[a-zA-Z][a-zA-Z.]*|/)(?:\s?\^\s?\{?[23]\}?)?)+$")
-_DIGITS = re.compile(r"[A-Z]*\d[\dA-Z]*")  # in bases above ten, letters are digits too
+_DIGITS = re.compile(r"[A-Z]*\d[\dA-Z]*")  # in bases above ten, letters are digits, too
 _BASE = re.compile(r"_\s?\{?\s?⟦?\s?(?:base )?(\d{1,2}|[a-z]+)\s?⟧?\s?\}?$")
 
 

@@ -178,6 +178,7 @@ def _names_or_computes(side: str, gold: Form) -> bool:
     number = read_number(side)
     if number is not None:
         return _same(gold, number)
+    # Digits next to letters, as in 2x, make it an equation to solve. Subscripts, powers and arguments do not count.
     rest = re.sub(r"[_^]\s?(?:\{[^{}]*\}|\w)|\([^()]*\)|\\[a-zA-Z]+", "", side)
     return not (re.search(r"\d", rest) and re.search(r"[a-zA-Z]", rest))
 
@@ -194,6 +195,7 @@ def _same_equation(gold: Form, answer: Form) -> bool:
     if not isinstance(answer, Equation):
         if all(read_number(side) for side in gold.sides):  # as in 0.56 = 56%: either side is correct
             return any(_same(read(side), answer) for side in gold.sides)
+        # The bare value is accepted where the gold answer only names it, as in x = 12.
         return is_label(gold.sides[0]) and set(gold.signs) == {"="} and _same(gold.value, answer)
     if _as_text(gold.sides[0]) == _as_text(answer.sides[0]) and set(gold.signs + answer.signs) == {"="}:
         return _same(gold.value, answer.value)

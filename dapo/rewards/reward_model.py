@@ -31,9 +31,8 @@ class RewardModelJudge:
         self.path = path
         self.tokenizer, self.model = _load(path, options.device)
         self.pad = self.model.config.get_text_config().pad_token_id
-        self.batch_size = (
-            1 if self.pad is None else options.batch_size
-        )  # without a pad token, the model cannot find where a row ends
+        # Without a pad token, the model cannot find where a row ends.
+        self.batch_size = 1 if self.pad is None else options.batch_size
         self.limit = _max_tokens(self.tokenizer, self.model.config)
         self.closed = False
         # One forward pass of a large model on a CPU can take minutes. Closing stops it at the next layer.

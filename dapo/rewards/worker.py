@@ -57,9 +57,8 @@ class Worker:
         self.answers = answers
         self.pid = os.getpid()
         self.rewards: dict[str, Reward] = {}
-        self.loop = (
-            asyncio.new_event_loop()
-        )  # one for all tasks: connections that an async reward keeps belong to its loop
+        # One loop for all tasks: connections that an async reward keeps open belong to it.
+        self.loop = asyncio.new_event_loop()
 
     def load_all(self, specs: Sequence[str]) -> bool:
         """Load the rewards and report their properties, or why one cannot be used. Return whether all loaded."""
