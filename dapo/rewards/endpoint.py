@@ -110,7 +110,7 @@ class EndpointJudge:
                 return await self._ask(_body(prompt, rollouts), len(rollouts))
         except _RequestFailed as error:
             reason = str(error)
-        except Exception as error:  # e.g. a row that JSON cannot encode: costs this group, not the run
+        except Exception as error:  # e.g. a row that JSON cannot encode: only this group is unjudged
             reason = explain(error)
         return [unjudged(self._mask_token(f"{self.url}: {reason}"))] * len(rollouts)
 

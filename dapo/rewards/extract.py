@@ -119,7 +119,7 @@ _NUMBER = re.compile(
     # Digits inside a name (x2, H2O, a_1) are not numbers. A minus after a letter, digit or closing bracket is an
     # operator, so the number in x-3 is 3.
     r"(?<![A-Za-z_\\\d.])"
-    r"(?P<sign>(?<![\w)\]}])[-−+])?\\?[$€£¥]?(?P<late>(?<=[$€£¥])[-−])?"
+    r"(?P<sign>(?<![\w)\]}])[-−+])?\\?[$€£¥]?(?P<inner_sign>(?<=[$€£¥])[-−])?"
     rf"(?:(?:(?P<whole>\d+)\s?)?\\[dt]?frac\{{(?P<over>-?\d+)\}}\{{(?P<under>\d+)\}}|(?P<plain>{_DIGITS}))"
     r"(?P<slash>\s?/\s?\d+(?![\d.]))?"
     r"(?P<power>[eE][-+]?\d+(?!\w)|\s?(?:\\times|\\cdot|×|\*)\s?10\s?\^\s?\{?-?\d+\}?)?"
@@ -137,7 +137,7 @@ def _last_number(text: str) -> str | None:
         end = start - 1
     if last is None:
         return None
-    sign = "-" if (last["sign"] or last["late"] or "") in ("-", "−") else ""
+    sign = "-" if (last["sign"] or last["inner_sign"] or "") in ("-", "−") else ""
     if last["over"]:
         body = f"{last['whole'] + ' ' if last['whole'] else ''}{last['over']}/{last['under']}"
     else:

@@ -101,7 +101,7 @@ class Reward:
         """Call the function once: for one response, or for the whole group if it is batched."""
         try:
             return self._scores(self.function(**self._arguments(prompt, samples)), len(samples))
-        except (Exception, SystemExit) as error:  # user code may raise anything: costs these responses, not the run
+        except (Exception, SystemExit) as error:  # user code may raise anything: only these are unjudged
             return [unjudged(explain(error))] * len(samples)
 
     async def score_async(self, prompt: Prompt, samples: Sequence[Sample], timeout: float) -> list[Score]:

@@ -1,4 +1,4 @@
-"""Judge in worker processes, so that a reward that hangs, crashes or leaks costs only the response it was judging.
+"""Judge in worker processes, so that a reward that hangs, crashes or leaks affects only the response it was judging.
 
 A worker that misses its deadline is killed with everything it started, and replaced. A worker that dies is replaced
 too. The response it was judging is tried once more in another worker before it becomes unjudged, so that a process

@@ -66,7 +66,7 @@ class RewardModelJudge:
                 scores += self._score(prompt, batch)
             except _Closed:
                 scores += [unjudged(CLOSED)] * len(batch)
-            except Exception as error:  # e.g. out of memory, or a template error: costs this batch, not the run
+            except Exception as error:  # e.g. out of memory or a template error: only this batch is unjudged
                 scores += [unjudged(f"{self.path}: {explain(error)}")] * len(batch)
         future.set_result(scores)
 
