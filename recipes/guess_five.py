@@ -1,10 +1,10 @@
-"""The reward of recipes/guess_five.yaml."""
+"""The reward function of recipes/guess_five.yaml."""
 
 import re
 
 
 def reward(completion: str, answer: int) -> float:
-    """1 for the number itself, less the further off a lone integer is, 0 for anything that is not one."""
+    """Return 1 for the answer, less for an integer that is further off, and 0 for anything but a single integer."""
     text = completion.strip()
     if not re.fullmatch(r"[+-]?[0-9]+", text) or len(text) > 9:
         return 0.0

@@ -126,7 +126,7 @@ def test_dry_run_prints_the_resolved_configuration_and_the_plan_and_writes_nothi
             marks=pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs reasoning-gym"),
         ),
         (["data.prompt_template=daop"], "expected text that holds {question}, or the name of a template"),
-        (["reward.use=maths"], "which is no judge; did you mean 'math'?"),
+        (["reward.use=maths"], "which is not a judge; did you mean 'math'?"),
         (["eval.best_metric=data/avg@3"], "eval.best_metric needs an evaluation"),
         (["reward.length_shaping=buffer", "reward.overlong_buffer.len=8"], "reward.overlong_buffer.len is 8"),
         (["reward.use=gone.py:reward"], "there is no file gone.py"),

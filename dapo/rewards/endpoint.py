@@ -1,8 +1,8 @@
-"""Judging by an HTTP endpoint: one POST per group, with one deadline, retried while that makes sense.
+"""Judge by an HTTP endpoint: one POST per group, with a single deadline, retried where a retry can help.
 
-It gets {"samples": [{"prompt": messages, "completion", "answer", "data_source", "extra"}, ...]} and answers
-{"scores": [...]} in the same order, each a number, a mapping with `score` and perhaps `acc` and extras, or null for a
-response to which it does not apply.
+Request: {"samples": [{"prompt": messages, "completion", "answer", "data_source", "extra"}, ...]}.
+Answer: {"scores": [...]} in the same order. Each score is a number, a mapping with `score` and optionally `acc` and
+extras, or null where the reward does not apply to the response.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from dapo.errors import RewardError
 from dapo.rewards.function import CLOSE_LIMIT, CLOSED, DOES_NOT_APPLY, explain, to_json, to_score, unjudged
 from dapo.types import Prompt, Rollout, Score
 
-TRIES = 5
-AT_ONCE = 8  # requests in flight
-MAX_ANSWER = 2**26
-TRY_AGAIN = (408, 429, 500, 502, 503, 504)
-MIN_SECRET = 8  # characters; a shorter token is no secret, and masking it would garble numbers
+MAX_TRIES = 5
+MAX_IN_FLIGHT = 8  # requests
+MAX_ANSWER_BYTES = 2**26
+RETRY_STATUSES = (408, 429, 500, 502, 503, 504)
+MIN_SECRET = 8  # characters; a shorter token is not a secret, and masking it would garble numbers in answers
 
 
-class _Unanswered(Exception):
-    """No scores, and why; `is_final` when asking again would not help."""
+class _RequestFailed(Exception):
+    """The request returned no scores. `is_final`: a retry would not help."""
 
     def __init__(self, reason: str, *, is_final: bool = False) -> None:
         super().__init__(reason)
@@ -42,25 +42,24 @@ class _Unanswered(Exception):
 
 
 class EndpointJudge:
-    """Asks an endpoint for the scores of a group. All exchanges run in one event loop, in a daemon thread.
+    """Asks an endpoint for the scores of each group. All requests run in one event loop, in a daemon thread.
 
-    A request has three times as long as one response, since it carries a group. That is one deadline for the whole
-    exchange: name lookup, connection, TLS, request, headers and body. Closing cancels every exchange, whatever the
-    endpoint does.
+    A request may take three times `timeout`, because it carries a whole group. This single deadline covers the name
+    lookup, connection, TLS, request, headers and body. Closing the judge cancels every request.
     """
 
     def __init__(self, url: str, timeout: float, backoff: float = 0.5) -> None:
         self.url = url
-        self.seconds = 3 * timeout
+        self.deadline = 3 * timeout
         self.backoff = backoff
         self.token = _token()
         self.client = _client(self.token)
-        self.jitter = random.Random()  # the run's own random numbers stay untouched
-        self.places = asyncio.Semaphore(AT_ONCE)
+        self.jitter = random.Random()  # separate, so that the run stays reproducible
+        self.slots = asyncio.Semaphore(MAX_IN_FLIGHT)
         self.tasks: set[asyncio.Task[list[Score]]] = set()
         self.closing = asyncio.Event()
         self.is_closed = False
-        self.lock = threading.Lock()  # over `is_closed`: nothing is handed to the loop after its end
+        self.lock = threading.Lock()  # guards `is_closed`: no call reaches the loop after it has stopped
         self.loop = _Loop()
         self.thread = threading.Thread(target=self._run, name="dapo-endpoint", daemon=True)
         self.thread.start()
@@ -70,7 +69,7 @@ class EndpointJudge:
         future.set_running_or_notify_cancel()
         with self.lock:
             if not self.is_closed:
-                self.loop.call_soon_threadsafe(self._begin, prompt, rollouts, future)
+                self.loop.call_soon_threadsafe(self._start, prompt, rollouts, future)
                 return future
         future.set_result([unjudged(CLOSED)] * len(rollouts))
         return future
@@ -82,7 +81,7 @@ class EndpointJudge:
                 self.loop.call_soon_threadsafe(self.closing.set)
         self.thread.join(CLOSE_LIMIT)
 
-    # All that follows runs in the thread
+    # Everything below runs in the thread.
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
@@ -95,9 +94,9 @@ class EndpointJudge:
                 task.cancel()
             await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    def _begin(self, prompt: Prompt, rollouts: Sequence[Rollout], future: Future[list[Score]]) -> None:
+    def _start(self, prompt: Prompt, rollouts: Sequence[Rollout], future: Future[list[Score]]) -> None:
         task = self.loop.create_task(self._judge(prompt, rollouts))
-        self.tasks.add(task)  # the loop itself would let it be garbage collected
+        self.tasks.add(task)  # the loop keeps only a weak reference
 
         def finish(task: asyncio.Task[list[Score]]) -> None:
             self.tasks.discard(task)
@@ -107,57 +106,57 @@ class EndpointJudge:
 
     async def _judge(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Score]:
         try:
-            async with self.places:
+            async with self.slots:
                 return await self._ask(_body(prompt, rollouts), len(rollouts))
-        except _Unanswered as error:
+        except _RequestFailed as error:
             reason = str(error)
-        except Exception as error:  # a row that is no JSON, or a library's surprise: these responses, not the run
+        except Exception as error:  # e.g. a row that JSON cannot encode: only this group is unjudged
             reason = explain(error)
-        return [unjudged(self._without_token(f"{self.url}: {reason}"))] * len(rollouts)
+        return [unjudged(self._mask_token(f"{self.url}: {reason}"))] * len(rollouts)
 
     async def _ask(self, body: bytes, n: int) -> list[Score]:
-        for attempt in range(1, TRIES + 1):
+        for attempt in range(1, MAX_TRIES + 1):
             try:
-                return _read_scores(await self._post(body), n, self._without_token)
-            except _Unanswered as error:
+                return _read_scores(await self._post(body), n, self._mask_token)
+            except _RequestFailed as error:
                 if error.is_final:
                     raise
-                if attempt == TRIES:
-                    raise _Unanswered(f"{error} (tried {TRIES} times)") from None
-            # Clients that failed together should not come back together.
+                if attempt == MAX_TRIES:
+                    raise _RequestFailed(f"{error} (tried {MAX_TRIES} times)") from None
+            # The jitter keeps clients that failed together from retrying together.
             await asyncio.sleep(self.backoff * 2 ** (attempt - 1) * self.jitter.uniform(0.5, 1.5))
         raise AssertionError("the last attempt returns or raises")
 
     async def _post(self, body: bytes) -> bytearray:
         try:
-            async with asyncio.timeout(self.seconds), self.client.stream("POST", self.url, content=body) as response:
-                if response.is_redirect:  # another host must not get the token, nor the dataset's rows
-                    reason = f"HTTP status {response.status_code}, a redirect; name the address it leads to"
-                    raise _Unanswered(reason, is_final=True)
+            async with asyncio.timeout(self.deadline), self.client.stream("POST", self.url, content=body) as response:
+                if response.is_redirect:  # another host must not get the token or the dataset's rows
+                    reason = f"HTTP status {response.status_code}, a redirect; set reward.use to its target"
+                    raise _RequestFailed(reason, is_final=True)
                 if not response.is_success:
                     code = response.status_code
-                    raise _Unanswered(f"HTTP status {code}", is_final=code not in TRY_AGAIN)
+                    raise _RequestFailed(f"HTTP status {code}", is_final=code not in RETRY_STATUSES)
                 answer = bytearray()
                 async for piece in response.aiter_raw():
                     answer += piece
-                    if len(answer) > MAX_ANSWER:
-                        raise _Unanswered(f"an answer of more than {MAX_ANSWER} bytes", is_final=True)
+                    if len(answer) > MAX_ANSWER_BYTES:
+                        raise _RequestFailed(f"the answer has more than {MAX_ANSWER_BYTES} bytes", is_final=True)
                 return answer
         except TimeoutError:
-            raise _Unanswered(f"no answer within {self.seconds:g} s") from None
+            raise _RequestFailed(f"no answer within {self.deadline:g} s") from None
         except httpx2.TransportError as error:
-            raise _Unanswered(_root_cause(error)) from None
+            raise _RequestFailed(_root_cause(error)) from None
 
-    def _without_token(self, text: str) -> str:
-        """Mask the token where the endpoint sends it back: answers and reasons are recorded, and shown."""
+    def _mask_token(self, text: str) -> str:
+        """Mask the token where the endpoint echoes it: answers and reasons are recorded and shown."""
         return text.replace(self.token, f"[{REWARD_TOKEN}]") if len(self.token) >= MIN_SECRET else text
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop that looks up names in daemon threads.
+    """An event loop that looks up host names in daemon threads.
 
-    The usual loop looks them up in an executor, whose threads Python joins before it exits: a name server that does
-    not answer would hold up the process.
+    The default loop uses an executor, and Python joins its threads at exit. A name server that does not answer would
+    keep the process from exiting.
     """
 
     async def getaddrinfo(self, host: Any, port: Any, **hints: Any) -> list[Any]:
@@ -165,7 +164,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
         def settle(addresses: list[Any], error: Exception | None) -> None:
             if found.cancelled():
-                return  # past the deadline
+                return  # the deadline has passed
             if error is not None:
                 found.set_exception(error)
             else:
@@ -176,8 +175,8 @@ class _Loop(asyncio.SelectorEventLoop):
             error: Exception | None = None
             try:
                 addresses = socket.getaddrinfo(host, port, **hints)
-            except Exception as fault:
-                error = fault
+            except Exception as failure:
+                error = failure
             with suppress(RuntimeError):  # the loop may be closed by now
                 self.call_soon_threadsafe(settle, addresses, error)
 
@@ -188,12 +187,14 @@ class _Loop(asyncio.SelectorEventLoop):
 def _token() -> str:
     token = os.environ.get(REWARD_TOKEN, "").strip()
     if not re.fullmatch(r"[!-~]*", token):
-        raise RewardError(f"{REWARD_TOKEN} holds characters that no HTTP header can carry; expected printable ASCII")
+        raise RewardError(
+            f"{REWARD_TOKEN} has characters that an HTTP header cannot carry; use printable ASCII without spaces"
+        )
     return token
 
 
 def _client(token: str) -> httpx2.AsyncClient:
-    # One connection per request. No compression: a small answer could unpack to more than the memory holds.
+    # One connection per request. No compression: a small answer could decompress to more than fits in memory.
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Connection": "close"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
@@ -202,16 +203,16 @@ def _client(token: str) -> httpx2.AsyncClient:
         return httpx2.AsyncClient(headers=headers, timeout=None, limits=limits, follow_redirects=False)
     except (ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
-        raise RewardError(f"reward.use: the proxy that the environment names cannot be used ({reason})") from None
+        raise RewardError(f"reward.use: the proxy set in the environment cannot be used ({reason})") from None
 
 
 def _root_cause(error: BaseException) -> str:
-    """Say what went wrong below the client, whose own words are only that all attempts to connect failed."""
+    """Describe the innermost error: the HTTP client itself only says that all connection attempts failed."""
     while True:
-        below = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error.__context__
-        if below is None:
+        inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error.__context__
+        if inner is None:
             return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        error = below
+        error = inner
 
 
 def _body(prompt: Prompt, rollouts: Sequence[Rollout]) -> bytes:
@@ -233,10 +234,10 @@ def _read_scores(answer: bytearray, n: int, clean: Callable[[str], str]) -> list
     try:
         content: Any = json.loads(clean(answer.decode("utf-8-sig")))
     except (ValueError, RecursionError):
-        raise _Unanswered(f"the answer is not JSON; {expected}", is_final=True) from None
+        raise _RequestFailed(f"the answer is not JSON; {expected}", is_final=True) from None
     scores = content.get("scores") if isinstance(content, dict) else None
     if not isinstance(scores, list):
-        raise _Unanswered(f"the answer has no list 'scores'; {expected}", is_final=True)
+        raise _RequestFailed(f"the answer has no list 'scores'; {expected}", is_final=True)
     if len(scores) != n:
-        raise _Unanswered(f"the answer has {len(scores)} scores; {expected}", is_final=True)
+        raise _RequestFailed(f"the answer has {len(scores)} scores; {expected}", is_final=True)
     return [unjudged(DOES_NOT_APPLY) if score is None else to_score(score) for score in scores]

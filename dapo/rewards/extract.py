@@ -1,4 +1,4 @@
-"""Where in a response the answer stands: five ways to look for it, each linear in the length of the text."""
+"""Find the answer in a response: five extraction policies, each linear in the length of the text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dapo.config import Extraction
 
 
 def extract(completion: str, policies: Sequence[Extraction]) -> str | None:
-    """What the first policy that finds something finds."""
+    """Return the answer found by the first policy that finds one."""
     for policy in policies:
         found = _POLICIES[policy](completion)
         if found is not None:
@@ -17,33 +17,35 @@ def extract(completion: str, policies: Sequence[Extraction]) -> str | None:
     return None
 
 
-# A label stands at the start of a line or of a sentence, markup aside. In the middle of a sentence, or in quotation
-# marks, it is talk about the label: prompts say `after "Answer:"`, and responses repeat them.
+# A label counts only at the start of a line or sentence, apart from markup. In quotation marks or inside a sentence it
+# is a mention: prompts say `after "Answer:"`, and responses repeat that.
 _LABEL = re.compile(r"(?:answer|答案)[ \t]{0,3}(?:is[ \t]{0,3})?[*_]{0,3}[ \t]{0,3}[:：]", re.IGNORECASE)
 _BEFORE_LABEL = re.compile(
     r"(?:^|[\n.!?。！？;,)\]}$*]|\b(?:so|thus|hence|therefore|the))[\s>#*_\-]{0,8}"
     r"(?:(?:the|my|final|correct|最终)[ ]?){0,3}$",
     re.IGNORECASE,
 )
-_HOPE = " I hope it is correct."  # what a widely used prompt has models say after their answer
-_LABEL_CONTEXT = 40  # characters before a label that can matter
-_LINES_TO_SKIP = 3  # an answer on its own line may come after a blank line and an opening $$ or \[
+_PROMPTED_SUFFIX = " I hope it is correct."  # a widely used few-shot prompt makes models append this
+_LABEL_CONTEXT = 40  # characters before a label that are checked
+_MAX_SKIPPED_LINES = 3  # an answer on its own line may come after a blank line and an opening $$ or \[
 _OPENERS = re.compile(r"(?:[\s*_`]|\$\$|\\\[|\$(?=\s*$))*")
 _CLOSERS = " \t\r*_`"
 
 
 def _answer_line(text: str) -> str | None:
-    """The line after the last label that has something on it (in a box, if there is one); the label may have the line
-    above to itself."""
+    """Return the text after the last label that has any, or the content of the box in that text.
+
+    The label may stand on a line of its own, with the answer on one of the next lines.
+    """
     for label in reversed(list(_LABEL.finditer(text))):
         before = text[max(0, label.start() - _LABEL_CONTEXT) : label.start()]
         if not _BEFORE_LABEL.search(before):
             continue
         start = label.end()
-        for _ in range(1 + _LINES_TO_SKIP):
+        for _ in range(1 + _MAX_SKIPPED_LINES):
             end = text.find("\n", start)
             line = text[start : len(text) if end < 0 else end]
-            line = line.removesuffix(_HOPE)
+            line = line.removesuffix(_PROMPTED_SUFFIX)
             rest = line[_match_end(_OPENERS, line) :].rstrip(_CLOSERS)
             if rest.strip("\"'.”"):
                 return _boxed(rest) or _without_half_delimiters(rest)
@@ -59,7 +61,7 @@ def _match_end(pattern: re.Pattern[str], text: str) -> int:
 
 
 def _without_half_delimiters(line: str) -> str:
-    """`34$$` and `34 \\]`: the opening half was skipped, so the closing one goes as well."""
+    """Remove a closing delimiter whose opening half was skipped, as in `34$$` and `34 \\]`."""
     for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
         if line.endswith(closing) and opening not in line[: -len(closing)]:
             line = line[: -len(closing)].rstrip()
@@ -71,21 +73,24 @@ _BARE = re.compile(r"[-+]?[\w.,/%]+")
 
 
 def _boxed(text: str) -> str | None:
-    """The content of the box that is opened last, of those that are closed; `\\boxed 5` is closed by what follows."""
-    depths: list[int] = []  # for each open brace: where its box's content begins, or -1 for a plain brace
+    """Return the content of the box that opens last, among those that are closed.
+
+    A box without braces, as in `\\boxed 5`, ends with its number or word.
+    """
+    open_braces: list[int] = []  # per open brace: where the content of its box starts, or -1 for a plain brace
     last_start, last_content = -1, None
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
     for token in _BOX_TOKEN.finditer(text):
         word = token.group()
         if word == "{":
-            depths.append(-1)
+            open_braces.append(-1)
         elif word == "}":
-            start = depths.pop() if depths else -1
+            start = open_braces.pop() if open_braces else -1
             if start > last_start:
                 last_start, last_content = start, (start, token.start())
         elif token.group(1):
-            depths.append(token.end())
+            open_braces.append(token.end())
         elif token.group(1) is not None:
             bare = _BARE.match(text, token.end())
             if bare:
@@ -99,7 +104,7 @@ _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 
 
 def _tag(text: str) -> str | None:
-    """What stands between the last closing tag and the opening one before it."""
+    """Return the text between the last closing tag and the opening tag before it."""
     start, found = None, None
     for tag in _TAG.finditer(text):
         if not tag.group(1):
@@ -111,10 +116,10 @@ def _tag(text: str) -> str | None:
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
-    # Digits that belong to a name (x2, H2O, a_1) are not numbers; a minus after a letter, a digit or a closing bracket
-    # is an operator, so that x-3 holds the number 3.
+    # Digits inside a name (x2, H2O, a_1) are not numbers. A minus after a letter, digit or closing bracket is an
+    # operator, so the number in x-3 is 3.
     r"(?<![A-Za-z_\\\d.])"
-    r"(?P<sign>(?<![\w)\]}])[-−+])?\\?[$€£¥]?(?P<late>(?<=[$€£¥])[-−])?"
+    r"(?P<sign>(?<![\w)\]}])[-−+])?\\?[$€£¥]?(?P<inner_sign>(?<=[$€£¥])[-−])?"
     rf"(?:(?:(?P<whole>\d+)\s?)?\\[dt]?frac\{{(?P<over>-?\d+)\}}\{{(?P<under>\d+)\}}|(?P<plain>{_DIGITS}))"
     r"(?P<slash>\s?/\s?\d+(?![\d.]))?"
     r"(?P<power>[eE][-+]?\d+(?!\w)|\s?(?:\\times|\\cdot|×|\*)\s?10\s?\^\s?\{?-?\d+\}?)?"
@@ -123,16 +128,16 @@ _NUMBER = re.compile(
 
 
 def _last_number(text: str) -> str | None:
-    """The last number as it would be typed: no currency or thousands commas, `a/b` for a fraction, its percent sign."""
+    """Return the last number in plain form: no currency sign or thousands commas, `a/b` for a fraction, `%` kept."""
     last, end = None, len(text)
-    while last is None and end >= 0:  # line by line from the end: most of a long response is never looked at
+    while last is None and end >= 0:  # line by line from the end, because the answer is usually there
         start = text.rfind("\n", 0, end) + 1
         for last in _NUMBER.finditer(text, start, end):  # noqa: B007
             pass
         end = start - 1
     if last is None:
         return None
-    sign = "-" if (last["sign"] or last["late"] or "") in ("-", "−") else ""
+    sign = "-" if (last["sign"] or last["inner_sign"] or "") in ("-", "−") else ""
     if last["over"]:
         body = f"{last['whole'] + ' ' if last['whole'] else ''}{last['over']}/{last['under']}"
     else:

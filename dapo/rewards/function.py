@@ -1,4 +1,4 @@
-"""A reward is a plain function of one of three signatures; here it is found, called, and its answer checked."""
+"""Load a reward function, call it by whichever of three signatures it has, and validate what it returns."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from dapo.types import Prompt, Rollout, Score
 RewardFunction = Callable[..., Any]
 
 DOES_NOT_APPLY = "the reward does not apply here: it returned None"
-CLOSED = "the judge was closed before it got to this"
-CLOSE_LIMIT = 5.0  # seconds for what is under way to end when its judge is closed
+CLOSED = "the judge was closed before it judged this response"
+CLOSE_LIMIT = 5.0  # seconds that closing a judge waits for the calls in flight
 
-# Scores are stored, checkpointed and sent between processes: a judge that returns a book must not stop the run.
-MAX_VALUE = 1e30  # its square is far from overflowing in the group's standard deviation
+# Scores are stored, checkpointed and sent between processes, so their size is bounded.
+MAX_VALUE = 1e30  # its square, in the group's standard deviation, stays far below overflow
 MAX_EXTRAS = 100
-MAX_TEXT = 10_000
-MAX_REASON = 500
+MAX_TEXT = 10_000  # characters of an extra
+MAX_REASON = 500  # characters
 
 
 class Sample(NamedTuple):
-    """What a reward sees of a rollout."""
+    """The part of a rollout that a reward function sees."""
 
     text: str
     tokens: Sequence[int] = ()
 
 
 def load_function(spec: str) -> RewardFunction:
-    """`path/to/file.py:function`"""
+    """Import the function that `path/to/file.py:function` names."""
     path, colon, name = spec.rpartition(":")
     if not colon or not path or not name:
         raise RewardError(f"reward.use is '{spec}'; expected path/to/file.py:function")
@@ -51,8 +51,8 @@ def load_function(spec: str) -> RewardFunction:
     if module_spec is None or module_spec.loader is None:
         raise RewardError(f"reward.use: {path} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
-    # As if it were run from its folder: files beside it can be imported, now and in its functions, and dataclasses
-    # find their module.
+    # Import as if the file were run from its own folder. Its functions can import files beside it, now and later, and
+    # dataclasses find their module.
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
@@ -61,18 +61,20 @@ def load_function(spec: str) -> RewardFunction:
         raise RewardError(f"reward.use: {path} cannot be imported ({type(error).__name__}: {error})") from error
     function = getattr(module, name, None)
     if not callable(function):
-        there = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
-        raise RewardError(f"reward.use: {path} has no function '{name}'; there are: {there}")
+        available = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
+        raise RewardError(f"reward.use: {path} has no function '{name}'; available: {available}")
     return function
 
 
 class Reward:
-    """A function of any of the three signatures, called with as much of the row as it takes.
+    """A reward function with one of three signatures, called with the columns that it takes.
 
-    Ours: `reward(completion, answer, **row)`. verl's: `compute_score(data_source, solution_str, ground_truth,
-    extra_info=None)`. TRL's: `f(prompts, completions, completion_ids=None, **columns)`, called once for a group with
-    lists: strings where the row's prompt was plain text, else lists of messages. Which it is shows in the parameters.
-    What it cannot judge gets a reason, not a 0.
+    - Ours: `reward(completion, answer, **row)`.
+    - verl's: `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
+    - TRL's: `f(prompts, completions, completion_ids=None, **columns)`, called once per group with lists. Prompts and
+      completions are strings where the row's prompt was plain text, else lists of messages.
+
+    The parameter names tell which one it is. A response that cannot be judged gets a reason, not a score of 0.
     """
 
     def __init__(self, function: RewardFunction) -> None:
@@ -83,7 +85,8 @@ class Reward:
             raise RewardError(f"the reward {function!r} cannot be called as a function ({error})") from None
         self.takes_everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        self.bound = set(function.keywords) if isinstance(function, partial) else set()  # no column may replace them
+        # Arguments bound by partial; a column must not replace them.
+        self.bound = set(function.keywords) if isinstance(function, partial) else set()
         self.is_batched = "completions" in self.names
         self.is_verl = "solution_str" in self.names and not self.is_batched
         self.is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
@@ -95,10 +98,10 @@ class Reward:
             )
 
     def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Score]:
-        """One call: for one response, or for all of them where the function is batched."""
+        """Call the function once: for one response, or for the whole group if it is batched."""
         try:
             return self._scores(self.function(**self._arguments(prompt, samples)), len(samples))
-        except (Exception, SystemExit) as error:  # a user's code may raise anything: it costs these, and is counted
+        except (Exception, SystemExit) as error:  # user code may raise anything: only these are unjudged
             return [unjudged(explain(error))] * len(samples)
 
     async def score_async(self, prompt: Prompt, samples: Sequence[Sample], timeout: float) -> list[Score]:
@@ -142,7 +145,7 @@ class Reward:
 
 
 def _columns(prompt: Prompt, samples: Sequence[Sample]) -> dict[str, Any]:
-    """The row as TRL gives it: every column a list with one entry per response."""
+    """Return the row in TRL's form: each column is a list with one entry per response."""
     row = {
         "answer": prompt.answer,
         "ground_truth": prompt.answer,
@@ -161,9 +164,10 @@ def _columns(prompt: Prompt, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 class FunctionJudge:
-    """Judges in the training process with a function that was given as an object, which no other process could get.
+    """Judges in the training process with a function that was passed as an object.
 
-    There is no deadline, except for async functions: they run in a thread of their own, a whole group at once.
+    A function object cannot be sent to another process. A sync function has no deadline. An async function has one: it
+    runs in its own thread, a whole group concurrently.
     """
 
     def __init__(self, function: RewardFunction, timeout: float) -> None:
@@ -202,77 +206,79 @@ class FunctionJudge:
         was_closed, self.closed = self.closed, True
         loop = self.loop
         if loop is not None and not was_closed:
-            end = asyncio.run_coroutine_threadsafe(_cancel_the_rest(), loop)
-            end.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
-            wait([end], CLOSE_LIMIT)  # a function that blocks the loop is left behind: its thread is a daemon
+            cancellation = asyncio.run_coroutine_threadsafe(_cancel_other_tasks(), loop)
+            cancellation.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+            wait([cancellation], CLOSE_LIMIT)  # a function that blocks the loop is abandoned: its thread is a daemon
 
 
-async def _cancel_the_rest() -> None:
-    rest = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in rest:
+async def _cancel_other_tasks() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
         task.cancel()
-    await asyncio.gather(*rest, return_exceptions=True)
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def unjudged(reason: str) -> Score:
-    return Score(None, error=_text(reason, MAX_REASON))
+    return Score(None, error=_truncate(reason, MAX_REASON))
 
 
 def explain(error: BaseException) -> str:
-    """The exception, and the file and line that raised it."""
+    """Return the exception with the file and line that raised it."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     place = f"{Path(frame.f_code.co_filename).name}:{line}"
     if isinstance(error, MemoryError):
         return f"MemoryError: more than reward.memory_gb allows ({place})"
     try:
         message = str(error)
-    except Exception:  # an exception of the user's own whose text cannot be made is still one to report
+    except Exception:  # __str__ of a user's exception class may raise too
         message = "(its message cannot be shown)"
     return f"{type(error).__name__}: {message[:MAX_REASON]} ({place})"
 
 
 def to_score(outcome: Any) -> Score:
-    """A number, or a mapping with `score` and optionally `acc` and named extras."""
+    """Validate a function's result: a number, or a mapping with `score` and optionally `acc` and named extras."""
     if not isinstance(outcome, Mapping):
-        return _checked(outcome, None, {})
+        return _validated(outcome, None, {})
     if "score" not in outcome:
         return unjudged(f"the reward returned a dict without 'score' (keys: {', '.join(map(str, outcome))})")
     if len(outcome) > MAX_EXTRAS:
         return unjudged(f"the reward returned a dict with {len(outcome)} entries, more than {MAX_EXTRAS}")
     extras = {
-        _text(str(key), MAX_REASON): _plain(value) for key, value in outcome.items() if key not in ("score", "acc")
+        _truncate(str(key), MAX_REASON): _to_plain_value(value)
+        for key, value in outcome.items()
+        if key not in ("score", "acc")
     }
-    return _checked(outcome["score"], outcome.get("acc"), extras)
+    return _validated(outcome["score"], outcome.get("acc"), extras)
 
 
 def to_json(value: Any) -> str:
-    """A dataset's row on its way to a judge: arrays become lists, and what JSON does not know becomes text."""
-    return json.dumps(value, default=lambda odd: odd.tolist() if hasattr(odd, "tolist") else str(odd))
+    """Encode a row for a judge: arrays become lists, and values that JSON does not know become text."""
+    return json.dumps(value, default=lambda other: other.tolist() if hasattr(other, "tolist") else str(other))
 
 
-def _plain(value: Any) -> Any:
-    """Extras are stored and checkpointed as JSON: plain values stay, array scalars become numbers, the rest text."""
+def _to_plain_value(value: Any) -> Any:
+    """Convert an extra for JSON: plain values stay, array scalars become numbers, everything else becomes text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
         return value if abs(value) < 2**63 else f"an integer of {value.bit_length()} bits"
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else str(float(value))
-    return _text(value if isinstance(value, str) else str(value), MAX_TEXT)
+    return _truncate(value if isinstance(value, str) else str(value), MAX_TEXT)
 
 
-def _text(text: str, limit: int) -> str:
-    """No longer than that, and without the lone surrogates that no file or database takes."""
+def _truncate(text: str, limit: int) -> str:
+    """Cut the text to `limit` characters and replace lone surrogates, which no file or database accepts."""
     text = text if len(text) <= limit else text[:limit] + "…"
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _checked(value: Any, acc: Any, extras: Mapping[str, Any]) -> Score:
+def _validated(value: Any, acc: Any, extras: Mapping[str, Any]) -> Score:
     if getattr(value, "ndim", None) == 0:  # an array or tensor that holds one number
         value = value.item()
     if not isinstance(value, numbers.Real):
         return unjudged(f"the reward returned {type(value).__name__}, not a number")
-    # So asked, it is also true of NaN, and no float is made of an enormous integer.
+    # In this form the check also catches NaN, and does not convert a huge integer to a float.
     if not (value <= MAX_VALUE and value >= -MAX_VALUE):  # pyright: ignore[reportOperatorIssue]
         shown = "an enormous number" if isinstance(value, numbers.Rational) else float(value)
         return unjudged(f"the reward returned {shown}; expected a finite number of at most {MAX_VALUE:g}")

@@ -1,4 +1,4 @@
-"""Judges answers to reasoning-gym questions with the task's own scorer, on the item made again from its seed."""
+"""The `gym` rule: score an answer with the reasoning-gym task's own scorer, on the item regenerated from its seed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dapo.config import Extraction
 from dapo.errors import RewardError
 from dapo.rewards.extract import extract as find_answer
 
-# What a scorer raises over answers that are merely wrong: they count as wrong. Everything else that a scorer raises is
-# a reason why the answer could not be judged. Found by scoring junk with every task.
+# Exceptions that a task's scorer raises for malformed answers. Such an answer is wrong. Any other exception makes the
+# response unjudged. The table was found by scoring junk with every task.
 RAISES_OVER_JUNK: dict[str, tuple[type[Exception], ...]] = {
     "boxnet": (TypeError, AttributeError, KeyError, ValueError),  # JSON that is not the mapping it expects
     "calendar_arithmetic": (OverflowError,),  # a number with hundreds of digits
-    "game_of_life": (KeyError,),  # a mapping in place of a list
-    "prime_factorization": (ValueError,),  # anything but factors
+    "game_of_life": (KeyError,),  # a mapping instead of a list
+    "prime_factorization": (ValueError,),  # anything that is not factors
     "time_intervals": (OverflowError,),
 }
 
-# What a scorer takes for right although it never is: no distance to `nan` is greater than another.
+# Answers that a scorer accepts by mistake: every comparison with the distance to `nan` is false.
 NEVER_RIGHT = {"complex_arithmetic": re.compile("nan", re.IGNORECASE)}
 
 
@@ -36,9 +36,9 @@ def gym_reward(
     threshold: float = 1.0,
     extract: Sequence[Extraction] | None = None,
 ) -> dict[str, Any]:
-    """The task's score for the answer in the response; the answer is right from `threshold` on.
+    """Extract the answer and score it; it is correct if the score reaches `threshold`.
 
-    The answer is looked for before it is scored, because most tasks give `The answer is 5` only part of the score.
+    Extraction comes first because most tasks give `The answer is 5` only part of the score.
     """
     found = find_answer(completion, extract or _policies(answer))
     score = 0.0 if found is None else _score(found, gym)
@@ -65,13 +65,13 @@ def _score(found: str, gym: Mapping[str, Any]) -> float:
     check = hashlib.blake2b(entry["question"].encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     if check != gym["check"]:
         raise RewardError(
-            f"gym:{task}: item {gym['index']} of seed {gym['seed']} is another question here than the one that was "
-            "asked; is it the same version of reasoning-gym?"
+            f"gym:{task}: item {gym['index']} of seed {gym['seed']} is a different question here; install the "
+            "version of reasoning-gym that generated the prompt"
         )
     if task in NEVER_RIGHT and NEVER_RIGHT[task].search(found):
         return 0.0
     try:
-        # A copy, because some scorers play the answer out on the item itself.
+        # A copy, because some scorers modify the item.
         return float(dataset.score_answer(found, copy.deepcopy(entry)))
     except RAISES_OVER_JUNK.get(task, ()):
         return 0.0
@@ -79,7 +79,7 @@ def _score(found: str, gym: Mapping[str, Any]) -> float:
 
 @lru_cache(maxsize=256)
 def _item(task: str, params: str, seed: int, index: int) -> tuple[Any, dict[str, Any]]:
-    """All responses to a question are judged on one item, which can take a third of a second to make."""
+    """Return the dataset and the item, cached: generating an item can take a third of a second."""
     dataset = _dataset(task, params, seed)
     return dataset, dataset[index]
 

@@ -1,4 +1,4 @@
-"""From `reward.use` to a judge: which kind each name means, where it runs, and how several become one score."""
+"""Build the judge that `reward.use` names: a rule, function, reward model or endpoint, or a weighted sum of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
-from dapo.rewards.endpoint import AT_ONCE, EndpointJudge
+from dapo.rewards.endpoint import MAX_IN_FLIGHT, EndpointJudge
 from dapo.rewards.function import DOES_NOT_APPLY, FunctionJudge, RewardFunction, to_score, unjudged
 from dapo.rewards.pool import WorkerPool
 from dapo.rewards.protocol import Judge
@@ -28,14 +28,14 @@ KINDS = f"{AUTO}, {', '.join(RULES)}, path/to/file.py:function, model:PATH or ht
 
 
 def build_judge(options: RewardConfig, function: RewardFunction | None = None) -> Judge:
-    """A function given as an object comes first and runs in this process; all else is named by `reward.use`."""
+    """Return the judge for these options. A function object takes precedence and runs in this process."""
     if function is not None:
         return FunctionJudge(function, options.timeout)
-    specs = named(options)
+    specs = judge_specs(options)
     for spec in specs:
         _check(spec)
     local = [spec for spec in specs if not _is_url(spec) and not spec.startswith("model:")]
-    with ExitStack() as opened:  # should a later one fail, those before it are closed
+    with ExitStack() as opened:  # if a later judge fails to open, close those before it
         pool = WorkerPool(["math" if spec == AUTO else spec for spec in local], options) if local else None
         if pool is not None:
             opened.callback(pool.close)
@@ -50,17 +50,17 @@ def build_judge(options: RewardConfig, function: RewardFunction | None = None) -
     return WeightedSum([_Term(n, w, j) for n, w, j in zip(names, options.use.values(), judges, strict=True)])
 
 
-def named(options: RewardConfig) -> list[str]:
+def judge_specs(options: RewardConfig) -> list[str]:
     return [options.use] if isinstance(options.use, str) else [*options.use]
 
 
 def names_model(options: RewardConfig) -> bool:
-    return any(spec.startswith("model:") for spec in named(options))
+    return any(spec.startswith("model:") for spec in judge_specs(options))
 
 
 def at_once(options: RewardConfig) -> int:
-    """Groups that keep a judge busy: one in each process and one to follow, or as many as an endpoint is asked."""
-    return AT_ONCE if any(map(_is_url, named(options))) else options.workers + 1
+    """Return how many groups keep a judge busy: one per process plus one queued, or an endpoint's requests."""
+    return MAX_IN_FLIGHT if any(map(_is_url, judge_specs(options))) else options.workers + 1
 
 
 def _open(spec: str, options: RewardConfig, pool: WorkerPool | None) -> Judge:
@@ -77,7 +77,7 @@ def _is_url(spec: str) -> bool:
 
 
 def _check(spec: str) -> None:
-    """Refuse at once what is of no kind; whether a file or model is any good shows when it is opened."""
+    """Raise if the spec names no kind of judge. Files and models are checked when they are opened."""
     kind, colon, rest = spec.partition(":")
     if kind == "python" and colon:
         raise RewardError(
@@ -92,24 +92,24 @@ def _check(spec: str) -> None:
         return None
     close = difflib.get_close_matches(spec, [AUTO, *RULES], n=1)
     suggestion = f"; did you mean '{close[0]}'?" if close else ";"
-    raise RewardError(f"reward.use is '{spec}', which is no judge{suggestion} expected {KINDS}")
+    raise RewardError(f"reward.use is '{spec}', which is not a judge{suggestion} expected {KINDS}")
 
 
 def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
-        has_host = bool(parts.hostname) and parts.port != 0  # a port that is no number is a ValueError
+        has_host = bool(parts.hostname) and parts.port != 0  # raises ValueError if the port is not a number
         reason = "it has no host" if not has_host else ""
     except ValueError as error:
         reason = str(error)
     if not url.isascii() or not url.isprintable() or " " in url:
-        reason = "a URL is made of ASCII characters without spaces"
+        reason = "a URL has only ASCII characters and no spaces"
     if reason:
-        raise RewardError(f"reward.use is {url!r}, which is no URL of an endpoint ({reason})")
+        raise RewardError(f"reward.use is {url!r}, which is not an endpoint URL ({reason})")
 
 
 def short_names(specs: Sequence[str]) -> list[str]:
-    """What the terms of a sum are called in the records: short where that tells them apart, else in full."""
+    """Return the recorded names of a sum's terms: short names where they are unique, else full specs."""
     names = [_short(spec) for spec in specs]
     count = Counter(names)
     return [name if count[name] == 1 else spec for name, spec in zip(names, specs, strict=True)]
@@ -124,15 +124,17 @@ def _short(spec: str) -> str:
 
 
 class PooledJudge:
-    """One reward that a pool's workers know. `auto`: reasoning-gym's own scorer for its questions, else math."""
+    """One reward that runs in a pool's workers. `auto` is `gym` for reasoning-gym questions and `math` for others."""
 
     def __init__(self, pool: WorkerPool, spec: str) -> None:
         self.pool = pool
         self.spec = spec
 
     def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
-        by_itself = "gym" if prompt.data_source.startswith("gym:") else "math"
-        return self.pool.submit(by_itself if self.spec == AUTO else self.spec, prompt, rollouts)
+        spec = self.spec
+        if spec == AUTO:
+            spec = "gym" if prompt.data_source.startswith("gym:") else "math"
+        return self.pool.submit(spec, prompt, rollouts)
 
     def close(self) -> None:
         self.pool.close()
@@ -146,7 +148,7 @@ class _Term:
 
 
 class WeightedSum:
-    """Several judges side by side. A response that one of them cannot judge is not judged."""
+    """Several judges whose scores are added. A response that one of them cannot judge is unjudged."""
 
     def __init__(self, terms: Sequence[_Term]) -> None:
         self.terms = terms
@@ -158,7 +160,7 @@ class WeightedSum:
         missing = len(self.terms)
         parts = [term.judge.submit(prompt, rollouts) for term in self.terms]
 
-        def one_is_done(_: Future[list[Score]]) -> None:
+        def on_part_done(_: Future[list[Score]]) -> None:
             nonlocal missing
             with lock:
                 missing -= 1
@@ -168,24 +170,25 @@ class WeightedSum:
                 total.set_result([self._add(scores) for scores in zip(*columns, strict=True)])
 
         for part in parts:
-            part.add_done_callback(one_is_done)
+            part.add_done_callback(on_part_done)
         return total
 
     def _add(self, scores: Sequence[Score]) -> Score:
         value, acc, extras = 0.0, None, {}
-        own: dict[str, Any] = {}
+        own_scores: dict[str, Any] = {}
         for term, score in zip(self.terms, scores, strict=True):
             if score.error == DOES_NOT_APPLY:
                 continue
             if score.value is None:
                 return unjudged(f"{term.name}: {score.error}")
             value += term.weight * score.value
-            own[f"score/{term.name}"] = score.value
+            own_scores[f"score/{term.name}"] = score.value
             acc = score.acc if acc is None else acc
-            extras = {**score.extras, **{k: v for k, v in extras.items() if v is not None}}  # the first to know a thing
-        if not own:
+            # Where two judges name the same extra, the first that is not None counts.
+            extras = {**score.extras, **{k: v for k, v in extras.items() if v is not None}}
+        if not own_scores:
             return unjudged(DOES_NOT_APPLY)
-        return replace(to_score({"score": value, "acc": acc}), extras={**extras, **own})
+        return replace(to_score({"score": value, "acc": acc}), extras={**extras, **own_scores})
 
     def close(self) -> None:
         for term in self.terms:

@@ -1,6 +1,6 @@
-"""Equality of two expressions by math-verify and SymPy, behind a gate that keeps out what they cannot bear.
+"""Compare expressions with math-verify and SymPy, after a check that rejects input that would take them too long.
 
-Their own timeouts use signals and are switched off: whoever calls this runs in a process that can be killed.
+Their own timeouts use signals and are switched off: this code runs in a worker process that can be killed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sympy import Basic
 
-MAX_LENGTH = 400
-_MAX_POWER = 20  # of a sum, which may get expanded; the gold's own powers are always allowed
+MAX_LENGTH = 400  # characters
+_MAX_POWER = 20  # SymPy may expand powers of sums; powers up to the gold answer's largest are always allowed
 _MAX_FACTORIAL = 1_000
-_NOTHING = 1e-60
+_ZERO_TOLERANCE = 1e-60  # smaller values are rounding errors of zero
 
-# Commands an answer may use. Integrals, sums and limits are not answers: SymPy would work them out.
+# LaTeX commands that an answer may use. Integrals, sums and limits are excluded, because SymPy would evaluate them.
 _KNOWN = """
 frac sqrt pi cdot times div sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp infty binom
 lvert rvert vert lfloor rfloor lceil rceil overline bar vec hat angle
@@ -29,18 +29,23 @@ Gamma Delta Theta Lambda Phi Psi Omega Sigma
 _COMMANDS = frozenset(_KNOWN.split())
 
 
-def is_wordy(text: str) -> bool:
-    """Words, names of lines like AB, and times of the day are not products."""
+def has_words(text: str) -> bool:
+    """Return whether the text has words, names like AB or times of day, which must not be read as products."""
     return bool(re.search(r"(?<![\\a-zA-Z])(?:[a-zA-Z]{4}|[A-Z]{2})|:", text))
 
 
 def is_same_expression(gold: str, answer: str | Fraction) -> bool:
-    """Whether the two are equal, by math-verify; what cannot be read, or is too big, is equal to nothing."""
-    if isinstance(answer, str) and not _is_bearable(answer, gold):
+    """Return whether math-verify finds the two equal. An answer that is unreadable or too large is not equal."""
+    if isinstance(answer, str) and not _is_cheap_to_compare(answer, gold):
         return False
     expected = _parse(gold)
     given = _parse(answer) if isinstance(answer, str) else _rational(answer)
-    if expected is None or given is None or _is_infinite(expected) != _is_infinite(given) or _differ(expected, given):
+    if (
+        expected is None
+        or given is None
+        or _is_infinite(expected) != _is_infinite(given)
+        or _differ_at_point(expected, given)
+    ):
         return False
     from math_verify import verify
 
@@ -48,8 +53,11 @@ def is_same_expression(gold: str, answer: str | Fraction) -> bool:
 
 
 def is_same_relation(gold: tuple[str, ...], gold_sign: str, answer: tuple[str, ...], answer_sign: str) -> bool:
-    """Whether two equations or inequalities say the same: their differences are multiples of each other."""
-    if not all(_is_bearable(side, " ".join(gold)) for side in answer):
+    """Return whether two equations or inequalities are equivalent: left minus right differs only by a constant factor.
+
+    A negative factor flips the sign of an inequality.
+    """
+    if not all(_is_cheap_to_compare(side, " ".join(gold)) for side in answer):
         return False
     parsed = [_parse(side) for side in (*gold, *answer)]
     if any(side is None or not hasattr(side, "free_symbols") for side in parsed):
@@ -63,14 +71,14 @@ def is_same_relation(gold: tuple[str, ...], gold_sign: str, answer: tuple[str, .
     ratio = simplify(expected / given)
     if not ratio.is_number or not ratio.is_finite or ratio.is_zero:
         return False
-    turned = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
+    flipped = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
     if gold_sign == "=" or answer_sign == "=" or ratio.is_positive:
         return gold_sign == answer_sign
-    return bool(ratio.is_negative) and turned.get(gold_sign) == answer_sign
+    return bool(ratio.is_negative) and flipped.get(gold_sign) == answer_sign
 
 
 def numeric_value(text: str, digits: int) -> Fraction | None:
-    """The value of a constant, to so many digits; None if it is no real constant."""
+    """Return the value of a real constant to `digits` digits, or None if the text is not one."""
     parsed: Any = _parse(text)
     if parsed is None or getattr(parsed, "free_symbols", True) or not getattr(parsed, "is_number", False):
         return None
@@ -84,8 +92,8 @@ def _rational(value: Fraction) -> Any:
     return Rational(value.numerator, value.denominator)
 
 
-def _differ(left: Any, right: Any) -> bool:
-    """Whether the two have different values at some point: this settles most wrong answers without any algebra."""
+def _differ_at_point(left: Any, right: Any) -> bool:
+    """Return whether the values differ at one fixed point, which settles most wrong answers without algebra."""
     from sympy import Expr, Rational
 
     if not (isinstance(left, Expr) and isinstance(right, Expr)):
@@ -94,13 +102,13 @@ def _differ(left: Any, right: Any) -> bool:
     point = {name: Rational(2 * i + 5, 7) for i, name in enumerate(names)}
     try:
         values = [e.subs({s: point[str(s)] for s in e.free_symbols}).evalf(20) for e in (left, right)]
-    except OverflowError:  # an answer like exp(exp(exp(9))) has no digits, and no gold answer is so large
+    except OverflowError:  # an answer like exp(exp(exp(9))); no gold answer is that large
         return True
     if not all(value.is_number and value.is_finite for value in values):
         return False
     size = max(abs(value) for value in values)
-    # Relative, because 2^{-98} is not 2^{-94}; below _NOTHING is what is left of a zero.
-    return bool(size > _NOTHING and abs(values[0] - values[1]) > 1e-9 * size)
+    # The tolerance is relative, because 2^{-98} is not 2^{-94}.
+    return bool(size > _ZERO_TOLERANCE and abs(values[0] - values[1]) > 1e-9 * size)
 
 
 def _is_infinite(parsed: Any) -> bool:
@@ -110,8 +118,8 @@ def _is_infinite(parsed: Any) -> bool:
 _LITERAL_POWER = re.compile(r"\^\s*\{?\s*(-?\d+)")
 
 
-def _is_bearable(answer: str, gold: str) -> bool:
-    """Whether looking at the answer is cheap, and makes sense: numbers side by side are no product."""
+def _is_cheap_to_compare(answer: str, gold: str) -> bool:
+    """Return whether the answer is cheap to compare and well formed: `34 35` is not a product."""
     if len(answer) > MAX_LENGTH or re.search(r"\d\s+\d|\d\s*\.\s*\.|[#&@?]", answer):
         return False
     known = _COMMANDS | set(re.findall(r"\\([a-zA-Z]+)", gold))
@@ -130,10 +138,10 @@ _POWER_TOKEN = re.compile(r"\^\s*\{|[\^{}]")
 
 
 def _tower_height(text: str) -> int:
-    """How many powers stand on top of each other: 1 for x^2, 2 for 9^{9^9}."""
+    """Return how deeply powers are nested: 1 for x^2, 2 for 9^{9^9}."""
     if re.search(r"\^\s*-?\w+\s*\^", text):
         return 2
-    braces: list[int] = []  # for each open one: 1 if it holds an exponent
+    braces: list[int] = []  # per open brace: 1 if it encloses an exponent
     height = 0
     for token in _POWER_TOKEN.findall(text):
         if token == "}":
@@ -148,12 +156,12 @@ def _tower_height(text: str) -> int:
 
 @lru_cache(maxsize=2_000)
 def _parse(text: str) -> Basic | None:
-    """One expression, or None where math-verify can make nothing of it."""
+    """Parse one expression; return None if math-verify cannot."""
     from math_verify import LatexExtractionConfig, parse
     from math_verify.parser import NormalizationConfig
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
-    # Its unit rules are off: they take the t of 5t for tons.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # silence its warning that timeouts are off
+    # Its unit rules are off, because they read the t of 5t as tons.
     spelling = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
     target = LatexExtractionConfig(boxed_match_priority=-1, normalization_config=spelling)
     text = text.replace("°", "^\\circ").replace("⦃", "\\{").replace("⦄", "\\}")

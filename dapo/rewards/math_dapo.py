@@ -1,8 +1,9 @@
-"""The judge of the published DAPO recipe, quirks included: for reproducing it, not for judging well.
+"""The `math_dapo` rule: the judge of the published DAPO recipe, quirks included, for reproducing it.
 
-Only the last 300 characters are read; the last `Answer:` there counts up to the end of its line; prediction and gold
-are normalized as text and compared as text; right is +1 and wrong is -1. So `34.`, `34.0`, `034`, `**34**`,
-`**Answer:** 34` and an answer followed by 300 more characters are wrong for 34. Use `math` for anything else.
+It reads only the last 300 characters and takes the rest of the line after the last `Answer:`. Prediction and gold
+answer are normalized and compared as text. Correct is +1, wrong is -1. For the gold answer 34 it therefore rejects
+`34.`, `34.0`, `034`, `**34**`, `**Answer:** 34`, and an answer followed by 300 more characters. For everything but
+reproduction, use `math`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-WINDOW = 300
+WINDOW = 300  # characters
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
-# Applied in this order, everywhere in the text and not only at word boundaries: that is the published behavior.
+# Applied in this order and also inside words, as published.
 _REPLACED = (
     ("an ", ""),
     ("a ", ""),
@@ -43,11 +44,11 @@ _DOLLARS = re.compile(r"^.*?\$(.*?)\$.*$", re.DOTALL)
 
 
 def math_dapo_reward(completion: str, answer: Any, **row: Any) -> dict[str, Any]:
-    """+1 or -1, by text."""
+    """Return a score of +1 or -1 by comparing normalized text."""
     found = _ANSWER.findall(completion[-WINDOW:])
     predicted = normalize(found[-1]) if found else None
-    right = predicted is not None and predicted == normalize(gold_text(answer))
-    return {"score": 1.0 if right else -1.0, "acc": right, "extracted": predicted}
+    is_right = predicted is not None and predicted == normalize(gold_text(answer))
+    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "extracted": predicted}
 
 
 def gold_text(answer: Any) -> str:
@@ -57,7 +58,7 @@ def gold_text(answer: Any) -> str:
 
 
 def normalize(answer: str) -> str:
-    """The Minerva normalization of a final answer."""
+    """Normalize a final answer as the Minerva evaluation does."""
     answer = answer.split("=")[-1]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
@@ -66,7 +67,7 @@ def normalize(answer: str) -> str:
     answer = _DOLLARS.sub(r"$\1$", answer)
     for wrapper in _UNWRAPPED:
         answer = wrapper.sub(r"\1", answer)
-    # \frac12 and \sqrt3 get their braces: a command followed by anything but a brace takes single characters.
+    # Add the braces to \frac12 and \sqrt3: without braces, a command takes single characters.
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer)
     answer = answer.replace("$", "")

@@ -1,7 +1,7 @@
-"""Reads an answer, as people and models write it, into a number, an expression, or a group of these.
+"""Parse an answer, as people and models write it, into a number, an expression, an equation, or a group of these.
 
-Everything that can be decided by looking (lists, sets, tuples, intervals, matrices, names, units, percent signs) is
-decided here, so that a computer algebra system only ever sees single expressions: what it makes of `34 35` is 69.
+Structure (lists, sets, tuples, intervals, matrices, names, units, percent signs) is parsed here, so that the computer
+algebra system only sees single expressions. It would read `34 35` as a number, 69.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dapo.rewards.math_numbers import Number, read_number, read_number_words, sp
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """Something that has to be computed with, or plain words."""
+    """An expression that needs algebra to compare, or plain words."""
 
     text: str
     mark: str = ""
@@ -23,8 +23,11 @@ class Expression:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Several answers in brackets: "(" ")" tuple or open interval, "[" ")" ..., "{" "}" set, "" "" a bare list,
-    "∪" "" a union, "&" "\\\\" a matrix, whose items are rows."""
+    """Several answers together. The opening and closing marks tell the kind.
+
+    "(" ")": tuple or open interval; "[" ")" and so on: interval; "{" "}": set; "" "": bare list; "∪" "": union;
+    "&" "\\\\": matrix, whose items are rows ("&" "").
+    """
 
     opening: str
     closing: str
@@ -44,7 +47,7 @@ Form = Number | Expression | Group | Equation
 
 
 def read(text: str) -> Form:
-    """The structure of an answer that has been cleaned."""
+    """Parse a cleaned answer."""
     if text.startswith("⟦") and _is_enclosed(text):
         text = text[1:-1].strip()
     return (
@@ -61,7 +64,10 @@ _OPENING, _CLOSING = "([{⦃⟦", ")]}⦄⟧"
 
 
 def split(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """Cut at the separators that stand in no bracket and in no environment; brackets need not match, as in [0,1)."""
+    """Split at separators outside of brackets and environments. Brackets need not match, as in [0,1).
+
+    Return the parts and the separators between them.
+    """
     parts, found, depth, start = [], [], 0, 0
     cuts = {match.start(): match for match in separator.finditer(text)}
     if not cuts:
@@ -84,17 +90,18 @@ _COMMAS = re.compile(
 
 
 def read_list(text: str) -> Form | None:
+    """Parse several answers separated by commas, `and` or `or`; `±` stands for two."""
     parts, _ = split(text, _COMMAS)
     parts = [part for part in parts if part]
     if len(parts) > 1:
-        return Group("", "", _members(parts))
+        return Group("", "", _read_members(parts))
     if text.count("±") == 1:
         return Group("", "", (read(text.replace("±", "+")), read(text.replace("±", "-"))))
     return None
 
 
-def _members(parts: list[str]) -> tuple[Form, ...]:
-    """Of a list; `±1, 3` has three."""
+def _read_members(parts: list[str]) -> tuple[Form, ...]:
+    """Parse the members of a list, with nested bare lists flattened: `±1, 3` has three members."""
     found: list[Form] = []
     for part in parts:
         form = read(part)
@@ -104,9 +111,9 @@ def _members(parts: list[str]) -> tuple[Form, ...]:
 
 _SIGNS = re.compile(r"[<>≤≥≠=≈]")
 _NAME = re.compile(r"(?!\\infty|\\pi)(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\{?\w+\}?)?'?(?:\([a-zA-Z]\))?$")
-_IN = re.compile(r"^(?:[a-zA-Z]|\\[a-zA-Z]+)(?:\([a-zA-Z]\))?\s?(?:∈|⟦\s?in\s?⟧)\s?")
-_TURNED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
-_INFINITE = Expression("\\infty"), Expression("-\\infty")
+_MEMBER_OF = re.compile(r"^(?:[a-zA-Z]|\\[a-zA-Z]+)(?:\([a-zA-Z]\))?\s?(?:∈|⟦\s?in\s?⟧)\s?")
+_FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
+_INFINITIES = Expression("\\infty"), Expression("-\\infty")
 
 
 def _read_relation(text: str) -> Form | None:
@@ -115,7 +122,7 @@ def _read_relation(text: str) -> Form | None:
         return read(sides[1]) if len(sides) == 2 else None
     if not signs or not all(sides):
         return None
-    if set(signs) == {"≈"}:  # the exact side is what is claimed, unless it is only a name
+    if set(signs) == {"≈"}:  # the exact side is the answer, unless it is only a name
         return read(sides[0] if not is_name(sides[0]) else sides[1])
     if set(signs) <= {"=", "≈"}:
         exact = len(sides) - 1 if "≈" not in signs else signs.index("≈")
@@ -128,16 +135,16 @@ def is_name(text: str) -> bool:
 
 
 def is_label(text: str) -> bool:
-    """What a value may be called: x, f(x), AB, the area."""
+    """Return whether the text can name a value: x, f(x), AB, the area."""
     return is_name(text) or bool(re.fullmatch(r"[a-zA-Z⟦⟧ ]+", text))
 
 
 def _read_interval(sides: list[str], signs: list[str]) -> Form | None:
-    """`0 ≤ x < 1` is [0,1), `x > 2` is (2,∞), `x ≠ 5` is everything around 5."""
-    if len(sides) == 2 and is_name(sides[1]) and not is_name(sides[0]) and signs[0] in _TURNED:
-        sides, signs = sides[::-1], [_TURNED[signs[0]]]
+    """Parse an inequality as an interval: `0 ≤ x < 1` is [0,1), `x > 2` is (2,∞), `x ≠ 5` is (-∞,5)∪(5,∞)."""
+    if len(sides) == 2 and is_name(sides[1]) and not is_name(sides[0]) and signs[0] in _FLIPPED:
+        sides, signs = sides[::-1], [_FLIPPED[signs[0]]]
     if len(sides) == 2 and is_name(sides[0]) and not is_name(sides[1]):
-        bound, (high, low) = read(sides[1]), _INFINITE
+        bound, (high, low) = read(sides[1]), _INFINITIES
         if signs[0] == "≠":
             return Group("∪", "", (Group("(", ")", (low, bound)), Group("(", ")", (bound, high))))
         if signs[0] in "<≤":
@@ -145,7 +152,7 @@ def _read_interval(sides: list[str], signs: list[str]) -> Form | None:
         return Group("(" if signs[0] == ">" else "[", ")", (bound, high))
     if len(sides) == 3 and is_name(sides[1]):
         if set(signs) <= {">", "≥"}:
-            sides, signs = sides[::-1], [_TURNED[sign] for sign in signs[::-1]]
+            sides, signs = sides[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
         if set(signs) <= {"<", "≤"}:
             brackets = ("(" if signs[0] == "<" else "["), (")" if signs[1] == "<" else "]")
             return Group(*brackets, (read(sides[0]), read(sides[2])))
@@ -153,7 +160,7 @@ def _read_interval(sides: list[str], signs: list[str]) -> Form | None:
 
 
 def _read_union(text: str) -> Form | None:
-    text = _IN.sub("", text)
+    text = _MEMBER_OF.sub("", text)
     parts, _ = split(text, re.compile("∪"))
     if len(parts) == 1:
         return _read_bracket(text)
@@ -171,11 +178,11 @@ def _read_bracket(text: str) -> Form | None:
     parts, _ = split(text[1:-1].strip(), re.compile("[,;]"))
     if len(parts) == 1:  # (34), [34] and {34} are 34
         return read(parts[0]) if parts[0] else None
-    return Group(opening, closing, tuple(read(part) for part in parts) if opening != "{" else _members(parts))
+    return Group(opening, closing, tuple(read(part) for part in parts) if opening != "{" else _read_members(parts))
 
 
 def depth(text: str) -> int:
-    """How deep the brackets are nested."""
+    """Return how deeply brackets are nested."""
     now = deepest = 0
     for character in text:
         now += (character in _OPENING) - (character in _CLOSING)
@@ -184,7 +191,7 @@ def depth(text: str) -> int:
 
 
 def _is_enclosed(text: str) -> bool:
-    """Whether the bracket that opens the text is the one that closes it."""
+    """Return whether the first and last characters are one pair of brackets."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character in _OPENING) - (character in _CLOSING)

@@ -1,4 +1,4 @@
-"""Numbers that are written out, with the percent sign, number base and unit that may follow them."""
+"""Parse literal numbers, with the percent sign, number base or unit that may follow them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_DIGITS = 400  # of one number, powers of ten written out: arithmetic on these is instant
+MAX_DIGITS = 400  # of one number with its power of ten expanded; keeps arithmetic fast
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """34, -3.50, 2/3, 1\\frac{1}{2}, 0.\\overline{3}, 4e6: nothing is left to be computed."""
+    """A literal number that needs no computation: 34, -3.50, 2/3, 1\\frac{1}{2}, 0.\\overline{3}, 4e6."""
 
     value: Fraction
-    kind: str  # integer, decimal or fraction: how it is written
-    digits: int = 0  # significant ones of a decimal
-    places: int = 0  # of a decimal, after the point
+    kind: str  # "integer", "decimal" or "fraction": how it is written
+    digits: int = 0  # significant digits of an integer or decimal
+    places: int = 0  # decimal places
     mark: str = ""  # "%", or "_2" for base two
     unit: str = ""
 
@@ -25,17 +25,23 @@ _GROUPED = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
 _INTEGER = r"\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+"
 _NUMBER = re.compile(
     rf"(?P<sign>[-+])?\s?(?:"
+    # \frac{a}{b}, alone or after a whole number
     rf"(?:(?P<whole>\d+)\s?)?\\frac\s?\{{\s?(?P<over>-?\s?(?:{_GROUPED}))\s?\}}\s?\{{\s?(?P<under>-?\s?(?:{_GROUPED}))\s?\}}"
+    # a/b, alone or after a whole number
     rf"|(?:(?P<whole2>\d+)\s)?(?P<over2>{_GROUPED})\s?/\s?(?P<under2>-?(?:{_GROUPED}))"
+    # 0.1\overline{6}: a repeating decimal
     rf"|(?P<head>\d*)\.(?P<stable>\d*)\\overline\s?\{{(?P<repeating>\d+)\}}"
+    # an integer or decimal, with an optional power of ten
     rf"|(?P<integer>{_INTEGER})?(?P<decimal>\.\d*)?"
     rf"(?:[eE](?P<power>[-+]?\d{{1,4}})|\s?(?:\\times|\\cdot|\*)\s?10\s?\^\s?\{{?(?P<power2>[-+]?\d{{1,4}})\}}?)?"
+    # multiplier, percent sign, number base or unit
     rf")(?P<tail>.*)",
     re.DOTALL,
 )
 
 
 def read_number(text: str) -> Number | None:
+    """Parse a literal number with its multiplier, mark and unit; return None if the text is anything else."""
     match = _NUMBER.fullmatch(text)
     if match is None or len(text) > 2 * MAX_DIGITS:
         return None
@@ -51,6 +57,7 @@ def read_number(text: str) -> Number | None:
 
 
 def _value(match: re.Match[str]) -> Number | None:
+    """Return the number without its sign, multiplier, mark and unit."""
     over, under = match["over"] or match["over2"], match["under"] or match["under2"]
     whole = match["whole"] or match["whole2"]
     if over is not None:
@@ -74,7 +81,7 @@ def _value(match: re.Match[str]) -> Number | None:
 
 _MULTIPLIERS = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 
-# Other names of the same unit. Units that are not here are dropped unseen; of these, two different ones do not match.
+# Each unit with its other names. Two different units from this table do not match; any other unit is ignored.
 _SAME_UNIT = {
     "°": "deg degree",
     "mm": "millimeter millimetre",
@@ -108,20 +115,20 @@ _SAME_UNIT = {
     "pm": "",
 }
 _UNITS = {name: unit for unit, others in _SAME_UNIT.items() for name in (unit, *others.split())}
-_LETTERS = frozenset("mgshlJNWV")  # single letters that are units when a space stands before them, as in "34 m"
-# Words after a number that change its value: dropping them would make 3 of "3 squared".
-_CHANGING = """
+_LETTERS = frozenset("mgshlJNWV")  # single letters that are units after a number, as in "34 m"
+# Words after a number that change its value, so that "3 squared" is not read as 3.
+_OPERATOR_WORDS = """
 squared cubed factorial plus minus times over divided choose mod modulo root point half halves third thirds quarter
 quarters tenths hundredths not or and nor but unless except negative hundred thousand million billion trillion dozen
 """
-_OPERATORS = frozenset(_CHANGING.split())
+_OPERATORS = frozenset(_OPERATOR_WORDS.split())
 _TAIL = re.compile(r"(?:\s?(?:⟦[^⟧\d]*⟧|°|(?<![a-zA-Z.\\_])[a-zA-Z][a-zA-Z.]*|/)(?:\s?\^\s?\{?[23]\}?)?)+$")
-_DIGITS = re.compile(r"[A-Z]*\d[\dA-Z]*")  # in bases above ten, letters are digits too
+_DIGITS = re.compile(r"[A-Z]*\d[\dA-Z]*")  # in bases above ten, letters are digits, too
 _BASE = re.compile(r"_\s?\{?\s?⟦?\s?(?:base )?(\d{1,2}|[a-z]+)\s?⟧?\s?\}?$")
 
 
 def split_tail(text: str, *, after_number: bool = False) -> tuple[str, str, str]:
-    """What stands before the mark and the unit, the mark, and the unit."""
+    """Split off a trailing mark (percent sign or number base) and unit. Return the rest, the mark and the unit."""
     text = text.strip()
     if text.endswith("%"):
         return text[:-1].strip(), "%", ""
@@ -137,14 +144,18 @@ def split_tail(text: str, *, after_number: bool = False) -> tuple[str, str, str]
     bare = re.findall(r"[a-zA-Z.]+", re.sub(r"⟦[^⟧]*⟧", " ", tail.group()))
     if set(words.lower().split()) & _OPERATORS:
         first, _, rest = words.strip().partition(" ")
-        return (text[: tail.start()] + first, "", _unit(rest)) if first.lower() in _MULTIPLIERS else (text, "", "")
-    if not all(_may_be_dropped(word, after_number) for word in bare):
+        return (
+            (text[: tail.start()] + first, "", _canonical_unit(rest))
+            if first.lower() in _MULTIPLIERS
+            else (text, "", "")
+        )
+    if not all(_is_unit_word(word, after_number) for word in bare):
         return text, "", ""
-    return text[: tail.start()].strip(), "", _unit(words)
+    return text[: tail.start()].strip(), "", _canonical_unit(words)
 
 
-def _may_be_dropped(word: str, after_number: bool) -> bool:
-    """Whether a word that is not marked as text is a unit and no product of variables."""
+def _is_unit_word(word: str, after_number: bool) -> bool:
+    """Return whether a word outside \\text{} is a unit rather than a product of variables."""
     if len(word) == 1:
         return after_number and word in _LETTERS
     known = word.lower().replace(".", "")
@@ -154,8 +165,8 @@ def _may_be_dropped(word: str, after_number: bool) -> bool:
 _SQUARE, _CUBIC = re.compile(r"\bsq(?:uare)?\b|\^\s?\{?2\}?"), re.compile(r"\bcubic\b|\^\s?\{?3\}?")
 
 
-def _unit(words: str) -> str:
-    """The unit under one name, or nothing when it is not known."""
+def _canonical_unit(words: str) -> str:
+    """Return the canonical name of the unit, or an empty text if it is unknown."""
     words = words.lower().replace(".", "")
     power = "^2" if _SQUARE.search(words) else "^3" if _CUBIC.search(words) else ""
     name = re.sub(r"\s", "", _CUBIC.sub("", _SQUARE.sub("", words)))
@@ -163,17 +174,17 @@ def _unit(words: str) -> str:
     return known + power if known else ""
 
 
-_SMALL = """
+_BELOW_TWENTY = """
 zero one two three four five six seven eight nine ten
 eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
 """
-_ROUND = "twenty thirty forty fifty sixty seventy eighty ninety"
-_WORDS = {word: value for value, word in enumerate(_SMALL.split())}
-_TENS = {word: 10 * value for value, word in enumerate(_ROUND.split(), start=2)}
+_MULTIPLES_OF_TEN = "twenty thirty forty fifty sixty seventy eighty ninety"
+_WORDS = {word: value for value, word in enumerate(_BELOW_TWENTY.split())}
+_TENS = {word: 10 * value for value, word in enumerate(_MULTIPLES_OF_TEN.split(), start=2)}
 
 
 def read_number_words(text: str) -> Number | None:
-    """zero to ninety-nine, alone or before `hundred`; with `minus` or `negative` in front."""
+    """Parse zero to ninety-nine, alone or before `hundred`, with an optional `minus` or `negative` in front."""
     words = text.lower().replace("-", " ").split()
     sign = -1 if words[:1] in (["minus"], ["negative"]) else 1
     words = words[1:] if sign < 0 else words

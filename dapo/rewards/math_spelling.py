@@ -1,4 +1,4 @@
-"""One spelling for what can be written in several: delimiters, spacing, fractions, signs, percent, degrees."""
+"""Normalize the spelling of an answer: delimiters, spacing, fractions, signs, percent, degrees."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _SIGNS = {
     ",": "、",
     ".": "。",
     " ": "\u00a0\u2009",
-    "": "⟦⟧⦃⦄",  # marks that are put in below: ⟦words⟧ and ⦃sets⦄
+    "": "⟦⟧⦃⦄",  # removed from the input, because they are used below as marks: ⟦words⟧ and ⦃sets⦄
 }
 _CHARACTERS = str.maketrans({sign: spelling for spelling, signs in _SIGNS.items() for sign in signs})
 _CHARACTERS |= {0xFF01 + i: 0x21 + i for i in range(94)}  # full-width forms
-# Commands that only say how something looks, and other spellings, in the order in which they must be applied.
+# Formatting commands and alternative spellings. The order matters.
 _SPELLINGS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\\\\[[^\]]{0,9}\]", r"\\\\"),  # a matrix row with extra space
+        (r"\\\\\[[^\]]{0,9}\]", r"\\\\"),  # end of a matrix row with extra space
         (r"(?<!\\)\\[()\[\]]|\\?\$+|[€£¥]", " "),
         (r"\{,\}|,\s?\\!", ","),
         (r"(?<=\d)\\,(?=\d{3}(?!\d))", ","),
@@ -70,23 +70,23 @@ _SPELLINGS = tuple(
         (r"\s+", " "),
     )
 )
-_LEAD = re.compile(
+_LEAD_IN = re.compile(
     r"(?i)^(?:(?:so|thus|hence|therefore),? )?(?:the |my |our )?(?:final |correct )?"
     r"(?:answer|result|solution|value)(?: is| are|:| =)+\s?:?"
 )
-_PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
+_PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _TRAILING = " \t.,;:*_`\"'"
 
 
 def clean(text: str) -> str:
-    """One spelling for everything that can be written in several."""
+    """Return the answer in its normal spelling."""
     text = text.strip(" \t\n*_`\"'").translate(_CHARACTERS)
     if "\\boxed" in text or "\\fbox" in text:
         text = extract(text, ("boxed",)) or text
     text = text.rstrip(_TRAILING)
     plain = text.strip("$ ")
-    if _PLAIN.fullmatch(plain):  # most answers are: nothing of what follows would change them
+    if _PLAIN_NUMBER.fullmatch(plain):  # the common case, which the steps below would not change
         return plain
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
-    return _LEAD.sub("", text.strip()).strip().rstrip(_TRAILING)
+    return _LEAD_IN.sub("", text.strip()).strip().rstrip(_TRAILING)

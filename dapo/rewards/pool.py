@@ -1,8 +1,8 @@
-"""Judging in worker processes: whatever a reward does costs that one response, and takes nothing else along.
+"""Judge in worker processes, so that a reward that hangs, crashes or leaks affects only the response it was judging.
 
-A worker that is late is killed with all it has started, and replaced. One that dies is replaced too, and the response
-it was at gets a second worker before it is blamed, so that a process killed from outside changes no score. What a
-reward detaches into a session of its own is the one thing that is not found again.
+A worker that misses its deadline is killed with everything it started, and replaced. A worker that dies is replaced
+too. The response it was judging is tried once more in another worker before it becomes unjudged, so that a process
+killed from outside changes no score. A process that a reward detaches into its own session is not killed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from dapo.rewards.process import WorkerProcess
 from dapo.rewards.task import Job, Kind, Task
 from dapo.types import Prompt, Rollout, Score
 
-START_LIMIT = 60.0  # seconds for imports: a hang, not a slow disk
-MAX_STARTS = 3  # failures in a row before waiting responses are given up
-TICK = 0.1  # seconds between looks at clocks and processes
-WORKERS_PER_CORE = 16  # more than that take memory, and judge no faster
-CUT_OFF = "the judging process closed its connection"
+START_TIMEOUT = 60.0  # seconds for imports; longer means a hang, not a slow disk
+MAX_FAILED_STARTS = 3  # failed starts in a row before queued responses become unjudged
+TICK = 0.1  # seconds between checks of deadlines and processes
+WORKERS_PER_CORE = 16  # more use memory without judging faster
+DISCONNECTED = "the judging process closed its connection"
 
 
 class _Worker(WorkerProcess):
-    """A process, and what it is at. `limit`: the moment on the monotonic clock when it is late."""
+    """A worker process and its current task. `deadline` is in seconds of the monotonic clock."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         super().__init__(setup)
@@ -42,31 +42,35 @@ class _Worker(WorkerProcess):
         self.was_refused = False
         self.task: Task | None = None
         self.has_begun = False
-        self.limit = time.monotonic() + START_LIMIT
+        self.deadline = time.monotonic() + START_TIMEOUT
 
 
 class WorkerPool:
-    """Runs rules and functions from files, several of them in the same processes."""
+    """Runs rules and functions from files in worker processes. Every worker can run every one of them.
+
+    One thread owns the workers: it starts them, assigns tasks, reads scores and enforces deadlines. Other threads only
+    append to the queue and wake it through a pipe.
+    """
 
     def __init__(self, specs: Sequence[str], options: RewardConfig) -> None:
         self.options = options
         self.size = options.workers or min(_cores(), 8)
-        most = max(64, WORKERS_PER_CORE * _cores())
-        if self.size > most:
-            raise RewardError(f"reward.workers is {self.size}, but {_cores()} cores here take at most {most} processes")
+        limit = max(64, WORKERS_PER_CORE * _cores())
+        if self.size > limit:
+            raise RewardError(f"reward.workers is {self.size}; with {_cores()} CPU cores, use at most {limit}")
         self.setup = {"specs": list(specs), "options": options.model_dump_json()}
         self.kinds: dict[str, Kind] = {}
         self.workers: list[_Worker] = []
         self.dying: list[_Worker] = []
         self.queue: deque[Task] = deque()
-        self.places = 1  # until it is known that a worker can start
+        self.target_size = 1  # workers to keep running; one until a first worker has started
         self.failed_starts = 0
         self.closing = False
-        self.lock = threading.Lock()  # over `queue` and `closing`, which other threads touch
+        self.lock = threading.Lock()  # guards `queue` and `closing`, which other threads use
         self.selector = selectors.DefaultSelector()
-        self.bell, self.ringer = os.pipe()
-        os.set_blocking(self.ringer, False)
-        self.selector.register(self.bell, selectors.EVENT_READ, lambda: os.read(self.bell, 4096))
+        self.wake_reader, self.wake_writer = os.pipe()
+        os.set_blocking(self.wake_writer, False)
+        self.selector.register(self.wake_reader, selectors.EVENT_READ, lambda: os.read(self.wake_reader, 4096))
         self.started: Future[None] = Future()
         self.thread = threading.Thread(target=self._run, name="dapo-rewards", daemon=True)
         self.thread.start()
@@ -80,12 +84,12 @@ class WorkerPool:
         kind = self.kinds.get(spec, Kind())
         samples = [Sample(r.text, r.tokens.tolist() if kind.wants_tokens else ()) for r in rollouts]
         job = Job(spec, kind, prompt, samples)
-        job.future.set_running_or_notify_cancel()  # from here on it can only come true
+        job.future.set_running_or_notify_cancel()  # it can no longer be cancelled
         with self.lock:
             is_open = bool(samples) and not self.closing
             if is_open:
                 self.queue.append(Task(job, list(range(len(samples)))))
-                self._ring()
+                self._wake()
         if not is_open:
             job.future.set_result([unjudged(CLOSED)] * len(samples))
         return job.future
@@ -94,82 +98,85 @@ class WorkerPool:
         with self.lock:
             if not self.closing:
                 self.closing = True
-                self._ring()
+                self._wake()
         self.thread.join()
 
-    def _ring(self) -> None:
-        with suppress(BlockingIOError):  # it rings already
-            os.write(self.ringer, b"!")
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # the pipe is full, so the thread wakes up anyway
+            os.write(self.wake_writer, b"!")
 
     def _run(self) -> None:
         reason = CLOSED
         try:
             while not self.closing:
                 self._start_missing()
-                self._hand_out()
-                for key, _ in self.selector.select(self._patience()):
+                self._assign_tasks()
+                for key, _ in self.selector.select(self._select_timeout()):
                     key.data()
-                self._look_around()
-        except BaseException as error:  # whatever it is, nobody may wait forever
+                self._check_workers()
+        except BaseException as error:  # whatever the error, no future may stay open
             reason = f"the judge itself failed: {explain(error)}"
             raise
         finally:
-            self._wind_up(reason)
+            self._shut_down(reason)
 
-    def _wind_up(self, reason: str) -> None:
+    def _shut_down(self, reason: str) -> None:
         with self.lock:
             self.closing = True
         tasks = [*self.queue, *(worker.task for worker in self.workers if worker.task is not None)]
         for worker in [*self.workers]:
-            self._end(worker)
+            self._kill(worker)
         for task in tasks:
-            task.charge(task.indices, reason)
+            task.mark_unjudged(task.indices, reason)
         if not self.started.done():
             self.started.set_exception(RewardError(f"reward.use: {reason}"))
         for worker in self.dying:
-            worker.reap(patience=5.0)
+            worker.reap(timeout=5.0)
         self.selector.close()
-        os.close(self.bell)
-        os.close(self.ringer)
+        os.close(self.wake_reader)
+        os.close(self.wake_writer)
 
-    def _patience(self) -> float | None:
-        """How long nothing needs to be looked at: forever, unless something is under way."""
-        is_short = len(self.workers) < self.places
-        return TICK if is_short or self.dying or any(worker.limit < math.inf for worker in self.workers) else None
+    def _select_timeout(self) -> float | None:
+        """Return how long `select` may block: forever if no deadline, start or exit is pending."""
+        has_missing = len(self.workers) < self.target_size
+        has_deadline = any(worker.deadline < math.inf for worker in self.workers)
+        return TICK if has_missing or has_deadline or self.dying else None
 
     # Starting
 
     def _start_missing(self) -> None:
-        if self.queue:  # places that nobody needed were given up
-            self.places = 1 if self.failed_starts >= MAX_STARTS else self.size
-        while len(self.workers) < self.places:
+        if self.queue:  # restore the workers that were given up while idle, or after failed starts
+            self.target_size = 1 if self.failed_starts >= MAX_FAILED_STARTS else self.size
+        while len(self.workers) < self.target_size:
             try:
                 worker = _Worker(self.setup)
             except OSError as error:
-                return self._not_started(f"a judging process cannot be started ({error})")
+                return self._start_failed(f"a judging process cannot be started ({error})")
             self.workers.append(worker)
-            self.selector.register(worker.answers, selectors.EVENT_READ, lambda worker=worker: self._listen(worker))
-            self.selector.register(worker.stderr, selectors.EVENT_READ, lambda worker=worker: self._overhear(worker))
+            self.selector.register(
+                worker.answers, selectors.EVENT_READ, lambda worker=worker: self._read_messages(worker)
+            )
+            self.selector.register(worker.stderr, selectors.EVENT_READ, lambda worker=worker: self._read_stderr(worker))
             self._write(worker)
         return None
 
-    def _not_started(self, reason: str, *, refused: bool = False) -> None:
+    def _start_failed(self, reason: str, *, refused: bool = False) -> None:
         self.failed_starts += 1
         if not self.started.done():
-            if refused or self.failed_starts >= MAX_STARTS:
+            if refused or self.failed_starts >= MAX_FAILED_STARTS:
                 self.closing = True
                 self.started.set_exception(RewardError(reason))
-        elif self.failed_starts >= MAX_STARTS and not any(worker.is_ready for worker in self.workers):
-            self.places = 0
+        elif self.failed_starts >= MAX_FAILED_STARTS and not any(worker.is_ready for worker in self.workers):
+            self.target_size = 0
             with self.lock:
                 tasks, self.queue = self.queue, deque()
             for task in tasks:
-                task.charge(task.indices, reason)
+                task.mark_unjudged(task.indices, reason)
 
-    # Handing out
+    # Assigning tasks
 
-    def _hand_out(self) -> None:
-        """Whole groups while there are many; with idle workers to spare, a group is shared among them."""
+    def _assign_tasks(self) -> None:
+        """Give each idle worker a task: a whole group if many are queued, else a share of a group."""
         idle = [worker for worker in self.workers if worker.is_ready and worker.task is None]
         while idle and self.queue:
             with self.lock:
@@ -177,16 +184,16 @@ class WorkerPool:
                 self.queue.extendleft(reversed(rest))
             try:
                 message = task.message()
-            except Exception as error:  # the row holds something that cannot travel
-                task.charge(task.indices, f"the row cannot be sent to the judge ({explain(error)})")
+            except Exception as error:  # the row has a value that JSON cannot encode
+                task.mark_unjudged(task.indices, f"the row cannot be sent to the judge ({explain(error)})")
                 continue
             worker = idle.pop()
-            worker.task, worker.outgoing, worker.heard = task, message, b""
-            worker.limit = time.monotonic() + START_LIMIT  # until it has imported what this needs, and begins
+            worker.task, worker.outgoing, worker.stderr_tail = task, message, b""
+            worker.deadline = time.monotonic() + START_TIMEOUT  # for imports; {"begin"} sets the real one
             self._write(worker)
 
     def _write(self, worker: _Worker) -> None:
-        """As much as the pipe takes now; the rest when it says so."""
+        """Write as much as the pipe accepts now, and register for the rest."""
         was_waiting = worker.requests in self.selector.get_map()
         is_waiting = worker.write()
         if is_waiting and not was_waiting:
@@ -194,88 +201,93 @@ class WorkerPool:
         elif was_waiting and not is_waiting:
             self.selector.unregister(worker.requests)
 
-    # Listening
+    # Reading answers
 
-    def _listen(self, worker: _Worker) -> None:
+    def _read_messages(self, worker: _Worker) -> None:
         for line in worker.read_lines():
             try:
-                self._take(worker, json.loads(line))
+                self._handle_message(worker, json.loads(line))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                worker.fault = "the judging process sent something that is no answer"
+                worker.fault = "the judging process sent an invalid message"
 
-    def _overhear(self, worker: _Worker) -> None:
+    def _read_stderr(self, worker: _Worker) -> None:
         if not worker.read_stderr():
             self.selector.unregister(worker.stderr)
 
-    def _take(self, worker: _Worker, message: object) -> None:
+    def _handle_message(self, worker: _Worker, message: object) -> None:
         match message:
             case {"ready": dict(kinds)} if not worker.is_ready:
                 self.failed_starts = 0
-                worker.is_ready, worker.limit = True, math.inf
+                worker.is_ready, worker.deadline = True, math.inf
                 if not self.started.done():
                     self.kinds = {spec: Kind(*flags) for spec, flags in kinds.items()}
-                    self.places = self.size
+                    self.target_size = self.size
                     self.started.set_result(None)
             case {"refused": str(sentence)} if not worker.is_ready:
                 worker.fault, worker.was_refused = sentence, True
             case {"begin": int()} if worker.task is not None:
                 worker.has_begun = True
-                worker.limit = time.monotonic() + worker.task.seconds(self.options.timeout)
+                worker.deadline = time.monotonic() + worker.task.time_limit(self.options.timeout)
             case [int(index), value, acc, error, dict(extras)] if worker.task is not None and worker.has_begun:
-                self._take_score(worker, worker.task, index, _score(value, acc, error, extras))
+                self._record_score(worker, worker.task, index, _score(value, acc, error, extras))
             case _:
                 raise ValueError
 
-    def _take_score(self, worker: _Worker, task: Task, index: int, score: Score) -> None:
+    def _record_score(self, worker: _Worker, task: Task, index: int, score: Score) -> None:
         task.indices.remove(index)
         task.job.fill(index, score)
         if not task.indices:
-            worker.task, worker.has_begun, worker.limit = None, False, math.inf
+            worker.task, worker.has_begun, worker.deadline = None, False, math.inf
         elif task.job.kind.is_sequential:
-            worker.limit = time.monotonic() + self.options.timeout  # the next one begins
+            worker.deadline = time.monotonic() + self.options.timeout  # the next response begins
 
-    # Losing
+    # Losing workers
 
-    def _look_around(self) -> None:
+    def _check_workers(self) -> None:
         now = time.monotonic()
         self.dying = [worker for worker in self.dying if not worker.reap()]
         for worker in [*self.workers]:
             if worker.fault is not None:
-                self._lose(worker, worker.fault)
-            elif worker.is_cut_off or worker.has_exited():
-                self._listen(worker)  # what it said before
-                self._lose(worker, worker.fault or worker.last_words() or CUT_OFF)
-            elif now > worker.limit:
-                self._listen(worker)  # this thread may have been the late one
-                if worker.fault is None and now > worker.limit:
-                    self._lose(worker, None)
+                self._handle_loss(worker, worker.fault)
+            elif worker.is_disconnected or worker.has_exited():
+                self._read_messages(worker)  # scores it sent before it ended
+                self._handle_loss(worker, worker.fault or worker.exit_reason() or DISCONNECTED)
+            elif now > worker.deadline:
+                self._read_messages(worker)  # its score may have arrived while this thread was busy
+                if worker.fault is None and now > worker.deadline:
+                    self._handle_loss(worker, None)
 
-    def _lose(self, worker: _Worker, reason: str | None) -> None:
-        """Without a reason it was too slow. Give its work to others, all but what it is to blame for."""
-        self._end(worker)
+    def _handle_loss(self, worker: _Worker, reason: str | None) -> None:
+        """Kill the worker, requeue its task, and mark the response at fault as unjudged.
+
+        A `reason` of None means that the worker missed its deadline.
+        """
+        self._kill(worker)
         task = worker.task
         if not worker.is_ready:
-            # An import that never ends does not end the next time either.
-            self._not_started(reason or self._not_ready(), refused=worker.was_refused or reason is None)
+            # An import that hangs once will hang again, so it is not retried.
+            self._start_failed(reason or self._import_timeout_reason(), refused=worker.was_refused or reason is None)
         elif task is None:
-            self.places -= 1  # it died of boredom: no other needs to before there is work
+            self.target_size -= 1  # it died while idle: replace it only when there is work
         else:
-            # Death and late imports are nobody's fault yet; a deadline that has passed is.
+            # A death or a slow import may have an outside cause, so it is retried. A missed deadline is not.
             died = reason is not None or not worker.has_begun
-            why = reason or (task.late(self.options.timeout) if worker.has_begun else self._not_ready())
-            charged, again = task.blame(has_begun=worker.has_begun, died=died)
+            cause = reason or (
+                task.timeout_reason(self.options.timeout) if worker.has_begun else self._import_timeout_reason()
+            )
+            failed, retries = task.assign_blame(has_begun=worker.has_begun, died=died)
             with self.lock:
-                self.queue.extendleft(reversed(again))
-            task.charge(charged, why)
+                self.queue.extendleft(reversed(retries))
+            task.mark_unjudged(failed, cause)
 
-    def _not_ready(self) -> str:
+    def _import_timeout_reason(self) -> str:
         files = ", ".join(spec.rpartition(":")[0] or spec for spec in self.setup["specs"])
         return (
-            f"reward.use: {files} was still being imported after {START_LIMIT:g} s; look for an endless loop, or for "
-            "work that belongs into the function"
+            f"reward.use: {files} was still being imported after {START_TIMEOUT:g} s; look for an infinite loop, "
+            "or move slow work into the function"
         )
 
-    def _end(self, worker: _Worker) -> None:
+    def _kill(self, worker: _Worker) -> None:
         for fd in (worker.answers, worker.stderr, worker.requests):
             if fd in self.selector.get_map():
                 self.selector.unregister(fd)
@@ -285,7 +297,7 @@ class WorkerPool:
 
 
 def _score(value: object, acc: object, error: object, extras: dict[str, object]) -> Score:
-    """Checked once more on this side: a reward that writes into the pipe must not make up what training believes."""
+    """Validate a score that a worker sent: a reward that writes into the pipe must not forge scores."""
     if isinstance(error, str) and value is None:
         return unjudged(error)
     if error is None and isinstance(value, float) and math.isfinite(value) and (acc is None or isinstance(acc, bool)):

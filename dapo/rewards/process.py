@@ -1,4 +1,4 @@
-"""A judging process as the pool sees it: pipes that never block, its last words, and a sure end."""
+"""A worker process as the pool sees it: non-blocking pipes, the reason it exited, and killing it with its children."""
 
 from __future__ import annotations
 
@@ -13,46 +13,50 @@ from typing import Any
 
 from dapo.rewards.function import to_json
 
-MAX_UNREAD = 2**22  # of one line; a worker sends at most a quarter of it
-MAX_STDERR = 4096
+MAX_UNREAD = 2**22  # bytes of one line; a worker sends at most a quarter of this
+MAX_STDERR = 4096  # bytes kept
 
-# With the training process's own import path, so that a reward file can import what a training script can. As a module
-# (-m) the working directory would come first, and a file there called random.py would break every import.
+# The worker gets the training process's import path, so that a reward file can import what a training script can. It is
+# not started with -m: the working directory would come first, and a file there named random.py would break imports.
 _COMMAND = (
-    "import sys; _, requests, answers, life, *sys.path = sys.argv; "
-    "from dapo.rewards.worker import main; main(int(requests), int(answers), int(life))"
+    "import sys; _, requests, answers, lifeline, *sys.path = sys.argv; "
+    "from dapo.rewards.worker import main; main(int(requests), int(answers), int(lifeline))"
 )
 
 
 def _environment() -> dict[str, str]:
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    # Sets iterate in the order of their hashes: without a seed, a reward that uses them differs from worker to worker.
+    # A fixed hash seed, because the order of sets depends on it: a reward must score alike in every worker.
     return {"PYTHONHASHSEED": "0", **one_thread, **os.environ}
 
 
 class WorkerProcess:
-    """Not multiprocessing, which would run the user's script again, or fork a process full of threads."""
+    """A Python process that runs `dapo.rewards.worker`.
+
+    It does not use multiprocessing, which would run the user's script again (spawn) or copy a process with many threads
+    (fork).
+    """
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         requests, self.requests = os.pipe()
         self.answers, answers = os.pipe()
-        life, self.life = os.pipe()  # nothing is written to it: its end is the message
+        lifeline, self.lifeline = os.pipe()  # nothing is written to it; the worker dies when this end closes
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _COMMAND, *map(str, (requests, answers, life)), *sys.path],
+                [sys.executable, "-P", "-c", _COMMAND, *map(str, (requests, answers, lifeline)), *sys.path],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                pass_fds=(requests, answers, life),
-                start_new_session=True,  # a group of its own, to be killed with all it has started
+                pass_fds=(requests, answers, lifeline),
+                start_new_session=True,  # its own process group, killed with everything it started
                 env=_environment(),
             )
         except OSError:
-            for fd in (self.requests, self.answers, self.life):
+            for fd in (self.requests, self.answers, self.lifeline):
                 os.close(fd)
             raise
         finally:
-            for fd in (requests, answers, life):
+            for fd in (requests, answers, lifeline):
                 os.close(fd)
         assert self.process.stderr is not None
         self.stderr = self.process.stderr.fileno()
@@ -60,77 +64,78 @@ class WorkerProcess:
             os.set_blocking(fd, False)
         self.outgoing = to_json(setup).encode() + b"\n"
         self.unread = b""
-        self.heard = b""
-        self.is_cut_off = False
+        self.stderr_tail = b""
+        self.is_disconnected = False
         self.fault: str | None = None
 
     def write(self) -> bool:
-        """Whether something is left to write."""
+        """Write as much as the pipe accepts. Return whether bytes are left."""
         try:
             self.outgoing = self.outgoing[os.write(self.requests, self.outgoing) :]
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self.outgoing = b""  # that it is gone shows elsewhere, after all it has said is read
+            self.outgoing = b""  # the exit is handled elsewhere, after its last messages are read
         return bool(self.outgoing)
 
     def read_lines(self) -> list[bytes]:
-        while not self.is_cut_off and len(self.unread) <= MAX_UNREAD:
+        """Return the complete lines received so far; keep the rest for the next call."""
+        while not self.is_disconnected and len(self.unread) <= MAX_UNREAD:
             try:
                 data = os.read(self.answers, 2**16)
             except BlockingIOError:
                 break
             self.unread += data
-            self.is_cut_off = not data
+            self.is_disconnected = not data
         *lines, self.unread = self.unread.split(b"\n")
         if len(self.unread) > MAX_UNREAD:
-            self.fault = "the judging process sent an endless line"
+            self.fault = f"the judging process sent a line of more than {MAX_UNREAD} bytes"
         return lines
 
     def read_stderr(self) -> bool:
-        """Keep the end of it; whether more may come."""
+        """Read what is there and keep the tail. Return whether more may come."""
         try:
             data = os.read(self.stderr, 2**16)
         except BlockingIOError:
             return True
-        self.heard = (self.heard + data)[-MAX_STDERR:]
+        self.stderr_tail = (self.stderr_tail + data)[-MAX_STDERR:]
         return bool(data)
 
     def has_exited(self) -> bool:
         return self.process.poll() is not None
 
-    def last_words(self) -> str | None:
-        """How it died and what it said, or None if it lives."""
+    def exit_reason(self) -> str | None:
+        """Return how the process died and what it last printed, or None if it is alive."""
         try:
-            code = self.process.wait(timeout=0.2)  # its pipes close a moment before
+            code = self.process.wait(timeout=0.2)  # its pipes close shortly before it exits
         except subprocess.TimeoutExpired:
             return None
-        for _ in range(16):  # a pipe holds no more, and a child that lives on may never stop
+        for _ in range(16):  # 16 x 64 KiB empty the largest pipe; unbounded, a surviving child could write forever
             self.read_stderr()
         how = f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
-        return f"the judging process died ({how}){_said(self.heard.decode(errors='replace'))}"
+        return f"the judging process died ({how}){_stderr_summary(self.stderr_tail.decode(errors='replace'))}"
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):  # it may be dead, and have left nobody
+        with suppress(ProcessLookupError):  # it has exited and left no child
             os.killpg(self.process.pid, signal.SIGKILL)
-        for fd in (self.requests, self.answers, self.life):
+        for fd in (self.requests, self.answers, self.lifeline):
             os.close(fd)
         assert self.process.stderr is not None
         self.process.stderr.close()
 
-    def reap(self, patience: float = 0.0) -> bool:
-        """Whether it is gone for good: one that hangs in the kernel takes its time."""
+    def reap(self, timeout: float = 0.0) -> bool:
+        """Wait up to `timeout` seconds for the exit and return whether it came. A process can hang in the kernel."""
         try:
-            self.process.wait(timeout=patience)
+            self.process.wait(timeout=timeout)
         except subprocess.TimeoutExpired:
             return False
         return True
 
 
-def _said(stderr: str) -> str:
-    """After a crash the place in the reward, otherwise the last line."""
+def _stderr_summary(stderr: str) -> str:
+    """Return the last line of standard error, or after a crash the reward's outermost frame."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if any(line.startswith("Fatal Python error") for line in lines):
-        places = [line for line in lines if line.startswith('File "')]
-        lines = list(takewhile(lambda place: "dapo/rewards" not in place, places))
+        frames = [line for line in lines if line.startswith('File "')]
+        lines = list(takewhile(lambda frame: "dapo/rewards" not in frame, frames))
     return f": {lines[-1][:200]}" if lines else ""

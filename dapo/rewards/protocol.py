@@ -1,4 +1,4 @@
-"""What every judge can do, whether it is a rule in a worker process, a model on a GPU or somebody's endpoint."""
+"""The judge protocol, shared by rules in worker processes, reward models and endpoints."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dapo.types import Prompt, Rollout, Score
 
 
 class Judge(Protocol):
-    """Takes the responses to one prompt and promises their scores, in the same order.
+    """Takes the responses to one prompt and returns a future with their scores, in the same order.
 
-    The promise always comes true: a response that cannot be judged gets a Score with its reason, never an exception.
+    The future always gets a result, never an exception. A response that cannot be judged gets a Score with the reason.
     """
 
     def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]: ...

@@ -1,4 +1,4 @@
-"""Judging by a reward model: a sequence classifier with one output, run in a thread of the training process."""
+"""Judge by a reward model: a sequence classifier with one output, run in a thread of the training process."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ class _Closed(Exception):
 
 
 class RewardModelJudge:
-    """The score is the model's one logit after prompt and response, in its own chat template where it has one.
+    """Scores a response with the model's logit for prompt and response, in the model's chat template if it has one.
 
-    A conversation longer than the model can read is not judged: what is cut off might be the answer.
+    A conversation longer than the model can read is unjudged, not truncated: the answer might be cut off.
     """
 
     def __init__(self, path: str, options: RewardModelConfig) -> None:
         self.path = path
         self.tokenizer, self.model = _load(path, options.device)
         self.pad = self.model.config.get_text_config().pad_token_id
-        self.batch_size = 1 if self.pad is None else options.batch_size  # without it, rows cannot be told from padding
-        self.limit = _longest(self.tokenizer, self.model.config)
+        # Without a pad token, the model cannot find where a row ends.
+        self.batch_size = 1 if self.pad is None else options.batch_size
+        self.limit = _max_tokens(self.tokenizer, self.model.config)
         self.closed = False
-        # Minutes may pass in one forward pass of a large model on a CPU. Closing ends it at the next layer.
+        # One forward pass of a large model on a CPU can take minutes. Closing stops it at the next layer.
         for module in self.model.modules():
-            module.register_forward_pre_hook(self._go_on)
+            module.register_forward_pre_hook(self._raise_if_closed)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="dapo-reward-model")
 
     def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
@@ -52,7 +53,7 @@ class RewardModelJudge:
         self.closed = True
         self.thread.shutdown()
 
-    def _go_on(self, *_: Any) -> None:
+    def _raise_if_closed(self, *_: Any) -> None:
         if self.closed:
             raise _Closed
 
@@ -61,11 +62,11 @@ class RewardModelJudge:
         for start in range(0, len(rollouts), self.batch_size):
             batch = rollouts[start : start + self.batch_size]
             try:
-                self._go_on()
+                self._raise_if_closed()
                 scores += self._score(prompt, batch)
             except _Closed:
                 scores += [unjudged(CLOSED)] * len(batch)
-            except Exception as error:  # out of memory, a template that refuses these messages: this batch, not the run
+            except Exception as error:  # e.g. out of memory or a template error: only this batch is unjudged
                 scores += [unjudged(f"{self.path}: {explain(error)}")] * len(batch)
         future.set_result(scores)
 
@@ -76,7 +77,7 @@ class RewardModelJudge:
         return [
             to_score(next(values))
             if len(row) <= self.limit
-            else unjudged(f"{self.path}: reads at most {self.limit} tokens, and the conversation has {len(row)}")
+            else unjudged(f"{self.path}: the conversation has {len(row)} tokens; the model reads at most {self.limit}")
             for row in rows
         ]
 
@@ -91,7 +92,7 @@ class RewardModelJudge:
         import torch
 
         width = max(map(len, rows))
-        tokens = torch.full((len(rows), width), self.pad or 0)
+        tokens = torch.full((len(rows), width), self.pad or 0)  # [batch, width], padded on the right
         mask = torch.zeros((len(rows), width), dtype=torch.long)
         for i, row in enumerate(rows):
             tokens[i, : len(row)] = torch.tensor(row)
@@ -126,16 +127,16 @@ def _load(path: str, device: str) -> tuple[Any, Any]:
             f"model:{path} cannot be loaded as a reward model ({type(error).__name__}: {reason}); expected the "
             "directory or hub id of a sequence classifier with its tokenizer, in .safetensors files"
         ) from error
-    if found["missing_keys"]:  # transformers makes up what is not there: a head of random numbers would judge
+    if found["missing_keys"]:  # transformers fills missing weights with random numbers
         missing = ", ".join(sorted(found["missing_keys"])[:3])
-        raise RewardError(f"model:{path} is no reward model: it has no weights for {missing}")
+        raise RewardError(f"model:{path} is not a reward model: it has no weights for {missing}")
     if model.config.num_labels != 1:
         raise RewardError(f"model:{path} has {model.config.num_labels} outputs; expected a reward model with 1")
     return tokenizer, model
 
 
 def _folder(path: str) -> Path:
-    """The model on this machine, with nothing in it that would run code when it is loaded."""
+    """Return the local directory of the model, downloaded if needed, and refuse files that run code when loaded."""
     from dapo.model.loading import fetch_from_hub
 
     local = Path(os.path.expanduser(path))
@@ -147,7 +148,7 @@ def _folder(path: str) -> Path:
     return directory
 
 
-def _longest(tokenizer: Any, config: Any) -> int:
-    """What the model was made for; tokenizers that do not know say something astronomical."""
+def _max_tokens(tokenizer: Any, config: Any) -> int:
+    """Return the longest input in tokens. Tokenizers without a limit report a huge number."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return min(tokenizer.model_max_length, positions or tokenizer.model_max_length)

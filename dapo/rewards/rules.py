@@ -1,4 +1,4 @@
-"""The rules that judge by looking at the answer: how they are called, and which gold answers they can work with."""
+"""The built-in rules: how each one is called, and which gold answers it can read."""
 
 from __future__ import annotations
 
@@ -20,90 +20,91 @@ RULES = ("math", "math_dapo", "exact", "integer", "choice", "regex", "gym")
 
 
 def make_rule(name: str, options: RewardConfig) -> Rule:
-    """The rule of this name as `reward(completion, answer, **row)`, its options bound.
+    """Return the named rule as `reward(completion, answer, **row)` with its options bound.
 
-    A response without an answer is wrong. A gold answer the rule cannot use raises ValueError: nothing was judged.
+    A response without an answer is wrong. A gold answer that the rule cannot read raises ValueError: the response is
+    unjudged.
     """
     if name not in RULES:
-        near = difflib.get_close_matches(name, RULES, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        close = difflib.get_close_matches(name, RULES, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
         raise RewardError(f"reward.use: there is no rule '{name}', the rules are {', '.join(RULES)}{hint}")
     if name == "math_dapo":
         return math_dapo_reward
     if name == "regex":
         pattern = _compile(options.regex)
-        return lambda completion, answer, **row: _regex(completion, answer, pattern)
+        return lambda completion, answer, **row: _regex_reward(completion, answer, pattern)
     if name == "gym":
         from dapo.rewards.gym import gym_reward  # reasoning-gym is an optional dependency
 
-        threshold, own = options.threshold, options.extract
+        threshold, extraction = options.threshold, options.extract
 
-        def by_gym(completion: str, answer: Any, gym: Any = None, **row: Any) -> dict[str, Any]:
+        def gym_rule(completion: str, answer: Any, gym: Any = None, **row: Any) -> dict[str, Any]:
             if not isinstance(gym, dict):
                 raise ValueError(
-                    "the question is none of reasoning-gym's; with reward.use: auto `math` judges the others"
+                    "the question is not from reasoning-gym; with reward.use: auto, `math` judges such questions"
                 )
-            return gym_reward(completion, answer, gym=gym, threshold=threshold, extract=own)
+            return gym_reward(completion, answer, gym=gym, threshold=threshold, extract=extraction)
 
-        return by_gym
+        return gym_rule
     judge, policies = _BY_EXTRACTION[name]
     policies = options.extract or policies
-    # The row's other columns are dropped here, so that none of them can pass for an option.
+    # The row's other columns are dropped, so that a column cannot override an option.
     return lambda completion, answer, **row: judge(completion, answer, policies)
 
 
 def can_parse(name: str, answer: Any, options: RewardConfig) -> bool:
-    """Whether this rule could ever judge a response against this gold answer."""
+    """Return whether the rule can read this gold answer."""
     make_rule(name, options)
     if name == "gym" or (name == "regex" and not _compile(options.regex).groups):
-        return True  # the task's own scorer, and a pattern without a group, do not look at the gold answer
+        return True  # a task's own scorer and a pattern without a group ignore the gold answer
     try:
-        _GOLDS[name](answer)
+        _GOLD_READERS[name](answer)
     except ValueError:
         return False
     return True
 
 
-def _exact(completion: str, answer: Any, policies: Sequence[Extraction]) -> dict[str, Any]:
-    """The same text, but for white space around it."""
-    gold = _text_gold(answer)
+def _exact_reward(completion: str, answer: Any, policies: Sequence[Extraction]) -> dict[str, Any]:
+    """Compare as text, ignoring surrounding white space."""
+    gold = _read_text_gold(answer)
     found = extract(completion, policies)
-    return _verdict(found is not None and found.strip() == gold, found)
+    return _outcome(found is not None and found.strip() == gold, found)
 
 
-def _same_integer(completion: str, answer: Any, policies: Sequence[Extraction]) -> dict[str, Any]:
-    """The same integer: 034, 34.0, 34. and 1,034 are read as people mean them, and no digit is lost."""
-    gold = _integer_gold(answer)
+def _integer_reward(completion: str, answer: Any, policies: Sequence[Extraction]) -> dict[str, Any]:
+    """Compare as exact integers of any size: 034, 34.0, 34. and 1,034 are integers."""
+    gold = _read_integer_gold(answer)
     found = extract(completion, policies)
-    return _verdict(found is not None and _integer(found) == gold, found)
+    return _outcome(found is not None and _read_integer(found) == gold, found)
 
 
-def _same_choice(completion: str, answer: Any, policies: Sequence[Extraction]) -> dict[str, Any]:
-    """The same letter of A to J."""
-    gold = _choice_gold(answer)
+def _choice_reward(completion: str, answer: Any, policies: Sequence[Extraction]) -> dict[str, Any]:
+    """Compare as letters from A to J."""
+    gold = _read_choice_gold(answer)
     found = extract(completion, policies)
-    letter = _choice(found) if found is not None else None
-    return _verdict(letter == gold, letter)
+    letter = _read_choice(found) if found is not None else None
+    return _outcome(letter == gold, letter)
 
 
-def _regex(completion: str, answer: Any, pattern: re.Pattern[str]) -> dict[str, Any]:
-    """The pattern is found; its first group, where it has one, is the gold answer, the last time it is found."""
+def _regex_reward(completion: str, answer: Any, pattern: re.Pattern[str]) -> dict[str, Any]:
+    """Search for the pattern. If it has a group, the first group of the last match must equal the gold answer."""
     if not pattern.groups:
         match = pattern.search(completion)
-        return _verdict(match is not None, match.group() if match else None)
-    gold, found = _text_gold(answer), None
+        return _outcome(match is not None, match.group() if match else None)
+    gold, found = _read_text_gold(answer), None
     for match in pattern.finditer(completion):
         found = match.group(1)
-    return _verdict(found is not None and found.strip() == gold, found)
+    return _outcome(found is not None and found.strip() == gold, found)
 
 
-def _verdict(right: bool, extracted: str | None) -> dict[str, Any]:
-    return {"score": float(right), "acc": right, "extracted": extracted}
+def _outcome(is_right: bool, extracted: str | None) -> dict[str, Any]:
+    return {"score": float(is_right), "acc": is_right, "extracted": extracted}
 
 
 def _compile(regex: str | None) -> re.Pattern[str]:
     if regex is None:
-        raise RewardError("reward.regex is not set; the rule `regex` needs the pattern that a response must match")
+        raise RewardError("reward.regex is not set; the rule `regex` needs a pattern")
     try:
         return re.compile(regex)
     except re.error as error:
@@ -115,7 +116,7 @@ _INTEGER = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3})+|\d+)(?:\.0*)?")
 _WRAPPING = re.compile(r"\\?\$+|\\[()\[\],!;]|\*\*|\{(?=,\})|(?<=,)\}")
 
 
-def _integer(text: str) -> int | None:
+def _read_integer(text: str) -> int | None:
     if len(text) > 2 * _MAX_DIGITS:
         return None
     bare = _WRAPPING.sub("", text).replace("−", "-").strip().rstrip(".,;")
@@ -125,8 +126,8 @@ def _integer(text: str) -> int | None:
     return int(match[1] + match[2].replace(",", ""))
 
 
-# A letter alone, or with the option's text behind a mark: (A), A., **A**, \text{A}, A) seven, (A) seven. A letter
-# before a plain space is a word: "A train leaves".
+# A letter alone, or followed by a mark and the option's text: (A), A., **A**, \text{A}, A) seven, (A) seven. A letter
+# followed by a plain space is a word, as in "A train leaves".
 _CHOICE = re.compile(r"(?:(?:option|choice|answer)\s?:?\s?)?[(\[]?([A-J])(?:[)\].:].*|)", re.IGNORECASE | re.DOTALL)
 _STATED = re.compile(
     r"(?i:answer|option|choice)\s?(?i:is|:)?\s{0,3}[*$]{0,3}(?:\(([A-J])\)|([A-J])(?=[.,;)*$]|\s*$))", re.MULTILINE
@@ -134,7 +135,7 @@ _STATED = re.compile(
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\s?\{([^{}]*)\}|[*_`$]")
 
 
-def _choice(text: str) -> str | None:
+def _read_choice(text: str) -> str | None:
     bare = _MARKUP.sub(r"\1", _MARKUP.sub(r"\1", text[-10_000:])).strip()
     match = _CHOICE.fullmatch(bare)
     if match is None:
@@ -143,39 +144,40 @@ def _choice(text: str) -> str | None:
     return match[1].upper()
 
 
-def _text_gold(answer: Any) -> str:
+def _read_text_gold(answer: Any) -> str:
     if answer is None or isinstance(answer, list | dict | tuple) or not str(answer).strip():
         raise ValueError(f"the gold answer is {answer!r}; expected a text or a number")
     return str(answer).strip()
 
 
-def _integer_gold(answer: Any) -> int:
-    whole = isinstance(answer, float) and math.isfinite(answer) and answer.is_integer()
-    text = str(int(answer)) if whole else str(answer).rpartition("####")[2]  # GSM8K's rows hold the whole solution
-    value = None if isinstance(answer, bool) else _integer(text)
+def _read_integer_gold(answer: Any) -> int:
+    is_whole = isinstance(answer, float) and math.isfinite(answer) and answer.is_integer()
+    # A GSM8K row holds the whole solution; the answer follows "####".
+    text = str(int(answer)) if is_whole else str(answer).rpartition("####")[2]
+    value = None if isinstance(answer, bool) else _read_integer(text)
     if value is None:
         raise ValueError(f"the gold answer is {answer!r}; integer expects a whole number")
     return value
 
 
-def _choice_gold(answer: Any) -> str:
-    letter = _choice(answer) if isinstance(answer, str) else None
+def _read_choice_gold(answer: Any) -> str:
+    letter = _read_choice(answer) if isinstance(answer, str) else None
     if letter is None:
         raise ValueError(f"the gold answer is {answer!r}; choice expects a letter from A to J")
     return letter
 
 
-_GOLDS: dict[str, Callable[[Any], Any]] = {
+_GOLD_READERS: dict[str, Callable[[Any], Any]] = {
     "math": read_gold,
     "math_dapo": gold_text,
-    "exact": _text_gold,
-    "integer": _integer_gold,
-    "choice": _choice_gold,
-    "regex": _text_gold,
+    "exact": _read_text_gold,
+    "integer": _read_integer_gold,
+    "choice": _read_choice_gold,
+    "regex": _read_text_gold,
 }
 _BY_EXTRACTION: dict[str, tuple[Callable[..., dict[str, Any]], tuple[Extraction, ...]]] = {
     "math": (math_reward, POLICIES),
-    "exact": (_exact, ("whole",)),
-    "integer": (_same_integer, POLICIES),
-    "choice": (_same_choice, ("answer_line", "boxed", "tag", "whole")),
+    "exact": (_exact_reward, ("whole",)),
+    "integer": (_integer_reward, POLICIES),
+    "choice": (_choice_reward, ("answer_line", "boxed", "tag", "whole")),
 }

@@ -1,4 +1,4 @@
-"""What a judging process is given at once, how long it may take, and who is to blame when the process is lost."""
+"""A unit of judging work: what a worker gets in one message, its time limit, and what happens if the worker is lost."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 from dapo.rewards.function import Sample, to_json, unjudged
 from dapo.types import Prompt, Score
 
-GRACE = 1.0  # an async reward keeps its own deadline; only one that blocks its loop is late by this much
+GRACE = 1.0  # seconds; async rewards time out inside the worker, so only one that blocks its loop runs this far over
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a worker found a function to be: for all responses at once, async, in need of token ids."""
+    """Properties of a reward function, as the worker that loaded it reported them."""
 
     is_batched: bool = False
     is_async: bool = False
@@ -27,7 +27,7 @@ class Kind:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The responses to one prompt, and what is known of their scores."""
+    """The responses to one prompt, and the scores received so far."""
 
     spec: str
     kind: Kind
@@ -37,21 +37,25 @@ class Job:
     future: Future[list[Score]] = field(default_factory=Future)
 
     def fill(self, index: int, score: Score) -> None:
+        """Record one score; the last one completes the future."""
         self.scores[index] = score
         if len(self.scores) == len(self.samples):
             self.future.set_result([self.scores[i] for i in range(len(self.samples))])
 
 
 class Blame(NamedTuple):
-    """After a loss: responses that could not be judged, and tasks to give to another process."""
+    """The outcome of losing a worker: responses that become unjudged, and tasks to try again."""
 
-    charged: list[int]
-    again: list[Task]
+    failed: list[int]
+    retries: list[Task]
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """Responses of one job that travel in one message, less those judged since. `is_retry`: a process died of it."""
+    """Responses of one job that are sent to a worker in one message.
+
+    `indices`: the responses that have no score yet. `is_retry`: a worker was lost while judging these.
+    """
 
     job: Job
     indices: list[int]
@@ -71,40 +75,40 @@ class Task:
         return to_json(content).encode() + b"\n"
 
     def split(self, parts: int) -> list[Task]:
-        """Into about equal parts; what is judged in one call stays together."""
+        """Split into at most `parts` near-equal tasks. A task for a batched reward stays whole: it is one call."""
         if self.job.kind.is_batched:
             return [self]
         size = -(-len(self.indices) // parts)
         shares = [self.indices[start : start + size] for start in range(0, len(self.indices), size)]
         return [Task(self.job, share, self.is_retry) for share in shares]
 
-    def seconds(self, timeout: float) -> float:
-        """From its beginning to the first sign of life."""
+    def time_limit(self, timeout: float) -> float:
+        """Return the seconds allowed from the begin message to the first score."""
         own = timeout * len(self.indices) if self.job.kind.is_batched else timeout
         return own + GRACE if self.job.kind.is_async else own
 
-    def late(self, timeout: float) -> str:
+    def timeout_reason(self, timeout: float) -> str:
         if not self.job.kind.is_batched:
             return f"timed out after {timeout:g} s"
         return f"timed out after {timeout * len(self.indices):g} s for {len(self.indices)} responses"
 
-    def charge(self, indices: list[int], reason: str) -> None:
+    def mark_unjudged(self, indices: list[int], reason: str) -> None:
         for index in indices:
             self.job.fill(index, unjudged(reason))
 
-    def blame(self, *, has_begun: bool, died: bool) -> Blame:
-        """Who could not be judged, now that the process died, or was killed because it was late.
+    def assign_blame(self, *, has_begun: bool, died: bool) -> Blame:
+        """Decide which responses become unjudged after their worker died (`died`) or missed its deadline.
 
-        In a sequence it is the first without a score. Of those judged side by side it can be any: they are tried again
-        one by one. A death may have come from outside, so it takes two of them.
+        Judged in sequence, the first response without a score is at fault. Judged concurrently (async), it can be any
+        of them, so each is tried again alone. A death may have an outside cause, so only the second one counts.
         """
         kind = self.job.kind
         suspects, others = (
             (self.indices[:1], self.indices[1:]) if kind.is_sequential and has_begun else (self.indices, [])
         )
-        again = [Task(self.job, others)] if others else []
+        retries = [Task(self.job, others)] if others else []
         if kind.is_async and not kind.is_batched and len(suspects) > 1:
-            return Blame([], again + [Task(self.job, [index], is_retry=True) for index in suspects])
+            return Blame([], retries + [Task(self.job, [index], is_retry=True) for index in suspects])
         if died and not self.is_retry:
-            return Blame([], [*again, Task(self.job, suspects, is_retry=True)])
-        return Blame(suspects, again)
+            return Blame([], [*retries, Task(self.job, suspects, is_retry=True)])
+        return Blame(suspects, retries)

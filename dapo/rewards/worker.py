@@ -1,9 +1,10 @@
-"""One judging process: it imports the rewards, judges what it is sent, and may be killed at any moment.
+"""The worker process: import the rewards and judge the tasks that the pool sends. It may be killed at any moment.
 
-It speaks JSON lines over two pipes that are none of 0, 1 and 2. Standard output goes nowhere, so that printing costs
-nothing; of standard error the pool keeps the last lines, which go into the reason if the process dies.
-First comes {"specs", "options"}, answered by {"ready"} or {"refused"}. Each task is then answered by {"begin"} once all
-that it needs is imported, and by one list [index, value, acc, error, extras] per response, as soon as it is judged.
+Messages are JSON lines over two pipes of their own. Standard output is discarded. The pool keeps the tail of standard
+error and puts it into the reason if the process dies.
+
+Protocol: the pool first sends {"specs", "options"}, and the worker answers {"ready"} or {"refused"}. For each task the
+worker sends {"begin"} when its imports are done, then [index, value, acc, error, extras] for each judged response.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from dapo.rewards.function import Reward, RewardFunction, Sample, load_function,
 from dapo.rewards.rules import RULES, make_rule
 from dapo.types import Prompt, Score
 
-MAX_LINE = 2**20
+MAX_LINE = 2**20  # bytes
 
-# What a rule imports at its first use, which may take longer than a response has.
-_HEAVY = {"math": "math_verify", "gym": "reasoning_gym"}
+# Imported before {"begin"} is sent, because these imports can take longer than one response may.
+_SLOW_IMPORTS = {"math": "math_verify", "gym": "reasoning_gym"}
 
 
-def main(requests: int, answers: int, life: int) -> None:
+def main(requests: int, answers: int, lifeline: int) -> None:
     faulthandler.enable()
-    for fd in (requests, answers, life):
-        os.set_inheritable(fd, False)  # programs that a reward starts must not hold the pipes open
-    _end_with(life)
+    for fd in (requests, answers, lifeline):
+        os.set_inheritable(fd, False)  # a program that a reward starts must not keep the pipes open
+    _die_with_parent(lifeline)
     with os.fdopen(requests, "rb") as lines:
         setup = json.loads(lines.readline())
         options = RewardConfig.model_validate_json(setup["options"])
@@ -47,7 +48,7 @@ def main(requests: int, answers: int, life: int) -> None:
         if worker.load_all(setup["specs"]):
             for line in lines:
                 worker.handle(json.loads(line))
-    os.killpg(os.getpid(), signal.SIGKILL)  # the pool is gone: take along whatever a reward has started
+    os.killpg(os.getpid(), signal.SIGKILL)  # the pool has closed the pipe: kill this process and everything it started
 
 
 class Worker:
@@ -56,10 +57,11 @@ class Worker:
         self.answers = answers
         self.pid = os.getpid()
         self.rewards: dict[str, Reward] = {}
-        self.loop = asyncio.new_event_loop()  # one for life: what an async reward keeps open belongs to its loop
+        # One loop for all tasks: connections that an async reward keeps open belong to it.
+        self.loop = asyncio.new_event_loop()
 
     def load_all(self, specs: Sequence[str]) -> bool:
-        """Say what kind of functions these are, or why they cannot be used."""
+        """Load the rewards and report their properties, or why one cannot be used. Return whether all loaded."""
         try:
             rewards = {spec: self._load(spec) for spec in specs}
         except RewardError as error:
@@ -99,7 +101,7 @@ class Worker:
 
     def _load(self, spec: str) -> Reward:
         if spec not in self.rewards:
-            self.rewards[spec] = Reward(_find(spec, self.options))
+            self.rewards[spec] = Reward(_find_function(spec, self.options))
         return self.rewards[spec]
 
     def _memory_hint(self, sentence: str) -> str:
@@ -112,42 +114,45 @@ class Worker:
 
     def send(self, message: Any) -> None:
         if os.getpid() != self.pid:
-            os._exit(0)  # a child that the reward forked, and that came back from it
+            os._exit(0)  # a child that the reward forked, and that returned from the reward
         data = json.dumps(message).encode() + b"\n"
         if len(data) > MAX_LINE:
             index, *_ = message
             data = (
-                json.dumps([index, None, None, f"the reward returned {len(data)} bytes of extras", {}]).encode() + b"\n"
+                json.dumps(
+                    [index, None, None, f"the reward returned {len(data)} bytes, more than {MAX_LINE}", {}]
+                ).encode()
+                + b"\n"
             )
         while data:
             data = data[os.write(self.answers, data) :]
 
 
-def _find(spec: str, options: RewardConfig) -> RewardFunction:
+def _find_function(spec: str, options: RewardConfig) -> RewardFunction:
     if spec not in RULES:
         return load_function(spec)
-    if spec in _HEAVY:
-        with suppress(ImportError):  # the rule says what to install, if it comes to that
-            importlib.import_module(_HEAVY[spec])
+    if spec in _SLOW_IMPORTS:
+        with suppress(ImportError):  # the rule itself reports what to install
+            importlib.import_module(_SLOW_IMPORTS[spec])
     return make_rule(spec, options)
 
 
-def _end_with(life: int) -> None:
-    """Have the kernel kill this process group when the training process, which holds the other end, is gone.
+def _die_with_parent(lifeline: int) -> None:
+    """Have the kernel kill this process group when the training process, which holds the other end of the pipe, dies.
 
-    The end of `requests` says so too, but a reward in an endless loop would not read it, a thread that did might never
-    get the interpreter, and a signal at the parent's death would leave alone what the reward has started.
+    The end of `requests` shows the same, but a reward in an infinite loop would never read it, and a thread that reads
+    it might never get the interpreter lock. A parent-death signal would spare the processes that the reward started.
     """
     if sys.platform == "linux":
-        fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC)
-    if select.select([life], [], [], 0)[0]:
-        sys.exit("the training process is gone")
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:
+        sys.exit("the training process has exited")
 
 
 def _limit_memory(gigabytes: float) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps
     if gigabytes > 0:
         limit = int(gigabytes * 2**30)
         _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -26,7 +26,7 @@ def _no_proxy(monkeypatch):
 
 @contextmanager
 def server(answer):
-    """A real one. `answer(request, number)` gives status and body, or writes to the connection itself."""
+    """Run a real HTTP server. `answer(handler, number)` returns status and body, or writes to the connection itself."""
     requests = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -77,27 +77,27 @@ def test_a_group_is_one_request_and_its_scores_come_back_in_order():
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_server_that_fails_for_a_while_is_asked_again(status):
+def test_a_temporary_server_error_is_retried(status):
     with server(lambda _, number: (status, {}) if number < 4 else (200, {"scores": [1, 0]})) as (url, requests):
         assert [score.value for score in ask(url)] == [1.0, 0.0]
     assert len(requests) == 4
 
 
-def test_a_server_that_fails_for_good_costs_the_group_after_five_tries():
+def test_a_permanent_server_error_makes_the_group_unjudged_after_five_tries():
     with server(lambda *_: (503, {})) as (url, requests):
         scores = ask(url)
     assert [score.error for score in scores] == [f"{url}: HTTP status 503 (tried 5 times)"] * 2
     assert len(requests) == 5
 
 
-def test_a_request_that_is_refused_is_not_repeated():
+def test_a_client_error_is_not_retried():
     with server(lambda *_: (404, {})) as (url, requests):
         scores = ask(url)
     assert [score.error for score in scores] == [f"{url}: HTTP status 404"] * 2
     assert len(requests) == 1
 
 
-def test_nobody_there_is_a_reason():
+def test_a_refused_connection_is_retried_and_then_reported():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -106,7 +106,7 @@ def test_nobody_there_is_a_reason():
     assert score.error.endswith("(tried 5 times)")
 
 
-def test_a_connection_that_breaks_off_is_tried_again():
+def test_a_broken_connection_is_retried():
     def answer(handler, number):
         if number == 1:
             handler.connection.shutdown(socket.SHUT_RDWR)
@@ -129,7 +129,7 @@ def test_a_connection_that_breaks_off_is_tried_again():
         ({"scores": [1]}, "the answer has 1 scores"),
     ],
 )
-def test_an_answer_that_is_none_costs_the_group_and_says_what_was_expected(content, reason):
+def test_an_invalid_answer_makes_the_group_unjudged_and_the_reason_says_what_was_expected(content, reason):
     with server(lambda *_: (200, content)) as (url, requests):
         scores = ask(url)
     assert all(score.error.startswith(f"{url}: {reason}; expected") for score in scores)
@@ -137,7 +137,7 @@ def test_an_answer_that_is_none_costs_the_group_and_says_what_was_expected(conte
     assert len(requests) == 1
 
 
-def test_one_odd_score_costs_its_own_response():
+def test_an_invalid_score_makes_only_its_own_response_unjudged():
     with server(lambda *_: (200, b'{"scores": [NaN, null, "x", {"acc": 1}, 2.5]}')) as (url, _):
         scores = ask(url, rollouts=[make.rollout([1])] * 5)
     assert [score.value for score in scores] == [None, None, None, None, 2.5]
@@ -146,15 +146,15 @@ def test_one_odd_score_costs_its_own_response():
 
 @contextmanager
 def raw_server(serve):
-    """Hand every connection to `serve(connection, over)`, which ends when the event is set. Yields host:port."""
-    over, threads = threading.Event(), []
+    """Pass every connection to `serve(connection, stop)`, which returns when the event is set. Yield host:port."""
+    stop, threads = threading.Event(), []
 
     def handle(connection):
         with connection, suppress(OSError):
-            serve(connection, over)
+            serve(connection, stop)
 
     def accept():
-        while not over.is_set():
+        while not stop.is_set():
             with suppress(TimeoutError):
                 connection, _ = listener.accept()
                 threads.append(threading.Thread(target=handle, args=(connection,)))
@@ -167,30 +167,30 @@ def raw_server(serve):
         try:
             yield f"127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            over.set()
+            stop.set()
             for thread in threads:
                 thread.join()
 
 
 def endless(start, more, pause=0.002):
-    """Answer with `start`, and then `more` again and again: always a byte in time, never an end."""
+    """Send `start` and then `more` forever: bytes always arrive in time, but the answer never completes."""
 
-    def serve(connection, over):
+    def serve(connection, stop):
         connection.recv(2**16)
         connection.sendall(start)
-        while not over.wait(pause):
+        while not stop.wait(pause):
             connection.sendall(more)
 
     return serve
 
 
-def silent(connection, over):
-    over.wait()
+def silent(connection, stop):
+    stop.wait()
 
 
-def flood(connection, over):
-    connection.settimeout(0.05)  # the client may have stopped to read
-    while not over.is_set():
+def flood(connection, stop):
+    connection.settimeout(0.05)  # the client may have stopped reading
+    while not stop.is_set():
         with suppress(TimeoutError):
             connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
 
@@ -212,26 +212,26 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_whatever_never_ends_is_ended_by_the_one_deadline(what):
-    with raw_server(ENDLESS[what]) as place:
-        scores = ask(f"http://{place}/", timeout=0.02)
-    assert [score.error for score in scores] == [f"http://{place}/: no answer within 0.06 s (tried 5 times)"] * 2
+def test_the_deadline_ends_an_answer_that_never_completes(what):
+    with raw_server(ENDLESS[what]) as address:
+        scores = ask(f"http://{address}/", timeout=0.02)
+    assert [score.error for score in scores] == [f"http://{address}/: no answer within 0.06 s (tried 5 times)"] * 2
 
 
-def test_a_tls_handshake_that_never_ends_is_ended_by_the_deadline():
-    with raw_server(silent) as place:
-        scores = ask(f"https://{place}/", timeout=0.02)
-    assert scores[0].error == f"https://{place}/: no answer within 0.06 s (tried 5 times)"
+def test_the_deadline_ends_a_tls_handshake_that_never_completes():
+    with raw_server(silent) as address:
+        scores = ask(f"https://{address}/", timeout=0.02)
+    assert scores[0].error == f"https://{address}/: no answer within 0.06 s (tried 5 times)"
 
 
-def test_a_server_that_does_not_read_is_given_up_at_the_deadline():
-    long = make.rollout([1], text="x" * 2**24)  # more than the sockets' buffers take
-    with raw_server(silent) as place:
-        scores = ask(f"http://{place}/", timeout=0.02, rollouts=[long])
-    assert scores[0].error == f"http://{place}/: no answer within 0.06 s (tried 5 times)"
+def test_the_deadline_ends_a_request_that_the_server_does_not_read():
+    long = make.rollout([1], text="x" * 2**24)  # more than the socket buffers hold
+    with raw_server(silent) as address:
+        scores = ask(f"http://{address}/", timeout=0.02, rollouts=[long])
+    assert scores[0].error == f"http://{address}/: no answer within 0.06 s (tried 5 times)"
 
 
-def test_a_slow_answer_has_three_times_the_deadline():
+def test_an_answer_may_take_three_times_the_timeout():
     def answer(*_):
         time.sleep(0.6)
         return 200, {"scores": [1, 0]}
@@ -241,11 +241,11 @@ def test_a_slow_answer_has_three_times_the_deadline():
 
 
 def once(answer):
-    def serve(connection, over):
+    def serve(connection, stop):
         connection.recv(2**16)
         connection.sendall(answer)
-        connection.shutdown(socket.SHUT_WR)  # half-closed: it would still read
-        over.wait()
+        connection.shutdown(socket.SHUT_WR)  # half-closed: reading still works
+        stop.wait()
 
     return serve
 
@@ -260,10 +260,10 @@ def once(answer):
         (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "RemoteProtocolError: illegal status line"),
     ],
 )
-def test_an_answer_that_is_cut_off_or_no_http_is_asked_for_again_and_then_a_reason(answer, reason):
-    with raw_server(once(answer)) as place:
-        scores = ask(f"http://{place}/")
-    assert scores[0].error.startswith(f"http://{place}/: {reason}")
+def test_a_truncated_or_invalid_http_answer_is_retried_and_then_reported(answer, reason):
+    with raw_server(once(answer)) as address:
+        scores = ask(f"http://{address}/")
+    assert scores[0].error.startswith(f"http://{address}/: {reason}")
     assert scores[0].error.endswith("(tried 5 times)")
 
 
@@ -276,13 +276,13 @@ def test_a_redirect_is_not_followed():
 
     with server(answer) as (url, requests):
         scores = ask(url)
-    assert scores[0].error == f"{url}: HTTP status 307, a redirect; name the address it leads to"
+    assert scores[0].error == f"{url}: HTTP status 307, a redirect; set reward.use to its target"
     assert len(requests) == 1
 
 
-def test_closing_ends_exchanges_under_way_and_those_that_wait():
-    with raw_server(silent) as place:
-        judge = EndpointJudge(f"http://{place}/", timeout=1000.0)
+def test_closing_cancels_requests_in_flight_and_queued():
+    with raw_server(silent) as address:
+        judge = EndpointJudge(f"http://{address}/", timeout=1000.0)
         futures = [judge.submit(PROMPT, ROLLOUTS) for _ in range(20)]
         judge.close()
         judge.close()
@@ -290,7 +290,7 @@ def test_closing_ends_exchanges_under_way_and_those_that_wait():
         assert all("the judge was closed" in future.result(timeout=0)[0].error for future in futures)
 
 
-# A process that ends while an endpoint, or the name server, keeps it waiting.
+# A process that exits while an endpoint or a name server does not answer.
 LEAVE = """
 import socket, sys, time
 from dapo.rewards.endpoint import EndpointJudge
@@ -312,13 +312,13 @@ if sys.argv[2] == "silent":
 def test_a_process_can_exit_while_an_endpoint_hangs(what):
     arrived = threading.Event()
 
-    def serve(connection, over):
+    def serve(connection, stop):
         connection.recv(2**16)
         arrived.set()
-        over.wait()
+        stop.wait()
 
-    with raw_server(serve) as place:
-        url = f"http://{place}/" if what == "silent" else "http://judge.invalid/"
+    with raw_server(serve) as address:
+        url = f"http://{address}/" if what == "silent" else "http://judge.invalid/"
         process = subprocess.Popen(
             [sys.executable, "-c", LEAVE, url, what],
             stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -333,8 +333,8 @@ def test_a_process_can_exit_while_an_endpoint_hangs(what):
 TOKEN = "tok-3f9c1b7e5a"
 
 
-def test_the_token_of_the_environment_is_sent_and_masked_where_it_comes_back(monkeypatch):
-    monkeypatch.setenv("DAPO_REWARD_TOKEN", f" {TOKEN}\n")  # as a file often ends
+def test_the_token_is_sent_and_masked_where_the_endpoint_echoes_it(monkeypatch):
+    monkeypatch.setenv("DAPO_REWARD_TOKEN", f" {TOKEN}\n")  # white space around it, as from a file
     seen = []
 
     def answer(handler, _):
@@ -346,13 +346,13 @@ def test_the_token_of_the_environment_is_sent_and_masked_where_it_comes_back(mon
     assert seen == [f"Bearer {TOKEN}"]
     assert first.extras == {"echo": "Bearer [DAPO_REWARD_TOKEN]"}
     assert second.error == "the reward returned a dict without 'score' (keys: Bearer [DAPO_REWARD_TOKEN])"
-    with raw_server(once(f"HTTP/1.1 {TOKEN}\r\n\r\n".encode())) as place:
-        [score, _] = ask(f"http://{place}/")
+    with raw_server(once(f"HTTP/1.1 {TOKEN}\r\n\r\n".encode())) as address:
+        [score, _] = ask(f"http://{address}/")
     assert TOKEN not in score.error
     assert "[DAPO_REWARD_TOKEN]" in score.error
 
 
-def test_without_a_token_no_authorization_is_sent(monkeypatch):
+def test_without_a_token_no_authorization_header_is_sent(monkeypatch):
     monkeypatch.setenv("DAPO_REWARD_TOKEN", "")
     seen = []
 
@@ -366,26 +366,28 @@ def test_without_a_token_no_authorization_is_sent(monkeypatch):
 
 
 @pytest.mark.parametrize("token", ["two\nlines-of-it", "schlüssel", "with space"])
-def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(monkeypatch, token):
+def test_a_token_with_invalid_characters_is_refused_and_not_shown(monkeypatch, token):
     monkeypatch.setenv("DAPO_REWARD_TOKEN", token)
-    with pytest.raises(RewardError, match="DAPO_REWARD_TOKEN holds characters that no HTTP header can carry") as caught:
+    with pytest.raises(
+        RewardError, match="DAPO_REWARD_TOKEN has characters that an HTTP header cannot carry"
+    ) as caught:
         EndpointJudge("http://127.0.0.1:1/", 1.0)
     assert token not in str(caught.value)
 
 
-def test_a_proxy_that_cannot_be_used_is_refused(monkeypatch):
+def test_an_unusable_proxy_is_refused(monkeypatch):
     monkeypatch.setenv("http_proxy", "gopher://me:hidden@proxy:70")
-    with pytest.raises(RewardError, match="the proxy that the environment names cannot be used") as caught:
+    with pytest.raises(RewardError, match="the proxy set in the environment cannot be used") as caught:
         EndpointJudge("http://judge/", 1.0)
     assert "hidden" not in str(caught.value)
 
 
 def test_groups_do_not_wait_for_each_other():
-    over = threading.Event()
+    stop = threading.Event()
 
     def answer(_, number):
         if number == 1:
-            over.wait(10)
+            stop.wait(10)
         return 200, {"scores": [number, number]}
 
     with server(answer) as (url, requests), closing(EndpointJudge(url, 20.0)) as judge:
@@ -395,11 +397,11 @@ def test_groups_do_not_wait_for_each_other():
         quick = judge.submit(PROMPT, ROLLOUTS)
         assert quick.result(timeout=10)[0].value == 2.0
         assert not slow.done()
-        over.set()
+        stop.set()
         assert slow.result(timeout=10)[0].value == 1.0
 
 
-def test_closing_ends_the_waiting_between_tries():
+def test_closing_interrupts_the_delay_between_retries():
     with server(lambda *_: (503, {})) as (url, requests):
         judge = EndpointJudge(url, 5.0, backoff=1000.0)
         future = judge.submit(PROMPT, ROLLOUTS)

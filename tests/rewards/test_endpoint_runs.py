@@ -1,4 +1,4 @@
-"""Whole runs with an endpoint as judge: Ctrl-C ends one that hangs, and its token is in nothing that a run leaves."""
+"""Whole runs with an endpoint as judge: Ctrl-C ends a run whose judge hangs, and the token is never written."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ def dapo(*arguments, **variables):
 def test_a_second_ctrl_c_ends_a_run_whose_judges_hang(tmp_path):
     asked = threading.Event()
 
-    def hang(connection, over):
+    def hang(connection, stop):
         connection.recv(2**16)
         asked.set()
-        over.wait()
+        stop.wait()
 
     recipe = runs.recipe(tmp_path, reward="import time\ndef reward(completion):\n    time.sleep(1000)\n")
-    with raw_server(hang) as place:
-        use = f"{{http://{place}/: 1.0, {tmp_path}/reward.py:reward: 1.0}}"
+    with raw_server(hang) as address:
+        use = f"{{http://{address}/: 1.0, {tmp_path}/reward.py:reward: 1.0}}"
         run = dapo("train", recipe, f"reward.use={use}", "reward.timeout=1000", "reward.workers=1")
         try:
             assert asked.wait(120)
             run.send_signal(signal.SIGINT)
-            said = []
-            for line in run.stdout:  # until the first is heeded: two at once are one to the kernel
-                said.append(line)
+            output = []
+            for line in run.stdout:  # wait for the first one to be handled: the kernel merges two pending signals
+                output.append(line)
                 if "stopping after this step" in line:
                     break
             run.send_signal(signal.SIGINT)
-            said.append(run.communicate(timeout=60)[0])
+            output.append(run.communicate(timeout=60)[0])
         finally:
             with suppress(ProcessLookupError):
                 run.kill()
     assert run.returncode == 130
-    assert "Traceback" not in "".join(said)
-    assert "Exception" not in "".join(said)
+    assert "Traceback" not in "".join(output)
+    assert "Exception" not in "".join(output)
 
 
-def test_the_token_of_an_endpoint_is_in_nothing_that_a_run_leaves(tmp_path):
+def test_the_endpoint_token_is_in_no_file_that_a_run_writes(tmp_path):
     def answer(handler, number):
-        """A judge that tells the token to whoever may hear it: in scores, in reasons, in an answer that is no HTTP."""
+        """Echo the token everywhere: in scores, in reasons, and in an answer that is not HTTP."""
         token = handler.headers["Authorization"]
         if token != f"Bearer {TOKEN}":
             return 401, {}
@@ -77,8 +77,8 @@ def test_the_token_of_an_endpoint_is_in_nothing_that_a_run_leaves(tmp_path):
     recipe = runs.recipe(tmp_path, run={"steps": 2, "trackers": ["tensorboard"]}, eval={"k": 4, "every": 1})
     with server(answer) as (url, requests):
         run = dapo("train", recipe, f"reward.use={url}", "reward.timeout=20", DAPO_REWARD_TOKEN=TOKEN)
-        said, _ = run.communicate(timeout=240)
-    assert run.returncode == 0, said
+        output, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, output
     assert len(requests) > 10
     run_dir = tmp_path / "runs" / "recipe"
     with RunDatabase.open_readonly(run_dir / "run.db") as database:
@@ -87,8 +87,8 @@ def test_the_token_of_an_endpoint_is_in_nothing_that_a_run_leaves(tmp_path):
     write_report(run_dir, tmp_path / "report.html")
     export_run(run_dir, tmp_path / "exported", None, adapters=False)
     assert url in (tmp_path / "exported" / "README.md").read_text()
-    left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {"run.db", "config.yaml", "report.html", "README.md"} <= {path.name for path in left}
-    assert [path for path in left if TOKEN.encode() in path.read_bytes()] == []
-    assert any(b"Bearer [DAPO_REWARD_TOKEN]" in path.read_bytes() for path in left)  # it was there, and is masked
-    assert TOKEN not in said
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.db", "config.yaml", "report.html", "README.md"} <= {path.name for path in files}
+    assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
+    assert any(b"Bearer [DAPO_REWARD_TOKEN]" in path.read_bytes() for path in files)  # it was echoed, and is masked
+    assert TOKEN not in output

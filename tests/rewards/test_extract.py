@@ -45,7 +45,7 @@ POLICIES = ["answer_line", "boxed", "tag", "last_number", "whole"]
         ("", None),
     ],
 )
-def test_the_answer_line_is_what_follows_the_last_label_that_has_something_on_it(text, found):
+def test_answer_line_returns_the_text_after_the_last_label_that_has_any(text, found):
     assert extract(text, ["answer_line"]) == found
 
 
@@ -71,7 +71,7 @@ def test_the_answer_line_is_what_follows_the_last_label_that_has_something_on_it
         ("34", None),
     ],
 )
-def test_the_last_box_counts_and_its_braces_balance(text, found):
+def test_boxed_returns_the_last_box_with_balanced_braces(text, found):
     assert extract(text, ["boxed"]) == found
 
 
@@ -88,7 +88,7 @@ def test_the_last_box_counts_and_its_braces_balance(text, found):
         ("34", None),
     ],
 )
-def test_the_last_pair_of_tags_counts(text, found):
+def test_tag_returns_the_last_pair_of_tags(text, found):
     assert extract(text, ["tag"]) == found
 
 
@@ -124,7 +124,7 @@ def test_the_last_pair_of_tags_counts(text, found):
         ("none", None),
     ],
 )
-def test_the_last_number_is_found_as_it_would_be_typed(text, found):
+def test_last_number_returns_the_number_in_plain_form(text, found):
     assert extract(text, ["last_number"]) == found
 
 
@@ -138,7 +138,7 @@ def test_the_first_policy_that_finds_something_decides():
 
 
 @given(st.text(alphabet="\\{}boxed<>/answer: \n1,.-$%*", max_size=60))
-def test_nothing_raises_and_what_is_found_is_never_blank(text):
+def test_no_policy_raises_or_returns_a_blank_answer(text):
     for policy in POLICIES:
         found = extract(text, [policy])
         assert found is None or found.strip()
@@ -166,7 +166,7 @@ def test_nothing_raises_and_what_is_found_is_never_blank(text):
     ],
 )
 def test_every_policy_is_linear_in_the_length_of_the_text(unit):
-    # Anything quadratic would take minutes on a megabyte; the bound leaves room for a busy machine.
+    # A quadratic policy would take minutes on a megabyte. The bound leaves room for a busy machine.
     text = "Answer:" + unit * (1_000_000 // len(unit))
     for policy in POLICIES:
         start = time.process_time()

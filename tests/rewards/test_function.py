@@ -29,7 +29,7 @@ def judge(function, text="5"):
     return score
 
 
-def test_a_reward_gets_as_much_of_the_row_as_it_asks_for():
+def test_a_reward_gets_the_columns_that_it_names():
     assert judge(lambda completion: float(completion)).value == 5
     assert judge(lambda completion, answer: float(int(completion) == answer)).value == 1
     assert judge(lambda completion, answer, level: level).value == 3
@@ -38,12 +38,12 @@ def test_a_reward_gets_as_much_of_the_row_as_it_asks_for():
     assert seen == {"answer": 5, "level": 3, "data_source": "mine", "prompt": [{"role": "user", "content": "?"}]}
 
 
-def test_no_column_of_a_row_replaces_what_a_partial_has_bound():
+def test_a_column_does_not_replace_an_argument_bound_by_partial():
     assert judge(functools.partial(lambda completion, level, **row: level, level=9)).value == 9
     assert judge(functools.partial(lambda completion, level: level, level=9)).value == 9
 
 
-def test_a_dict_may_carry_accuracy_and_extras_as_plain_values():
+def test_a_dict_may_have_acc_and_extras_which_become_plain_values():
     score = judge(lambda completion: {"score": np.float32(0.5), "acc": np.bool_(True), "n": np.int64(2), "x": [1]})
     assert (score.value, score.acc) == (0.5, True)
     assert score.extras == {"n": 2.0, "x": "[1]"}
@@ -66,26 +66,26 @@ def test_a_dict_may_carry_accuracy_and_extras_as_plain_values():
         ({"score": 1.0} | {str(i): i for i in range(100)}, "101 entries, more than 100"),
     ],
 )
-def test_what_is_no_finite_number_could_not_be_judged_and_is_not_zero(outcome, reason):
+def test_a_result_that_is_not_a_finite_number_is_unjudged_and_not_zero(outcome, reason):
     score = to_score(outcome)
     assert score.value is None
     assert not score.judged
     assert reason in score.error
 
 
-def test_an_exception_costs_this_rollout_and_names_itself():
+def test_an_exception_is_the_reason_of_an_unjudged_rollout():
     score = judge(lambda completion: 1 / 0)
     assert re.fullmatch(r"ZeroDivisionError: division by zero \(test_function\.py:\d+\)", score.error)
 
 
-def test_numbers_of_every_kind_are_judged():
+def test_every_number_type_is_accepted():
     for value in (1, True, 0.5, Fraction(1, 4), np.float64(0.25), np.int32(3), np.bool_(True), np.array(2.5), 1e30):
         score = to_score(value)
         assert score.value == float(value)
         assert type(score.value) is float
 
 
-def test_extras_are_small_and_plain_enough_to_be_stored():
+def test_extras_are_truncated_and_converted_for_storage():
     odd = {"nan": np.nan, "big": 10**5000, "text": "x" * 20_000, "half": "\ud800", 7: None, "flag": True, "n": 2**62}
     extras = to_score({"score": 1.0, **odd}).extras
     assert extras.pop("text") == "x" * 10_000 + "…"
@@ -132,7 +132,7 @@ def test_trls_signature_gets_strings_where_the_row_held_text():
     assert [score.value for score in scores] == [1.0, 1.0]
 
 
-def test_a_batched_function_may_return_none_arrays_and_nothing_of_another_length():
+def test_a_batched_function_may_return_none_or_an_array_but_not_another_number_of_scores():
     none, number = judge_all(lambda completions: [None, 0.5], "ab")
     assert (none.value, none.error) == (None, "the reward does not apply here: it returned None")
     assert number.value == 0.5
@@ -141,7 +141,7 @@ def test_a_batched_function_may_return_none_arrays_and_nothing_of_another_length
         assert all(score.error.startswith(reason) for score in judge_all(lambda completions, w=wrong: w, "ab"))
 
 
-def test_an_async_group_is_judged_side_by_side_and_each_has_the_deadline():
+def test_an_async_group_is_judged_concurrently_with_a_deadline_per_response():
     running, most = 0, 0
 
     async def reward(completion, answer):
@@ -163,14 +163,14 @@ def test_an_async_group_is_judged_side_by_side_and_each_has_the_deadline():
     assert judge(functools.partial(batched)).value == 1.0
 
 
-def test_a_timeout_that_an_async_reward_raises_itself_is_its_own():
+def test_a_timeout_error_raised_by_an_async_reward_is_reported_as_its_exception():
     async def reward(completion):
         raise TimeoutError("the database")
 
     assert judge(reward).error.startswith("TimeoutError: the database (test_function.py:")
 
 
-def test_an_async_reward_keeps_one_loop_and_closing_leaves_no_promise_open():
+def test_an_async_reward_keeps_one_loop_and_closing_completes_every_future():
     loops = set()
 
     async def reward(completion):
@@ -185,11 +185,11 @@ def test_an_async_reward_keeps_one_loop_and_closing_leaves_no_promise_open():
     judge.close()
     judge.close()
     assert len(loops) == 1
-    assert late.result(timeout=10)[0].error == "the judge was closed before it got to this"
+    assert late.result(timeout=10)[0].error == "the judge was closed before it judged this response"
     assert judge.submit(PROMPT, [make.rollout([1])]).result(timeout=1)[0].error.startswith("the judge was closed")
 
 
-def test_closing_leaves_an_async_reward_behind_that_blocks_its_loop(monkeypatch):
+def test_closing_abandons_an_async_reward_that_blocks_its_loop(monkeypatch):
     monkeypatch.setattr("dapo.rewards.function.CLOSE_LIMIT", 0.1)
     begun, over = threading.Event(), threading.Event()
 
@@ -213,7 +213,7 @@ def test_a_callable_object_is_a_reward():
     assert judge(Length(), "four").value == 4
 
 
-def test_sys_exit_in_a_reward_costs_the_response_and_ctrl_c_is_not_swallowed():
+def test_sys_exit_makes_the_response_unjudged_and_ctrl_c_is_not_swallowed():
     def leave(completion):
         raise SystemExit(2)
 
@@ -235,11 +235,11 @@ def test_rows_become_json_with_arrays_as_lists_and_the_rest_as_text():
         ("reward.py", "expected path/to/file.py:function"),
         ("gone.py:reward", "there is no file gone.py"),
         ("{bad}:reward", "cannot be imported \\(SyntaxError"),
-        ("{good}:rewrad", "no function 'rewrad'; there are: other, reward"),
+        ("{good}:rewrad", "no function 'rewrad'; available: other, reward"),
         ("{good}:number", "no function 'number'"),
     ],
 )
-def test_a_reward_that_cannot_be_found_gets_one_sentence(tmp_path, spec, sentence):
+def test_a_reward_that_cannot_be_loaded_is_refused_in_one_sentence(tmp_path, spec, sentence):
     (tmp_path / "bad.py").write_text("def reward(:")
     (tmp_path / "good.py").write_text("number = 3\ndef other(): ...\ndef reward(completion): return 1.0")
     with pytest.raises(RewardError, match=sentence):
@@ -256,7 +256,7 @@ def test_a_reward_file_may_import_its_neighbors_and_define_dataclasses(tmp_path)
     assert load_function(f"{tmp_path / 'mine.py'}:reward")("x") == 0.5
 
 
-def test_a_function_of_another_shape_is_refused_before_anything_is_sampled():
+def test_a_function_with_another_signature_is_refused():
     with pytest.raises(RewardError, match=r"takes \(text\); expected reward\(completion, answer"):
         FunctionJudge(lambda text: 1.0, timeout=1.0)
     with pytest.raises(RewardError, match="cannot be called as a function"):

@@ -25,7 +25,7 @@ JUNK = (
 
 
 def item(task, index=0, **params):
-    """A question's entry as the task makes it, and where it came from as a prompt carries it."""
+    """Return the generated item and its origin in the form that a prompt carries."""
     entry = factory.create_dataset(task, seed=5, **params)[index]
     origin = {"task": task, "params": params, "seed": 5, "index": index, "check": fingerprint(entry["question"])}
     return entry, json.loads(json.dumps(origin))
@@ -54,14 +54,14 @@ def test_an_answer_of_several_lines_is_not_cut_at_the_first():
         assert gym_reward(completion, entry["answer"], gym=gym)["acc"]
 
 
-def test_a_wrong_or_missing_answer_scores_nothing():
+def test_a_wrong_or_missing_answer_scores_zero():
     entry, gym = item("chain_sum", size=20)
     wrong = gym_reward(f"Answer: {int(entry['answer']) + 1}", entry["answer"], gym=gym)
     assert (wrong["score"], wrong["acc"]) == (0.0, False)
     assert gym_reward("", entry["answer"], gym=gym) == {"score": 0.0, "acc": False, "extracted": None}
 
 
-def test_the_threshold_decides_from_which_score_on_an_answer_is_right():
+def test_an_answer_is_right_if_its_score_reaches_the_threshold():
     entry, gym = item("word_sorting", size=20)
     padded = f"the sorted words are: {entry['answer']}"
     result = gym_reward(padded, entry["answer"], gym=gym, extract=("whole",))
@@ -89,17 +89,17 @@ def test_junk_that_makes_a_scorer_raise_counts_as_wrong(task):
             except Exception:
                 raised.append(junk)
                 assert gym_reward(junk, entry["answer"], gym=gym, extract=("whole",))["score"] == 0.0
-    assert raised, "nothing to catch: the entry in the table is no longer needed"
+    assert raised, "no junk raised: remove the task from RAISES_OVER_JUNK"
 
 
-def test_what_a_scorer_wrongly_takes_for_right_is_wrong():
+def test_an_answer_that_a_scorer_accepts_by_mistake_is_wrong():
     entry, gym = item("complex_arithmetic", size=20)
     dataset = factory.create_dataset("complex_arithmetic", seed=5, size=20)
     assert dataset.score_answer("nan", entry) == 1.0
     assert gym_reward("Answer: NaN", entry["answer"], gym=gym)["score"] == 0.0
 
 
-def test_any_other_error_of_a_scorer_is_passed_on(monkeypatch):
+def test_any_other_exception_of_a_scorer_is_raised(monkeypatch):
     entry, gym = item("chain_sum", size=20)
 
     def broken(*_):
@@ -113,15 +113,15 @@ def test_any_other_error_of_a_scorer_is_passed_on(monkeypatch):
 def test_one_answer_does_not_change_how_the_next_is_judged(monkeypatch):
     entry, gym = item("chain_sum", size=20)
 
-    def plays_on_the_item(_, answer, entry):
+    def modify_the_item(_, answer, entry):
         gold, entry["answer"] = entry["answer"], "used up"
         return float(answer == gold)
 
-    monkeypatch.setattr(factory.DATASETS["chain_sum"][0], "score_answer", plays_on_the_item)
+    monkeypatch.setattr(factory.DATASETS["chain_sum"][0], "score_answer", modify_the_item)
     assert [gym_reward(entry["answer"], entry["answer"], gym=gym)["acc"] for _ in range(2)] == [True, True]
 
 
-def test_another_question_than_the_one_asked_is_never_judged():
+def test_an_item_that_differs_from_the_prompt_is_never_judged():
     entry, gym = item("chain_sum", size=20)
-    with pytest.raises(RewardError, match="gym:chain_sum: item 1 of seed 5 is another question here"):
+    with pytest.raises(RewardError, match="gym:chain_sum: item 1 of seed 5 is a different question here"):
         gym_reward(entry["answer"], entry["answer"], gym=gym | {"index": 1})

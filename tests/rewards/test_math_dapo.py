@@ -34,7 +34,7 @@ def is_right(completion, gold="34"):
         ("A", "\\textbf{A}"),
     ],
 )
-def test_what_the_published_rule_accepts(gold, response):
+def test_answers_that_the_published_rule_accepts(gold, response):
     assert is_right(f"So we are done.\nAnswer: {response}", gold)
 
 
@@ -57,11 +57,11 @@ def test_what_the_published_rule_accepts(gold, response):
         ("34", ""),
     ],
 )
-def test_what_the_published_rule_refuses_even_where_it_is_right(gold, response):
+def test_answers_that_the_published_rule_rejects_some_of_them_right(gold, response):
     assert not is_right(f"So we are done.\nAnswer: {response}", gold)
 
 
-def test_markup_around_the_label_is_taken_for_part_of_the_answer():
+def test_markup_after_the_label_becomes_part_of_the_answer():
     assert not is_right("**Answer:** 34")
 
 
@@ -71,7 +71,7 @@ def test_only_the_last_300_characters_are_read():
     assert is_right("x" * 1000 + "\nAnswer: 34")
 
 
-def test_the_last_answer_counts_wherever_in_the_line_it_stands():
+def test_the_last_answer_counts_anywhere_in_a_line():
     assert is_right("Answer: 35\nAnswer: 34")
     assert not is_right("Answer: 34\nAnswer: 35")
     assert is_right("so ANSWER : 34")
@@ -103,7 +103,7 @@ def test_the_normalization_of_a_final_answer(answer, normal):
     assert normalize(answer) == normal
 
 
-def test_gold_answers_may_be_numbers_but_not_nothing():
+def test_gold_answers_may_be_numbers_but_not_empty():
     assert is_right("Answer: 34", 34)
     for gold in (None, "", [34], True):
         with pytest.raises(ValueError, match="the gold answer is"):

@@ -21,13 +21,13 @@ from tests import make
 PROMPT = Prompt("u", ({"role": "user", "content": "?"},), (1,), answer=5, data_source="mine", extra={"level": 3})
 TIMEOUT = 1.0
 
-# One reward with every fault in it, chosen by the text of the response.
+# One reward that can fail in every way. The text of the response chooses how.
 REWARD = """
 import json, math, os, signal, sys, threading, time
 
 def fork_and_return():
     os.fork()
-    return 7.0  # the child comes back too
+    return 7.0  # the child returns too
 
 def fork_and_stay():
     if os.fork() == 0:
@@ -157,7 +157,7 @@ def test_scores_come_back_in_order_with_accuracy_and_extras(pool, spec):
         ("memory", "MemoryError:"),
         ("recursion", "RecursionError: maximum recursion depth exceeded"),
         ("close all", "the judging process"),
-        ("lie", "the judging process sent something that is no answer"),
+        ("lie", "the judging process sent an invalid message"),
         ("fork", 7.0),
         ("fork and stay", 7.0),
         ("shout", 7.0),
@@ -166,7 +166,7 @@ def test_scores_come_back_in_order_with_accuracy_and_extras(pool, spec):
         ("many extras", "the reward returned a dict with 5001 entries, more than 100"),
     ],
 )
-def test_a_fault_costs_its_own_response_and_changes_no_other_score(pool, spec, fault, expected):
+def test_a_fault_affects_only_its_own_response(pool, spec, fault, expected):
     start = time.monotonic()
     before = submit(pool, spec, ["1", "2"])
     faulty = submit(pool, spec, ["3", "4", fault, "5", "6"])
@@ -185,20 +185,20 @@ def test_a_fault_costs_its_own_response_and_changes_no_other_score(pool, spec, f
     assert time.monotonic() - start < 10
 
 
-def test_a_long_text_in_the_extras_is_cut(pool, spec):
+def test_a_long_text_in_the_extras_is_truncated(pool, spec):
     [score] = submit(pool, spec, ["long text"]).result(timeout=20)
     assert score.extras["why"] == "z" * 10_000 + "…"
 
 
-def test_a_child_that_a_reward_forks_never_speaks(spec):
+def test_a_child_that_a_reward_forks_sends_no_score(spec):
     with closing(WorkerPool([spec], RewardConfig(workers=1))) as pool:
         before, _, after = submit(pool, spec, ["1", "fork", "2"]).result(timeout=20)
-        time.sleep(0.2)  # for the child to come back, too
+        time.sleep(0.2)  # time for the child to return, too
         [later] = submit(pool, spec, ["3"]).result(timeout=20)
     assert before.extras["pid"] == after.extras["pid"] == later.extras["pid"]
 
 
-def test_a_reward_imports_what_the_training_script_can_and_nothing_else_by_accident(tmp_path, monkeypatch):
+def test_a_reward_imports_what_the_training_script_can_but_not_from_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "random.py").write_text("raise RuntimeError('a file in the working directory')")
     library = tmp_path / "library"
     library.mkdir()
@@ -215,7 +215,7 @@ def test_a_reward_imports_what_the_training_script_can_and_nothing_else_by_accid
         assert submit(pool, "rewards/mine.py:reward", ["x"]).result(timeout=20)[0].value == 1.5
 
 
-def test_a_system_short_of_processes_is_asked_again_and_then_named(spec, monkeypatch):
+def test_a_process_that_cannot_be_started_is_retried_and_then_reported(spec, monkeypatch):
     popen, calls = subprocess.Popen, []
 
     def short(*args, **kwargs):
@@ -233,7 +233,7 @@ def test_a_system_short_of_processes_is_asked_again_and_then_named(spec, monkeyp
         WorkerPool([spec], RewardConfig(workers=1))
 
 
-def test_workers_do_not_import_torch_and_hash_alike(pool, spec):
+def test_workers_do_not_import_torch_and_share_one_hash_seed(pool, spec):
     scores = [
         score
         for future in [submit(pool, spec.replace(":reward", ":modules"), "abcdefgh") for _ in range(4)]
@@ -245,7 +245,7 @@ def test_workers_do_not_import_torch_and_hash_alike(pool, spec):
     assert all(score.extras["stdin"] == 0 for score in scores)
 
 
-def test_a_slow_group_does_not_hold_up_another(pool, spec):
+def test_a_slow_group_does_not_delay_another(pool, spec):
     slow = submit(pool, spec, ["sleep"])
     quick = submit(pool, spec, ["1", "2"])
     assert [score.value for score in quick.result(timeout=20)] == [1.0, 2.0]
@@ -253,14 +253,14 @@ def test_a_slow_group_does_not_hold_up_another(pool, spec):
     assert slow.result(timeout=20)[0].error == "timed out after 1 s"
 
 
-def test_the_deadline_is_per_response_and_not_for_the_group(tmp_path):
+def test_the_deadline_is_per_response_and_not_per_group(tmp_path):
     (tmp_path / "slow.py").write_text("import time\ndef reward(completion):\n    time.sleep(0.15)\n    return 1.0")
     with closing(WorkerPool([f"{tmp_path}/slow.py:reward"], RewardConfig(workers=1, timeout=0.5))) as pool:
         scores = submit(pool, f"{tmp_path}/slow.py:reward", "abcde").result(timeout=20)
     assert [score.value for score in scores] == [1.0] * 5
 
 
-def test_a_row_travels_unchanged_and_what_json_does_not_know_becomes_text(tmp_path):
+def test_a_row_arrives_unchanged_except_for_types_unknown_to_json(tmp_path):
     (tmp_path / "row.py").write_text(
         "def reward(completion, answer, prompt, data_source, **row):\n"
         "    return {'score': 1.0, 'all': repr((completion, answer, prompt, data_source, sorted(row.items())))}"
@@ -297,13 +297,13 @@ def test_killing_workers_from_outside_changes_no_score(tmp_path):
         for _ in range(4):
             wait_until(kill_one)
             done = sum(future.done() for future in futures)
-            # A response is tried twice: let the one that was hit have its second chance in peace.
+            # A response is tried twice, so wait until the one that was hit has had its second try.
             wait_until(lambda done=done: sum(future.done() for future in futures) >= done + 4)
         scores = [[score.value for score in future.result(timeout=30)] for future in futures]
     assert scores == [[float(text) * 5 for text in group] for group in groups]
 
 
-def test_a_response_whose_neighbor_left_a_bomb_behind_is_not_blamed(tmp_path):
+def test_a_response_is_not_blamed_for_a_crash_that_another_one_caused(tmp_path):
     (tmp_path / "bomb.py").write_text(
         "import os, threading, time\n"
         "def reward(completion):\n"
@@ -325,14 +325,14 @@ def test_a_response_whose_neighbor_left_a_bomb_behind_is_not_blamed(tmp_path):
         (None, "there is no file"),
         ("def reward(:", r"cannot be imported \(SyntaxError"),
         ("import sys; sys.exit(4)", r"cannot be imported \(SystemExit: 4"),
-        ("def other(completion): ...", "has no function 'reward'; there are: other"),
+        ("def other(completion): ...", "has no function 'reward'; available: other"),
         ("def reward(text): ...", r"takes \(text\); expected reward\(completion, answer"),
         ("import os; os._exit(4)", r"the judging process died \(exit code 4\)"),
         ("x = bytearray(2**40)", r"cannot be imported \(MemoryError: \); reward.memory_gb is 4, perhaps too little"),
         ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
     ],
 )
-def test_what_is_wrong_with_a_file_shows_when_the_pool_is_built(tmp_path, source, sentence):
+def test_an_unusable_file_is_refused_when_the_pool_is_built(tmp_path, source, sentence):
     path = tmp_path / "mine.py"
     if source is not None:
         path.write_text(source)
@@ -341,21 +341,21 @@ def test_what_is_wrong_with_a_file_shows_when_the_pool_is_built(tmp_path, source
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_never_ends_its_import_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool_module, "START_LIMIT", 0.3)
+def test_a_file_whose_import_hangs_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "START_TIMEOUT", 0.3)
     (tmp_path / "endless.py").write_text("while True: pass")
     with pytest.raises(RewardError, match=r"endless\.py was still being imported after 0\.3 s"):
         WorkerPool([f"{tmp_path}/endless.py:reward"], RewardConfig(workers=2))
 
 
-def test_time_spent_on_imports_is_nobodys(tmp_path):
+def test_import_time_does_not_count_toward_the_timeout(tmp_path):
     (tmp_path / "heavy.py").write_text("import time\ntime.sleep(0.6)\ndef reward(completion): return 1.0")
     spec = f"{tmp_path}/heavy.py:reward"
     with closing(WorkerPool([spec], RewardConfig(workers=2, timeout=0.3))) as pool:
         assert [score.value for score in submit(pool, spec, "abcd").result(timeout=20)] == [1.0] * 4
 
 
-def test_workers_that_can_no_longer_start_give_up_what_waits_and_recover(tmp_path):
+def test_if_workers_cannot_start_queued_responses_become_unjudged_and_the_pool_recovers(tmp_path):
     path = tmp_path / "fickle.py"
     source = "import os\ndef reward(completion):\n    return os._exit(1) if completion == 'die' else 1.0"
     path.write_text(source)
@@ -380,18 +380,18 @@ def test_an_idle_worker_that_dies_is_replaced_when_there_is_work(spec):
             assert submit(pool, spec, ["1"]).result(timeout=20)[0].value == 1.0
 
 
-def test_close_leaves_no_process_and_no_promise_open(spec):
+def test_close_leaves_no_process_and_no_open_future(spec):
     pool = WorkerPool([spec], RewardConfig(workers=2, timeout=60.0))
     stuck, waiting = submit(pool, spec, ["1", "fork and stay", "loop", "2"]), submit(pool, spec, ["loop", "loop"])
     wait_until(lambda: len(pool.workers) == 2 and all(worker.has_begun for worker in pool.workers))
     groups = [worker.process.pid for worker in pool.workers]
-    wait_until(lambda: sum(len(members(group)) for group in groups) >= 3)  # the child that stays is one of them
+    wait_until(lambda: sum(len(members(group)) for group in groups) >= 3)  # including the child that stays
     pool.close()
     pool.close()
     assert all(future.done() for future in (stuck, waiting))
-    assert any(score.error == "the judge was closed before it got to this" for score in stuck.result())
+    assert any(score.error == "the judge was closed before it judged this response" for score in stuck.result())
     assert [members(group) for group in groups] == [[], []]
-    assert submit(pool, spec, ["1"]).result(timeout=1)[0].error == "the judge was closed before it got to this"
+    assert submit(pool, spec, ["1"]).result(timeout=1)[0].error == "the judge was closed before it judged this response"
 
 
 def test_workers_do_not_outlive_a_training_process_that_is_killed(tmp_path, spec):
@@ -421,7 +421,7 @@ def test_workers_do_not_outlive_a_training_process_that_is_killed(tmp_path, spec
 
 
 def members(group: int) -> list[int]:
-    """Processes of this process group that still run."""
+    """Return the processes of this process group that still run."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -436,11 +436,11 @@ def members(group: int) -> list[int]:
 def wait_until(condition, seconds=10.0):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "the condition was never met"
         time.sleep(0.01)
 
 
-def test_more_processes_than_the_machine_can_use_are_refused(monkeypatch):
+def test_too_many_workers_are_refused(monkeypatch):
     monkeypatch.setattr(pool_module, "_cores", lambda: 2)
-    with pytest.raises(RewardError, match=r"reward\.workers is 1000, but 2 cores here take at most 64 processes"):
+    with pytest.raises(RewardError, match=r"reward\.workers is 1000; with 2 CPU cores, use at most 64"):
         WorkerPool(["exact"], RewardConfig(workers=1000))

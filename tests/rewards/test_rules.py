@@ -24,7 +24,7 @@ def is_right(name, completion, answer, **options):
     return judge(name, completion, answer, **options)["acc"]
 
 
-def test_exact_is_the_same_text_but_for_white_space_around_it():
+def test_exact_compares_text_without_surrounding_white_space():
     assert is_right("exact", " yes\n", "yes")
     assert is_right("exact", "5", 5)
     assert not is_right("exact", "Yes", "yes")
@@ -49,7 +49,7 @@ def test_integers_are_compared_as_integers(response):
     "response",
     ["", "none", "34.5", "Answer: 34 35", "Answer: 34, 35", "34%", "34/2", "Answer: 33+1", "3e1", "9" * 5000],
 )
-def test_what_is_not_that_integer_is_wrong(response):
+def test_a_response_without_that_integer_is_wrong(response):
     assert not is_right("integer", response, "34")
 
 
@@ -75,7 +75,7 @@ def test_a_choice_is_found_in_all_its_forms(response):
 
 
 @pytest.mark.parametrize("response", [*NOT_CHOSEN.replace("\n", " ¦ ").split(" ¦ "), ""])
-def test_an_article_or_several_letters_are_no_choice(response):
+def test_an_article_or_several_letters_are_not_a_choice(response):
     for gold in "AB":
         assert not is_right("choice", response, gold)
 
@@ -85,20 +85,20 @@ def test_a_pattern_without_a_group_only_has_to_be_found():
     assert judge("regex", "abc", None, regex="<done>") == {"score": 0.0, "acc": False, "extracted": None}
 
 
-def test_the_first_group_of_a_pattern_is_compared_with_the_answer_where_it_is_found_last():
+def test_the_first_group_of_the_last_match_is_compared_with_the_answer():
     assert judge("regex", "x=1; x=2", "2", regex=r"x=(\d)(;?)") == {"score": 1.0, "acc": True, "extracted": "2"}
     assert not is_right("regex", "x=1; x=2", "1", regex=r"x=(\d)")
     assert not is_right("regex", "y=2", "2", regex=r"x=(\d)")
-    assert not is_right("regex", "yx", "2", regex=r"y(\d)?")  # the group took no part in the match
+    assert not is_right("regex", "yx", "2", regex=r"y(\d)?")  # the group did not take part in the match
 
 
-def test_math_and_math_dapo_are_there_and_differ_as_published():
+def test_math_and_math_dapo_differ_as_published():
     assert is_right("math", "**Answer:** 34.0", "34")
     assert judge("math_dapo", "Answer: 34.0", "34") == {"score": -1.0, "acc": False, "extracted": "34.0"}
     assert judge("math_dapo", "Answer: 34", "34") == {"score": 1.0, "acc": True, "extracted": "34"}
 
 
-def test_the_extract_option_says_where_to_look():
+def test_the_extract_option_decides_where_the_answer_is_extracted():
     for name in ("math", "integer"):
         assert not is_right(name, "Answer: 34", "34", extract=("boxed",))
         assert is_right(name, "\\boxed{34} Answer: 35", "34", extract=("boxed", "answer_line"))
@@ -112,14 +112,14 @@ def test_an_unknown_rule_is_refused_with_the_nearest_name():
         make_rule("zzz", RewardConfig())
 
 
-def test_a_pattern_that_is_missing_or_no_pattern_is_refused_at_once():
+def test_a_missing_or_invalid_pattern_is_refused():
     with pytest.raises(RewardError, match="regex is not set"):
         make_rule("regex", RewardConfig())
     with pytest.raises(RewardError, match=r"reward.regex is '\(a', which is not a regular expression: missing \)"):
         make_rule("regex", RewardConfig(regex="(a"))
 
 
-UNUSABLE = {
+UNREADABLE = {
     "math": [None, "", "$", [1], True, "1" * 2000],
     "math_dapo": [None, " ", [1]],
     "exact": [None, "", [1], {}],
@@ -127,7 +127,7 @@ UNUSABLE = {
     "choice": [None, "", "K", 1, "Paris", "AB"],
     "regex": [None, "", [1]],
 }
-USABLE = {
+READABLE = {
     "math": ["34", 34, 0.5, "\\frac12", "\\text{Monday}", "(A)", "x^2+1=0"],
     "math_dapo": ["34", 34, "\\frac12"],
     "exact": ["yes", 5, 0.5],
@@ -137,19 +137,19 @@ USABLE = {
 }
 
 
-@pytest.mark.parametrize("name", UNUSABLE)
-def test_a_gold_answer_that_a_rule_cannot_use_is_no_judgement(name):
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_gold_answer_that_a_rule_cannot_read_raises(name):
     options = RewardConfig(regex="(x)")
-    for gold in UNUSABLE[name]:
+    for gold in UNREADABLE[name]:
         assert not can_parse(name, gold, options), gold
         with pytest.raises(ValueError, match="the gold answer is"):
             make_rule(name, options)(completion="Answer: 34", answer=gold)
 
 
-@pytest.mark.parametrize("name", USABLE)
-def test_a_gold_answer_that_a_rule_can_use_is_judged(name):
+@pytest.mark.parametrize("name", READABLE)
+def test_a_gold_answer_that_a_rule_can_read_is_judged(name):
     options = RewardConfig(regex="(x)")
-    for gold in USABLE[name]:
+    for gold in READABLE[name]:
         assert can_parse(name, gold, options), gold
         assert make_rule(name, options)(completion="Answer: nothing", answer=gold)["acc"] is False
 
@@ -160,7 +160,7 @@ def test_a_pattern_without_a_group_and_gym_need_no_gold_answer():
         can_parse("maths", "34", RewardConfig())
 
 
-def test_every_rule_has_a_name_in_the_configuration_text():
+def test_the_configuration_text_names_every_rule():
     description = RewardConfig.model_fields["use"].description or ""
     assert all(f"`{name}`" in description for name in RULES)
 
@@ -175,14 +175,14 @@ def test_the_rules_import_neither_torch_nor_anything_heavy():
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_gsm8k_s_own_rows_are_read_after_their_mark():
+def test_the_gold_answer_of_a_gsm8k_row_follows_its_mark():
     gold = "Ann has 3 + 2 = <<3+2=5>>5 apples.\n#### 5"
     for name in ("math", "integer"):
         rule = make_rule(name, RewardConfig())
         assert [rule(completion=f"Answer: {n}", answer=gold)["acc"] for n in (5, 3)] == [True, False]
 
 
-def test_a_question_that_is_none_of_reasoning_gym_s_is_refused_with_the_remedy():
+def test_a_question_that_is_not_from_reasoning_gym_is_refused_with_the_remedy():
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(ValueError, match=r"none of reasoning-gym's; with reward\.use: auto"):
+    with pytest.raises(ValueError, match=r"not from reasoning-gym; with reward\.use: auto"):
         make_rule("gym", RewardConfig())(completion="5", answer="5")

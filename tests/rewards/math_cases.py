@@ -1,0 +1,341 @@
+"""The table of cases for the `math` rule: gold answers with right and wrong responses."""
+
+# Each block is a gold answer, followed by right (+) and wrong (-) responses that are separated by ¦. A response without
+# a box gets "Answer: " in front.
+CASES = r"""
+# integers
+34
+  + 34 ¦ $34$ ¦ 34. ¦ 34.0 ¦ 034 ¦ +34 ¦ \boxed{34} ¦ **34** ¦ \(34\) ¦ `34` ¦ $$34$$ ¦ (34)
+  - 35 ¦ 3 ¦ -34 ¦ 340 ¦ 3.4 ¦ 33.999 ¦ - ¦ thirty
+34
+  + 34_{10} ¦ x = 34 ¦ $x=34$ ¦ m + n = 34 ¦ f(3) = 34 ¦ 17 \cdot 2 = 34 ¦ AB = 34 ¦ S_{10} = 34 ¦ the answer is 34
+  + The final answer is: 34
+  - 34 = x + 1 ¦ x + 34 ¦ 34x ¦ 34 = 35 ¦ 35 = 34 ¦ x = 35 ¦ 2x = 34 ¦ x + y - 34 = 0 ¦ x > 34 ¦ x \ne 34
+34
+  + 34 cm ¦ 34 \text{ cm} ¦ 34\,\text{cm}^2 ¦ \$34 ¦ $34 ¦ 34 dollars ¦ 34 apples ¦ 34 m ¦ 34^\circ ¦ 34° ¦ 34 degrees
+  + 34 square units ¦ €34
+  - 34 x ¦ 34 thousand ¦ 34 million ¦ 34 squared ¦ 34 factorial ¦ 34! ¦ 34 halves ¦ 34i ¦ 34\pi ¦ 34e
+34
+  - 34, 35 ¦ \boxed{34, 35} ¦ 34 or 35 ¦ 34 and 35 ¦ 1 or 2 or 34 ¦ 34 35 ¦ 34; 35 ¦ \{34, 35\} ¦ (34, 35) ¦ [34, 35]
+  - 30-40 ¦ 33-35 ¦ 34-35 ¦ 34/35 ¦ \pm 34 ¦ 34 \pm 0 ¦ 33 < x < 35 ¦ x \ge 34 ¦ [34, 34] ¦ 34 not 35
+34
+  - 17 \cdot 2 ¦ 17*2 ¦ 68/2 ¦ \frac{68}{2} ¦ 30+4 ¦ \sqrt{1156} ¦ \int_0^{34} 1 dx ¦ \sum_{i=1}^{34} 1 ¦ 34^1
+  - \lim_{x \to 34} x ¦ \binom{34}{1} ¦ 34\% ¦ 34% ¦ 34 percent ¦ 34_8 ¦ What is 17*2?
+-7
+  + -7 ¦ −7 ¦ x = -7 ¦ $-7$ ¦ -7.0 ¦ - 7 ¦ minus seven ¦ negative seven
+  - 7 ¦ --7 ¦ -\frac{7}{2} ¦ x-7 ¦ 0-7
+0
+  + 0 ¦ 0.0 ¦ 00 ¦ zero ¦ -0 ¦ x = 0
+  - 1 ¦ O ¦ 0% ¦ 1-1 ¦ x + y = 0 + 0 = 1 ¦ x + y + 1 = 0 ¦ \emptyset
+1034
+  + 1034 ¦ 1,034 ¦ 1{,}034 ¦ 1,\!034 ¦ 1\,034 ¦ $1{,}034$ ¦ 1 034 ¦ 1034.00
+  - (1,034) ¦ 1,34 ¦ 10,34 ¦ 1.034 ¦ 1;034 ¦ 1, 034 ¦ 034
+1,000,000
+  + 1000000 ¦ 1,000,000 ¦ 10^6 = 1000000 ¦ 1 million ¦ 1 \times 10^6 ¦ 1e6 ¦ 1.0 \times 10^{6}
+  - 1,000 ¦ 100,000 ¦ 1,000,00 ¦ 1e5 ¦ 10^6
+123456789012345678901234567890
+  + 123456789012345678901234567890 ¦ 123,456,789,012,345,678,901,234,567,890
+  - 123456789012345678901234567891 ¦ 1.2345678901234568e29 ¦ 123456789012345680000000000000
+6
+  + six ¦ \text{six} ¦ Six ¦ 6
+  - seven ¦ sixty ¦ sixth ¦ s*i*x
+\mbox{four}
+  + 4 ¦ four ¦ \text{four}
+  - 5 ¦ five ¦ fo
+21
+  + twenty-one ¦ twenty one ¦ 21
+  - twenty ¦ one ¦ twenty-two
+# decimals
+0.5
+  + 0.5 ¦ .5 ¦ 1/2 ¦ \frac12 ¦ 0.50 ¦ ½ ¦ x = 0.5 ¦ 5e-1
+  - 0.51 ¦ 5 ¦ 50\% ¦ 0,5 ¦ 0.05 ¦ 1-0.5
+3.14
+  + 3.14 ¦ 3.140 ¦ \frac{314}{100}
+  - 3.1 ¦ \pi ¦ 3.141 ¦ 3 ¦ 3.14159
+82.50
+  + 82.5 ¦ \$82.50 ¦ 82.50
+  - 82.05 ¦ 82 ¦ 8250
+48.0
+  + 48 ¦ 48.0 ¦ 48.00
+  - 4.80 ¦ 480
+2.3e5
+  + 230000 ¦ 2.3 \times 10^5 ¦ 2.3\cdot10^{5} ¦ 230,000
+  - 2.3 ¦ 23000 ¦ 2.3 \times 10^4
+# fractions
+\frac{3}{4}
+  + \frac{3}{4} ¦ \dfrac{3}{4} ¦ \tfrac34 ¦ 3/4 ¦ \frac34 ¦ 0.75 ¦ \frac{6}{8} ¦ \frac{-3}{-4} ¦ $\frac{3}{4}$.
+  + \left(\frac{3}{4}\right) ¦ p = \frac{3}{4}
+  - \frac{4}{3} ¦ 4/3 ¦ 0.7 ¦ 75\% ¦ 3 ¦ \frac{3}{5} ¦ -\frac{3}{4} ¦ 1-\frac14 ¦ 3,4 ¦ 3:4
+-\frac{1}{2}
+  + -1/2 ¦ \frac{-1}{2} ¦ -\frac12 ¦ \frac{1}{-2} ¦ -0.5 ¦ -.5
+  - 1/2 ¦ -2 ¦ \frac12
+\frac{1}{3}
+  + 1/3 ¦ 0.333333 ¦ 0.33333333 ¦ 0.\overline{3} ¦ \frac{2}{6}
+  - 0.33 ¦ 0.3333 ¦ 0.333334 ¦ 0.3 ¦ 0.333343 ¦ 33.3333\% ¦ 3
+\frac{1}{1048576}
+  + 1/1048576 ¦ 0.00000095367431640625
+  - 0.0 ¦ 0 ¦ 0.00000 ¦ 0.000001 ¦ 0.000000953674
+1\frac{1}{2}
+  + 1\frac{1}{2} ¦ 3/2 ¦ 1.5 ¦ 1 1/2 ¦ 1 \frac12 ¦ 1½
+  - \frac{1}{2} ¦ 11/2 ¦ 1/2 ¦ 1, 1/2
+-15\frac{3}{5}
+  + -15.6 ¦ -\frac{78}{5} ¦ -15 \frac{3}{5}
+  - 15.6 ¦ -14.4 ¦ -9
+\frac{2469}{20,000}
+  + 2469/20000 ¦ 0.12345
+  - 2469/20
+# percents
+50\%
+  + 50\% ¦ 50% ¦ 50 percent ¦ 50 \text{ percent} ¦ 50 ¦ 50.0\%
+  - 0.5 ¦ 5\% ¦ 50.5\% ¦ 1/2 ¦ 500\%
+10
+  + 10
+  - 10% ¦ 10\% ¦ 10 percent ¦ 0.1 ¦ 1000\%
+0.1
+  + 0.1 ¦ 1/10
+  - 10\% ¦ 10 ¦ 0.1\%
+33\frac{1}{3}\%
+  + 33\frac13 \% ¦ \frac{100}{3}\% ¦ 100/3 %
+  - 33\% ¦ \frac13 ¦ 33.3\%
+0.56 = 56\%
+  + 56\% ¦ 0.56 ¦ 56
+  - 0.56\% ¦ 5.6\% ¦ 57\%
+# units
+34\text{ cm}
+  + 34 ¦ 34 cm ¦ 34 centimeters ¦ 34\text{cm}
+  - 34 m ¦ 34 inches ¦ 3.4 cm ¦ 35 cm
+7 \text{ days}
+  + 7 ¦ 7 days ¦ seven ¦ 7\text{ days}
+  - 7 hours ¦ 8 days ¦ 7 weeks
+2400 \mbox{ cm}^2
+  + 2400 ¦ 2400 cm^2 ¦ 2400 \text{ square centimeters} ¦ 2,400 cm²
+  - 2400 cm^3 ¦ 240 ¦ 2400 m^2
+\$23.40
+  + 23.4 ¦ \$23.40 ¦ $23.40 ¦ 23.40 dollars
+  - 2340 ¦ 23.04 ¦ 23
+12\sqrt{13}\text{ feet}
+  + 12\sqrt{13} ¦ 12\sqrt{13} ft ¦ 12\sqrt{13} \text{ feet}
+  - 12\sqrt{31} ¦ 12 ¦ 12\sqrt{13} \text{ inches}
+5t
+  + 5t ¦ 5 t ¦ t \cdot 5
+  - 5 ¦ 5\text{ s} ¦ t ¦ 5s
+8:34 \text{ p.m.}
+  + 8:34 ¦ 8:34 p.m. ¦ 8\!:\!34 \text{ p.m.} ¦ 8:34 PM
+  - 8:34 a.m. ¦ 8:35 ¦ 834 ¦ 20:34
+3:5
+  + 3:5 ¦ 3 : 5 ¦ $3:5$
+  - 5:3 ¦ 3 ¦ 3:50
+# degrees
+45^\circ
+  + 45^\circ ¦ 45° ¦ 45 ¦ 45 degrees ¦ 45^{\circ} ¦ \angle ABC = 45^\circ ¦ x = 45^\circ
+  - 54^\circ ¦ \pi ¦ 45 cm ¦ 450
+\frac{\pi}{4}
+  + \frac{\pi}{4} ¦ \pi/4 ¦ π/4 ¦ 45^\circ ¦ 0.25\pi ¦ \frac14\pi ¦ 0.7853982
+  - 45 ¦ \frac{\pi}{3} ¦ 44^\circ ¦ 0.785 ¦ \frac{4}{\pi} ¦ \pi
+# intervals
+[0,1)
+  + [0,1) ¦ [0, 1) ¦ \left[0, 1\right) ¦ 0 \le x < 1 ¦ x \in [0,1) ¦ 1 > x \ge 0 ¦ 0 ≤ x < 1
+  - (0,1) ¦ [0,1] ¦ (0,1] ¦ 0 < x < 1 ¦ [0,2) ¦ 0, 1 ¦ 0 ¦ [1,0)
+0 \le x < 1
+  + [0,1) ¦ 0\leq x<1 ¦ x \in [0, 1)
+  - [0,1] ¦ 0 < x < 1 ¦ x < 1 ¦ 1 \le x < 2
+(-\infty, 5)
+  + (-\infty, 5) ¦ x < 5 ¦ (-\infty,5) ¦ 5 > x ¦ \left( -\infty, 5 \right)
+  - (-\infty, 5] ¦ x \le 5 ¦ x > 5 ¦ (5, \infty) ¦ (\infty, 5) ¦ 5
+(-\infty,5)\cup (5,\infty)
+  + (5,\infty) \cup (-\infty,5) ¦ x \ne 5 ¦ x < 5 or x > 5 ¦ x \neq 5 ¦ (-∞,5)∪(5,∞)
+  - (-\infty,\infty) ¦ x = 5 ¦ 5 ¦ (-\infty,5]\cup[5,\infty) ¦ (-\infty,5)
+[3, 4) \cup \left(4, \frac{64}{11}\right]
+  + [3,4)\cup(4,64/11] ¦ (4,\tfrac{64}{11}] \cup [3,4)
+  - [3,4) ¦ [3,4]\cup(4,64/11] ¦ [3,64/11]
+(-\infty,\infty)
+  + \mathbb{R} ¦ (-\infty, \infty)
+  - \infty ¦ (0,\infty) ¦ \mathbb{Q}
+# sets and lists
+\{4,5,7\}
+  + \{4,5,7\} ¦ \{7, 5, 4\} ¦ 4, 5, 7 ¦ {4,5,7} ¦ \left\{5,4,7\right\}
+  - \{4,5\} ¦ \{4,5,7,8\} ¦ 457 ¦ 4,5 ¦ (7,5,4) ¦ \{4,4,5,7\}
+1, 2
+  + 2, 1 ¦ 1,2 ¦ 1 and 2 ¦ 1 \text{ or } 2 ¦ \{1,2\} ¦ x = 1, x = 2 ¦ x = 1 or x = 2 ¦ 1; 2
+  - 1 ¦ 2 ¦ 1, 2, 3 ¦ 1, 3 ¦ 12 ¦ [1,2] ¦ 1, 1
+-12 \text{ or } -30
+  + -30, -12 ¦ -12 and -30
+  - -12 ¦ -30 ¦ 12, 30 ¦ -42
+2, 3, \text{ and } 4
+  + 4, 3, 2 ¦ 2, 3, and 4 ¦ 2,3,4
+  - 2, 3 ¦ 2, 3, 5
+100, 200
+  + 100, 200 ¦ 100,200 ¦ 200, 100
+  - 100200 ¦ 100
+\pm 2
+  + \pm 2 ¦ 2, -2 ¦ -2 and 2 ¦ ±2 ¦ \{-2, 2\} ¦ x = \pm 2
+  - 2 ¦ -2 ¦ \pm 3 ¦ 2, 2 ¦ 0
+1 \pm \sqrt{2}
+  + 1+\sqrt{2}, 1-\sqrt{2} ¦ 1\pm\sqrt2 ¦ 1-\sqrt2 and \sqrt2 + 1
+  - 1+\sqrt{2} ¦ -1 \pm \sqrt2 ¦ 1 \pm \sqrt{3}
+# tuples
+(1,2)
+  + (1,2) ¦ (1, 2) ¦ \left(1,2\right) ¦ (x,y) = (1,2) ¦ 1, 2 ¦ (1.0, 2) ¦ x = 1, y = 2 ¦ \langle 1, 2 \rangle
+  - (2,1) ¦ 2, 1 ¦ (1,2,3) ¦ [1,2] ¦ 1 ¦ (1,3) ¦ 12 ¦ y = 1, x = 2 ¦ (1,2), (3,4)
+\left( -\frac{16}{5}, \frac{53}{10} \right)
+  + (-16/5, 53/10) ¦ (-3.2, 5.3) ¦ \left(-\dfrac{16}{5}, \dfrac{53}{10}\right)
+  - (16/5, 53/10) ¦ (-16/5, 53) ¦ (53/10, -16/5)
+(-4, 27);(2, 15)
+  + (2,15), (-4,27) ¦ (-4,27) and (2,15)
+  - (-4,27) ¦ (27,-4),(2,15) ¦ (-4,27),(2,16)
+\left( 2, \frac{11 \pi}{8} \right)
+  + (2, 11\pi/8) ¦ (2, \frac{11\pi}{8})
+  - (2, \frac{8\pi}{11}) ¦ (3, \frac{11\pi}{8}) ¦ \frac{11\pi}{8}
+# matrices
+\begin{pmatrix} 1 & 0 \\ 0 & 3 \end{pmatrix}
+  + \begin{pmatrix}1&0\\0&3\end{pmatrix} ¦ \begin{bmatrix} 1 & 0 \\ 0 & 3 \end{bmatrix}
+  + A = \begin{pmatrix} 1 & 0 \\ 0 & 3.0 \end{pmatrix}
+  - \begin{pmatrix} 1 & 0 \\ 3 & 0 \end{pmatrix} ¦ \begin{pmatrix} 1 & 0 & 0 & 3 \end{pmatrix} ¦ 3
+  - \begin{vmatrix} 1 & 0 \\ 0 & 3 \end{vmatrix} ¦ \begin{pmatrix} 1 \\ 3 \end{pmatrix}
+\begin{pmatrix} 4/9 \\ 4/3 \end{pmatrix}
+  + \begin{pmatrix} \frac{4}{9} \\[2pt] \frac{4}{3} \end{pmatrix}
+  - \begin{pmatrix} 4/3 \\ 4/9 \end{pmatrix} ¦ \begin{pmatrix} 4/9 & 4/3 \end{pmatrix}
+# words and choices
+\text{Monday}
+  + Monday ¦ monday ¦ \text{monday} ¦ \textbf{Monday} ¦ Monday. ¦ **Monday**
+  - Tuesday ¦ yadnom ¦ Mon ¦ Monday or Tuesday ¦ not Monday ¦ M
+\text{(A)}
+  + (A) ¦ A ¦ \text{A} ¦ \textbf{(A)} ¦ a ¦ **A** ¦ (\text{A})
+  - (B) ¦ B ¦ A, B ¦ A or B ¦ AB ¦ \text{(A) and (B)}
+A
+  + (A) ¦ A ¦ \mathrm{A}
+  - B ¦ 1 ¦ AA ¦ A+1
+\text{A, B}
+  + A, B ¦ \text{A}, \text{B} ¦ B and A ¦ A,B
+  - A ¦ B ¦ A, C ¦ AB
+AB
+  + AB ¦ \text{AB} ¦ \overline{AB} = AB
+  - BA ¦ A ¦ A \cdot B
+3x_2
+  + 3x_2 ¦ 3x_{2}
+  - 3x ¦ 3x_3 ¦ 3 ¦ 2x_3
+\text{even}
+  + even ¦ Even ¦ \text{even}
+  - odd ¦ neither ¦ eve
+east
+  + East ¦ \text{east}
+  - west ¦ seat ¦ eats
+# equations
+y = 2x - 13
+  + y = 2x - 13 ¦ 2x - 13 ¦ y=2x-13 ¦ y = -13 + 2x ¦ 2x - y = 13 ¦ y - 2x + 13 = 0
+  - y = 2x + 13 ¦ 2x ¦ x = 2y - 13 ¦ -13 ¦ 2x - y = 12 ¦ 0 = 0 ¦ y = y
+2x+3
+  + 2x+3 ¦ y = 2x+3 ¦ 3 + 2x ¦ f(x) = 2x+3 ¦ 2(x+1)+1
+  - 2x ¦ 2x+4 ¦ 2x-3 ¦ 3x+2 ¦ 5 ¦ x
+x + 2y - 2z - 9 = 0
+  + x+2y-2z-9=0 ¦ 2x + 4y - 4z - 18 = 0 ¦ x + 2y = 2z + 9 ¦ -x-2y+2z+9=0
+  - x+2y-2z+9=0 ¦ x+2y-2z-9 ¦ 0 ¦ x + 2y - 2z = 0 ¦ 0=0 ¦ x=x
+x = 12
+  + 12 ¦ x = 12 ¦ x=12.0 ¦ 12 = x
+  - y = 12 ¦ x = 13 ¦ x ¦ 12x ¦ x = 12, y = 3 ¦ 24 = 2y
+x \le y
+  + y \ge x ¦ x \leq y ¦ 2x \le 2y
+  - x < y ¦ x \ge y ¦ x = y
+x^2+1=0
+  + x^2 + 1 = 0 ¦ 2x^2+2=0
+  - x^2+2=0 ¦ x^2-1=0 ¦ 0
+# expressions
+x+1
+  + x+1 ¦ 1+x ¦ (x+1)
+  - x ¦ x-1 ¦ x+2 ¦ y+1 ¦ 1 ¦ x1
+(x+1)^2
+  + x^2+2x+1 ¦ (x+1)^2 ¦ (1+x)(x+1) ¦ x**2+2*x+1
+  - x^2+1 ¦ (x+1) ¦ x^2+2x ¦ (x-1)^2
+2(x+1)
+  + 2(x+1) ¦ 2x+2 ¦ 2(1+x)
+  - 2x+1 ¦ 2, x+1 ¦ (2x+1)
+\frac{1}{2x}
+  + \frac{1}{2x} ¦ 1/(2x)
+  - \frac{12}{x} ¦ \frac{1}{2}x ¦ 12x
+1.5x
+  + 1.5x ¦ \frac{3x}{2} ¦ \frac32 x
+  - 15x ¦ 1 5x ¦ 1.5 ¦ 1,5x
+2 \cdot 3^x
+  + 2 \cdot 3^x ¦ 2(3^{x}) ¦ 3^x \cdot 2
+  - 23^x ¦ 6^x ¦ 2 + 3^x
+49x^2 - 42xy
+  + 7x(7x-6y) ¦ 49x^{2}-42xy ¦ -42xy+49x^2
+  - 49x^2 ¦ 49x^2+42xy
+2\sqrt{3}
+  + 2\sqrt{3} ¦ 2\sqrt3 ¦ \sqrt{12} ¦ 2 \cdot \sqrt{3} ¦ 2√3 ¦ 2*sqrt(3) ¦ 3.4641016
+  - \sqrt{3} ¦ 2\sqrt{2} ¦ 3.46 ¦ 3\sqrt{2} ¦ 2, 3 ¦ 23 ¦ \sqrt{13}
+\frac{1 + \sqrt{5}}{2}
+  + \frac{1+\sqrt5}{2} ¦ (1+\sqrt{5})/2 ¦ \frac12 + \frac{\sqrt5}{2} ¦ 1.6180340
+  - \frac{1-\sqrt5}{2} ¦ 1.618 ¦ \frac{1+\sqrt5}{3} ¦ \frac{1\pm\sqrt5}{2}
+\frac{\sqrt{2}}{2}
+  + \frac{1}{\sqrt2} ¦ \sqrt{2}/2 ¦ \sqrt{\frac12}
+  - \sqrt2 ¦ \frac{2}{\sqrt{2}} ¦ 0.7
+\sqrt[3]{5}
+  + \sqrt[3]{5} ¦ 5^{1/3} ¦ 5^{\frac13}
+  - \sqrt{5} ¦ \frac53 ¦ 5^3
+10\pi
+  + 10\pi ¦ 10 \pi ¦ \pi \cdot 10 ¦ 10π ¦ 10pi ¦ 31.415927
+  - 10 ¦ \pi ¦ 31.4 ¦ 10 + \pi ¦ 100\pi
+32\pi-64
+  + 32(\pi-2) ¦ -64+32\pi
+  - 32\pi+64 ¦ 32\pi
+2^{10}
+  + 1024 ¦ 2^{10} ¦ 4^5
+  - 2^{11} ¦ 1023 ¦ 210 ¦ 20
+\frac{1}{2^{98}}
+  + 2^{-98} ¦ \frac{1}{2^{98}}
+  - \frac{1}{2^{94}} ¦ 2^{-97} ¦ 0 ¦ 0.0 ¦ \frac{1}{2}
+\log_2 3
+  + \log_2 3 ¦ \log_{2}{3} ¦ \frac{\ln 3}{\ln 2}
+  - \log_3 2 ¦ \ln 3 ¦ 1.58
+e^2
+  + e^2 ¦ e^{2} ¦ e \cdot e ¦ 7.3890561
+  - 2e ¦ e ¦ 7.389
+3+4i
+  + 3+4i ¦ 4i+3 ¦ 3 + 4 i
+  - 3-4i ¦ 4+3i ¦ 7 ¦ 5 ¦ 3, 4
+-i
+  + -i ¦ - i
+  - i ¦ 1 ¦ -1 ¦ -x
+n!
+  + n!
+  - n ¦ (n-1)! ¦ n+1
+\frac{1}{x}
+  + 1/x ¦ x^{-1} ¦ \frac1x
+  - x ¦ -x ¦ \frac{2}{x}
+\cos^2\alpha
+  + \cos^2 \alpha ¦ 1-\sin^2\alpha ¦ (\cos \alpha)^2
+  - \cos \alpha ¦ \sin^2 \alpha ¦ 1
+# number bases
+1010_2
+  + 1010_2 ¦ 1010_{2} ¦ 1010 ¦ 1010_{\text{two}}
+  - 10 ¦ 1010_3 ¦ 1011_2 ¦ 1010_{10} ¦ 1010\%
+10
+  - 1010_2 ¦ 10_2 ¦ A_{16}
+\text{A5}_{11}
+  + A5_{11} ¦ \text{A5}_{11} ¦ A5
+  - A6_{11} ¦ 115 ¦ A5_{12}
+# too large to compare
+9
+  - 9^{9^{9^9}} ¦ 9^9^9^9 ¦ 9!!! ¦ (9!)! ¦ \binom{1000000}{500000}
+x+y+z
+  - (x+y+z)^{5000} ¦ 9^{9^{9^9}}x ¦ (x+y+z)^{99999999999} ¦ 100000!x ¦ \exp(\exp(\exp(\exp(9))))
+"""
+TOO_BIG = [
+    ("9", "9" * 5000),
+    ("9", "9+" * 400 + "9"),
+    ("x+y+z", ",".join(map(str, range(5000)))),
+    ("x+y+z", "(" * 400 + "5" + ")" * 400),
+]
+
+
+def read_cases(sign):
+    gold = ""
+    for line in CASES.strip().splitlines():
+        if line.startswith(f"  {sign} "):
+            yield from ((gold, response) for response in line[4:].split(" ¦ "))
+        elif not line.startswith(("#", " ")):
+            gold = line
+
+
+RIGHT, WRONG = list(read_cases("+")), list(read_cases("-"))
