@@ -89,7 +89,7 @@ def test_the_interval_is_the_same_every_time_and_does_not_depend_on_how_resampli
     values = np.random.default_rng(4).random(30)
     whole = estimate(values)
     assert estimate(values) == whole
-    monkeypatch.setattr("dapo.algorithm.estimators._DRAWS_AT_ONCE", 70)
+    monkeypatch.setattr("dapo.algorithm.estimators._MAX_DRAWS_PER_BLOCK", 70)
     assert estimate(values) == whole
 
 

@@ -26,8 +26,9 @@ from dapo.checkpoint import folder as checkpoint
 from dapo.config import apply_override, option_names
 from dapo.data.stream import PromptStream, Shuffled
 from dapo.errors import RewardError
+from dapo.sampling.accounting import Sampled
 from dapo.sampling.inflight import InflightSampler
-from dapo.sampling.strict import DynamicSampler, Sampled
+from dapo.sampling.strict import DynamicSampler
 from dapo.store.database import RunDatabase
 from dapo.types import Prompt, Request, Rollout, Score
 from tests import make, plain, runs
@@ -92,10 +93,10 @@ class Slow:
         self.rng = np.random.default_rng(seed)
 
     def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
-        promise: Future[list[Score]] = Future()
+        future: Future[list[Score]] = Future()
         scores = [self.judge(prompt, rollout) for rollout in rollouts]
-        threading.Timer(float(self.rng.uniform(0, 0.004)), promise.set_result, [scores]).start()
-        return promise
+        threading.Timer(float(self.rng.uniform(0, 0.004)), future.set_result, [scores]).start()
+        return future
 
     def close(self) -> None: ...
 
@@ -517,7 +518,7 @@ def test_a_resumed_run_submits_again_what_was_under_way(tmp_path, then):
 KILLER = """
 import os, signal, sys
 from dapo.sampling.inflight import InflightSampler
-settle, count = InflightSampler._settle, int(sys.argv[1])
+settle, count = InflightSampler._decide_finished, int(sys.argv[1])
 seen = 0
 def deadly(self, step):
     global seen
@@ -526,7 +527,7 @@ def deadly(self, step):
         assert self.pending
         os.kill(os.getpid(), signal.SIGKILL)
     settle(self, step)
-InflightSampler._settle = deadly
+InflightSampler._decide_finished = deadly
 from dapo.cli import main
 sys.argv = ["dapo", *sys.argv[2:]]
 main()
