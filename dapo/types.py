@@ -32,7 +32,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample tokens. Training allows only temperature; top_p, top_k and greedy (temperature 0) are for evaluation."""
+    """How to sample tokens. Truncation (top_p, top_k) and greedy sampling (temperature 0) are only for evaluation."""
 
     temperature: float = 1.0
     top_p: float = 1.0

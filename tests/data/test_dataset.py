@@ -71,7 +71,7 @@ def test_a_row_that_the_chat_template_refuses_is_named(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% if messages[0].content == 'bad' %}{{ raise_exception('no\n bad') }}{% endif %}x"
     path = write(tmp_path / "d.jsonl", questions("good", "fine", "bad"))
-    with pytest.raises(DataError, match=r"line 3: the model's chat template or tokenizer refuses .*\(no bad\)"):
+    with pytest.raises(DataError, match=r"line 3: the model's chat template or tokenizer rejects .*\(no bad\)"):
         load_train_stream(config(path), tokenizer)
 
 
@@ -188,5 +188,5 @@ def test_a_chat_template_that_never_ends_is_stopped(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"line 1: .*\(the chat template was still running after 0.2 s\)"):
         load_train_stream(config(path), tokenizer)
     tokenizer.chat_template = "{% for i in range(10**9) %}{% endfor %}"
-    with pytest.raises(DataError, match=r"line 1: the model's chat template or tokenizer refuses .*Range too big"):
+    with pytest.raises(DataError, match=r"line 1: the model's chat template or tokenizer rejects .*Range too big"):
         load_train_stream(config(path), tokenizer)

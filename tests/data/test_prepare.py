@@ -77,7 +77,7 @@ def test_the_answer_of_math_stands_in_the_last_box(tmp_path, solution, answer):
             {"problem": "p", "solution": r"\boxed{1"},
             r"line 1: the last \\boxed\{ of the solution is never closed",
         ),
-        ("gsm8k", {"question": "q", "answer": "a\nb"}, r"line 1: the answer is a text without '####'"),
+        ("gsm8k", {"question": "q", "answer": "a\nb"}, r"line 1: the answer has several lines, but no '####'"),
         ("aime-2024", {"prompt": "q"}, r"line 1: column 'answer' is missing"),
     ],
 )
@@ -96,7 +96,7 @@ def test_repeats_and_conflicts_are_left_out_after_the_answer_is_taken_out(tmp_pa
     ]
     report = prepare("gsm8k", write(tmp_path / "from.jsonl", rows), tmp_path)
     assert report.sentences() == [
-        f"{tmp_path}/gsm8k.parquet: 1 questions (4 rows, 2 distinct, 1 duplicate left out, 1 question with conflicting "
+        f"{tmp_path}/gsm8k.parquet: 1 question (4 rows, 2 distinct, 1 duplicate left out, 1 question with conflicting "
         "answers left out (2 rows))"
     ]
 
@@ -159,7 +159,7 @@ def test_without_a_network_nothing_is_written(tmp_path, monkeypatch):
 
 def test_an_unknown_name_lists_those_there_are(tmp_path):
     with pytest.raises(
-        DataError, match="gsm9k: not a dataset that can be prepared; there are dapo-math-17k, aime-2024"
+        DataError, match="gsm9k: not a dataset that can be prepared; choose one of dapo-math-17k, aime-2024"
     ):
         prepare("gsm9k", None, tmp_path)
 
