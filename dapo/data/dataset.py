@@ -91,8 +91,8 @@ class _Loader:
         How many were left out is added to `notes`.
         """
         is_gym = source.path.startswith(GYM)
-        repeats = (self.items if is_gym else self.rows).counts(index)
-        summary = [f"{source.path}: {repeats.summary('item' if is_gym else 'row')}"]
+        row_counts = (self.items if is_gym else self.rows).counts(index)
+        summary = [f"{source.path}: {row_counts.summary('item' if is_gym else 'row')}"]
         if self.failed_items[index]:
             summary.append(f"{counted(self.failed_items[index], 'item')} that the task failed to generate left out")
         keyed = [(question_key(question.messages), question) for question in found]

@@ -71,6 +71,6 @@ def test_an_empty_file_is_not_good(tmp_path):
     assert "no rows" in printed(report)
 
 
-def test_a_task_has_no_file_to_check():
+def test_a_gym_task_has_no_file_to_check():
     with pytest.raises(DataError, match="gym:chain_sum: reasoning-gym generates its questions as they are drawn"):
         check_dataset("gym:chain_sum")

@@ -54,7 +54,7 @@ def test_a_file_whose_name_has_glob_characters_is_that_file(tmp_path):
         (b"[" * 100_000, r"line 2: cannot be parsed as JSON"),
     ],
 )
-def test_a_bad_line_is_handed_on_as_its_sentence_and_reading_goes_on(tmp_path, line, sentence):
+def test_a_bad_line_is_yielded_as_its_error_and_reading_continues(tmp_path, line, sentence):
     (tmp_path / "d.jsonl").write_bytes(b'{"a": 0}\n' + line + b'\n{"a": 2}\n')
     (_, first), (_, error), (_, last) = rows(tmp_path / "d.jsonl")
     assert (first, last) == ({"a": 0}, {"a": 2})
@@ -121,7 +121,7 @@ def test_a_hub_dataset_is_read_with_its_name_split_and_revision(monkeypatch):
         rows("openai/gsm8k", params={"subset": "main"})
 
 
-def test_every_way_in_which_the_hub_fails_is_one_sentence(monkeypatch):
+def test_every_hub_failure_is_one_sentence(monkeypatch):
     datasets = pytest.importorskip("datasets")
 
     def failing(error):
@@ -145,13 +145,13 @@ def test_every_way_in_which_the_hub_fails_is_one_sentence(monkeypatch):
 
 
 def test_jsonl_is_read_line_by_line(tmp_path):
-    # A bad line far down does not keep the first rows from being read.
+    # The first rows can be read before the bad line.
     (tmp_path / "d.jsonl").write_text("\n".join([json.dumps({"i": i}) for i in range(5)] + ["oops"]))
     reader = read_rows(Source(path=str(tmp_path / "d.jsonl")))
     assert next(reader)[1] == {"i": 0}
 
 
-def test_a_line_without_end_is_one_bad_row_and_is_never_held_in_memory(tmp_path, monkeypatch):
+def test_a_line_that_is_too_long_is_one_bad_row_and_never_held_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("dapo.data.readers._MAX_LINE", 100)
     (tmp_path / "d.jsonl").write_bytes(b'{"a": 0}\n{"a": "' + b"x" * 1000 + b'"}\n{"a": 2}\n{"b": "' + b"x" * 100)
     (_, first), (_, long), (_, third), (where, last) = rows(tmp_path / "d.jsonl")
@@ -160,6 +160,6 @@ def test_a_line_without_end_is_one_bad_row_and_is_never_held_in_memory(tmp_path,
     assert (where, str(last).startswith(where)) == (f"{tmp_path}/d.jsonl, line 4", True)
 
 
-def test_the_home_of_nobody_is_no_file():
+def test_an_unknown_home_directory_is_not_a_file():
     with pytest.raises(DataError, match=r"~nobody-at-all/x\.jsonl: cannot be read"):
         rows("~nobody-at-all/x.jsonl")

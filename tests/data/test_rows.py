@@ -52,7 +52,7 @@ def test_trl_rows_come_as_text_or_messages_and_need_no_answer():
 
 
 @pytest.mark.parametrize("column", ["prompt", "question", "problem"])
-def test_plain_rows_name_their_question_in_three_ways(column):
+def test_plain_rows_may_use_three_question_columns(column):
     question = read({column: "two?", "answer": 2, "level": 3})
     assert question.messages == ({"role": "user", "content": "two?"},)
     assert (question.answer, question.data_source, question.extra) == (2, "default", {"level": 3})
