@@ -57,12 +57,13 @@ class _Loader:
     """
 
     def __init__(
-        self, config: Config, tokenizer: Any, place: tuple[Phase] | tuple[Phase, str], held_out: Collection[Prompt] = ()
+        self, config: Config, tokenizer: Any, scope: tuple[Phase] | tuple[Phase, str], held_out: Collection[Prompt] = ()
     ) -> None:
         self.data = config.data
         self.tokenizer = tokenizer
-        self.seed = (config.run.seed, *place)
-        self.is_training = place[0] == "train"
+        # `scope` is the phase and the name of the evaluation set, so that no two sets get the same gym items.
+        self.seed = (config.run.seed, *scope)
+        self.is_training = scope[0] == "train"
         self.wording = Wording.of(config.data.prompt_template, config.data.system_prompt)
         self.held_out = frozenset(question_key(prompt.messages) for prompt in held_out)
         self.rows = Distinct()

@@ -274,6 +274,7 @@ class DynamicSampler:
             self.carried = [group.with_verdict(CARRIED) for group in surplus]
 
     def _result(self, step: StepState, batch: list[Group], seconds: float) -> Sampled:
+        """Assemble the result of the step, which took `seconds` in all."""
         tokens = count_tokens(batch, step.dropped, self.carried, carried_in=step.carried_in, generated=step.generated)
         if step.unjudged:
             step.events.append(Event("unjudged", unjudged_message(step.unjudged), step.number))
