@@ -1,4 +1,4 @@
-"""What can go wrong because of the user's input or the run itself, each with one sentence that says what to do."""
+"""The exceptions that are reported to the user as one sentence, and the masking of secrets in it."""
 
 import errno
 import re
@@ -13,15 +13,15 @@ _SECRET_NAME = re.compile(
 
 
 def mask_secrets(text: str) -> str:
-    """Mask user names and passwords in the URLs of a text, and parameters whose names sound like those of secrets."""
+    """Mask credentials in URLs, and URL parameters whose names look like secrets."""
     text = _USER_IN_URL.sub("***@", text)
     return _PARAMETER.sub(lambda found: found[1] + ("***" if _SECRET_NAME.search(found[2]) else found[3]), text)
 
 
 class DapoError(Exception):
-    """Something the user can mend. The command line prints it as one sentence and exits with `exit_code`.
+    """An error that the user can fix. The command line prints its one sentence and exits with `exit_code`.
 
-    The sentence may quote a URL, and is on its way to a terminal, a log or a database: secrets in it are masked.
+    Secrets in the sentence are masked, because it may quote a URL and ends up in terminals, logs and the database.
     """
 
     exit_code = 2
@@ -39,45 +39,46 @@ class DataError(DapoError, ValueError):
 
 
 class ModelError(DapoError, ValueError):
-    """A model cannot be loaded, or computes something this system does not reproduce."""
+    """A model cannot be loaded, or does a computation that dapo does not support."""
 
 
 class RewardError(DapoError, ValueError):
-    """A reward function cannot be loaded, or judged nothing at all."""
+    """A reward function cannot be loaded, or could not judge any response."""
 
 
 class CheckpointError(DapoError, ValueError):
     """A run directory or checkpoint cannot be read, or belongs to another run."""
 
 
+# The errno values that become a StorageError.
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
 class StorageError(DapoError, RuntimeError):
-    """A disk is full or fails while it is written to. What was saved before stays, and a run can resume."""
+    """A write failed because a disk is full or broken. Earlier checkpoints are intact, and the run can resume."""
 
     exit_code = 3
 
 
 class TrainingStopped(DapoError, RuntimeError):
-    """The run cannot go on in a way that makes sense: a guard stopped it."""
+    """A guard stopped the run, because continuing would not make sense."""
 
     exit_code = 3
 
 
 class ClusterError(DapoError, RuntimeError):
-    """The cluster cannot be joined, or has too little for what is asked of it."""
+    """The cluster cannot be joined, or has too few resources for the configuration."""
 
 
 class LearnerLost(ClusterError):
-    """A process that learns is gone, and its weights with it: the run goes back to its newest checkpoint."""
+    """A learner process died and its weights are lost. The run restarts from its newest checkpoint."""
 
 
 class ClusterLost(TrainingStopped):
-    """Parts of the cluster are gone and will not be replaced: the run saves what it has, and stops."""
+    """Parts of the cluster are gone and will not be replaced. The run saves a checkpoint and stops."""
 
 
 class EngineError(DapoError, RuntimeError):
-    """The engine that samples could not be started, has ended, or does not answer."""
+    """The inference engine could not be started, has exited, or does not respond."""
 
     exit_code = 3

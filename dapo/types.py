@@ -1,4 +1,4 @@
-"""The records that carry data along the road Prompt -> Rollout -> Score -> Group -> StepReport."""
+"""The records that carry data: Prompt -> Rollout -> Score -> Group -> StepReport."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 FinishReason = Literal["stop", "length"]
 Phase = Literal["train", "eval"]
 
-# Verdicts that are not a reason for being dropped.
+# Verdicts of groups that are not dropped. Every other verdict is the reason for dropping the group.
 KEPT = "kept"
-PADDED = "padded"  # dropped, but trained on to fill up a batch
-CARRIED = "carried"  # kept, and waiting for a later step
+PADDED = "padded"  # dropped by the filter, but trained on to fill the batch (on_exhausted: pad)
+CARRIED = "carried"  # kept, and carried over to a later step
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question: what the model is asked, and what its answers are judged against."""
+    """One question with the gold answer that its responses are judged against."""
 
     uid: str
     messages: tuple[Mapping[str, str], ...]
@@ -27,12 +27,12 @@ class Prompt:
     answer: Any
     data_source: str = "default"
     extra: Mapping[str, Any] = field(default_factory=dict)
-    is_text: bool = False  # the row held plain text, not messages: some reward functions are then called with text
+    is_text: bool = False  # the row had plain text, not messages; some reward functions then get text
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw tokens. Training allows temperature alone; truncation and greedy (0) are for evaluation."""
+    """How to sample tokens. Truncation (top_p, top_k) and greedy sampling (temperature 0) are only for evaluation."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -42,7 +42,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A group to sample: `n` responses to one prompt."""
+    """A group to sample: `n` responses to one prompt (token ids)."""
 
     serial: int
     prompt: tuple[int, ...]
@@ -53,33 +53,33 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """One response with what the sampler knew when it drew each token."""
+    """One response, with the log-probability that the sampler recorded for each token."""
 
     serial: int
     index: int
-    tokens: np.ndarray  # int32 [L], the stop token included
-    logprobs: np.ndarray  # float32 [L], of the sampler, at the sampling temperature
+    tokens: np.ndarray  # int32 [L], including the stop token
+    logprobs: np.ndarray  # float32 [L], the sampler's, at the sampling temperature
     finish_reason: FinishReason
-    weight_version: int  # of the weights that drew the first token
+    weight_version: int  # version of the weights that sampled the first token
     text: str
-    switches: tuple[int, ...] = ()  # tokens there were each time the weights went on by one version under way
+    switches: tuple[int, ...] = ()  # switches[i]: tokens already sampled when the weights advanced for the i-th time
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def versions(self) -> np.ndarray:
-        """int32 [L]: the version of the weights that drew each token."""
+        """The version of the weights that sampled each token, int32 [L]."""
         return self.weight_version + np.searchsorted(self.switches, np.arange(len(self)), side="right").astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the judge said. With `error` set the rollout could not be judged, and has no reward."""
+    """The judge's result for one rollout. If `error` is set, the rollout could not be judged and has no reward."""
 
     value: float | None
-    acc: bool | None = None
-    error: str | None = None
+    acc: bool | None = None  # right or wrong, if the judge says so
+    error: str | None = None  # why it could not be judged
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -89,25 +89,25 @@ class Score:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """A prompt with its n judged rollouts, and the verdict: kept, or the reason why not.
+    """A prompt with its n scored rollouts and the verdict: kept, or the reason why it was dropped.
 
-    The serial is the group's one identity in engine, records and database. Where a rollout was not judged its reward is
-    NaN, its advantage 0, and it does not train.
+    The serial identifies the group in the engine, the records and the database. A rollout that could not be judged has
+    reward NaN and advantage 0, and is not part of the loss.
     """
 
     serial: int
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
-    rewards: np.ndarray  # float64 [n], after overlong shaping and KL
+    rewards: np.ndarray  # float64 [n], after length shaping and the KL term
     advantages: np.ndarray  # float64 [n]
-    trains: np.ndarray  # bool [n], whether the rollout takes part in the loss
+    trains: np.ndarray  # bool [n], whether the rollout is part of the loss
     verdict: str
-    ref_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [L] each, of the reference model
+    ref_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [L] each, the reference model's
 
     @property
     def weight_version(self) -> int:
-        """Of its oldest token."""
+        """The weight version of the group's oldest token."""
         return min(rollout.weight_version for rollout in self.rollouts)
 
     @property
@@ -127,7 +127,7 @@ class Group:
 
 
 class TokenStats(NamedTuple):
-    """Per token of one rollout, as the policy saw it at its first update."""
+    """Per-token values of one rollout under the policy, at the rollout's first update."""
 
     logprobs: np.ndarray  # float32 [L]
     entropy: np.ndarray  # float32 [L]
@@ -135,12 +135,12 @@ class TokenStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepReport:
-    """Every figure of one training step, and every group that was decided in it."""
+    """The metrics of one training step, and every group that was decided in it."""
 
     step: int
     metrics: Mapping[str, float]
     groups: tuple[Group, ...]
-    token_stats: Mapping[tuple[int, int], TokenStats]  # (serial, index) -> of the trained rollouts
+    token_stats: Mapping[tuple[int, int], TokenStats]  # (serial, index) of each trained rollout
     events: tuple[Event, ...] = ()
 
 
@@ -155,7 +155,7 @@ class EvalSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvalReport:
-    """One evaluation of one dataset: the figures, and every sample behind them."""
+    """One evaluation of one dataset: its metrics and all its samples."""
 
     step: int
     name: str
@@ -165,7 +165,7 @@ class EvalReport:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something a person reading the run later should know: a warning, a resume, a stop."""
+    """Something the reader of a run should know: a warning, a resume, a stop."""
 
     kind: str
     message: str

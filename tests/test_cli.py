@@ -125,7 +125,7 @@ def test_dry_run_prints_the_resolved_configuration_and_the_plan_and_writes_nothi
             "no such task in reasoning-gym; did you mean 'gcd'?",
             marks=pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs reasoning-gym"),
         ),
-        (["data.prompt_template=daop"], "expected text that holds {question}, or the name of a template"),
+        (["data.prompt_template=daop"], "expected text that contains {question}, or the name of a template"),
         (["reward.use=maths"], "which is not a judge; did you mean 'math'?"),
         (["eval.best_metric=data/avg@3"], "eval.best_metric needs an evaluation"),
         (["reward.length_shaping=buffer", "reward.overlong_buffer.len=8"], "reward.overlong_buffer.len is 8"),
@@ -207,7 +207,7 @@ def test_data_prepare_writes_what_the_recipe_names(tmp_path):
     rows = [{"question": "How many?", "answer": "Six and six.\n#### 12"}] * 2
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = dapo("data", "prepare", "gsm8k", "--from", tmp_path / "mine.jsonl", "--to", tmp_path / "data")
-    assert (done.returncode, "1 questions (2 rows" in done.stdout) == (0, True), done.stdout
+    assert (done.returncode, "1 question (2 rows" in done.stdout) == (0, True), done.stdout
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"model: {{path: m}}\ndata: {{train: {tmp_path}/data/gsm8k.parquet}}")
     assert "missing" not in dapo("train", recipe, "--dry-run").stdout

@@ -1,4 +1,4 @@
-"""What k samples per problem say about a model: pass@k, the majority's answer, and how sure a mean over problems is."""
+"""Evaluation estimators from k samples per problem: pass@k, majority vote, and bootstrap confidence intervals."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 RESAMPLES = 2000
-_DRAWS_AT_ONCE = 4_000_000
+_MAX_DRAWS_PER_BLOCK = 4_000_000  # resampled values in memory at a time (8 bytes each)
 
 
 class Estimate(NamedTuple):
-    """A mean over problems with its 95 % interval; NaN where there is none."""
+    """A mean over problems and its 95 % confidence interval. Each field is NaN where it is undefined."""
 
     value: float
     low: float
@@ -21,7 +21,7 @@ class Estimate(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How much the second of two models is above the first, on the problems that both have."""
+    """Mean of (second model - first model) over the problems that both have, with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -30,21 +30,22 @@ class Difference(NamedTuple):
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that of k samples at least one is right, unbiased from n samples with c right: 1 - C(n-c,k) / C(n,k).
+    """Return the unbiased estimate of pass@k from n samples of which c are right: 1 - C(n-c, k) / C(n, k).
 
-    Integers as long as they need to be, and one rounding at the end. A problem with fewer than k judged samples is
-    taken at as many as it has: a little too low, but leaving it out would favor the problems that are easy to judge.
+    The binomials are exact integers, so the result is rounded only once. With fewer than k judged samples, k is
+    lowered to n. That underestimates pass@k slightly, but leaving the problem out would favor problems that are easy
+    to judge.
     """
-    assert 0 <= c <= n and n >= 1 and k >= 1, f"{c} right of {n}, {k} at a time"
+    assert 0 <= c <= n and n >= 1 and k >= 1, f"pass@k needs 0 <= c <= n, n >= 1 and k >= 1, got n={n}, c={c}, k={k}"
     k = min(k, n)
     return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """Whether the commonest answer to one problem is right; among equally common ones, the share that is.
+    """Return 1.0 if the most common answer to one problem is right, 0.0 if it is wrong; tied answers share the vote.
 
-    Answers are one vote if they are the same up to surrounding space and case: 0.5 and 1/2 are two. Samples without an
-    answer do not vote, and a problem without votes is wrong.
+    Answers are compared as text, ignoring case and surrounding white space: 0.5 and 1/2 are different answers. A sample
+    without an answer does not vote. A problem without votes is wrong.
     """
     votes: dict[str, list[bool]] = {}
     for answer, is_right in zip(answers, right, strict=True):
@@ -56,22 +57,22 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
 
 
 def ks(k: int) -> list[int]:
-    """The k of pass@k worth showing: the powers of two up to k, and k itself."""
+    """Return the values of k to report pass@k for: the powers of two up to k, and k itself."""
     return sorted({2**power for power in range(k.bit_length())} | {k})
 
 
 def estimate(values_P: Sequence[float] | np.ndarray, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
-    """The mean over problems, and the percentile bootstrap's 95 % interval over problems.
+    """Return the mean over problems and its 95 % percentile-bootstrap interval, resampling problems.
 
-    One problem says nothing about others, so it has no interval. Where all problems have the same value the interval is
-    that value: it then means only that these problems do not differ.
+    A single problem has no interval. If all problems have the same value, the interval collapses to that value, which
+    does not mean that the estimate is certain.
     """
     values = np.asarray(values_P, dtype=np.float64)
     count = len(values)
     if count < 2:
         return Estimate(float(values[0]) if count else math.nan, math.nan, math.nan)
     generator = np.random.default_rng(seed)
-    rows = max(1, _DRAWS_AT_ONCE // count)  # bounds the memory of large sets
+    rows = max(1, _MAX_DRAWS_PER_BLOCK // count)
     blocks = [min(rows, resamples - start) for start in range(0, resamples, rows)]
     means_R = np.concatenate([values[generator.integers(count, size=(block, count))].mean(axis=1) for block in blocks])
     low, high = np.quantile(means_R, (0.025, 0.975))
@@ -79,6 +80,6 @@ def estimate(values_P: Sequence[float] | np.ndarray, resamples: int = RESAMPLES,
 
 
 def paired_difference(first: Mapping[str, float], second: Mapping[str, float]) -> Difference:
-    """Second minus first, problem by problem: that some are hard for both then does not widen the interval."""
+    """Estimate second - first from per-problem differences, so that shared difficulty does not widen the interval."""
     common = [uid for uid in first if uid in second]
     return Difference(*estimate([second[uid] - first[uid] for uid in common]), len(common))

@@ -1,4 +1,4 @@
-"""From judged rollouts to a group with its verdict: shaped rewards, advantages, and whether it can teach anything."""
+"""Form a group from scored rollouts: shaped rewards, advantages, and the verdict (kept, or why it is dropped)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ ALL_RIGHT = "all_right"
 NO_VARIANCE = "no_variance"
 UNJUDGED = "unjudged"
 NOTHING_TO_TRAIN = "nothing_to_train"
-FLAT = (ALL_WRONG, ALL_RIGHT, NO_VARIANCE)  # judged, and all the same
+FLAT = (ALL_WRONG, ALL_RIGHT, NO_VARIANCE)  # the filter metric is the same for all judged rollouts
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRules:
-    """The part of the configuration that decides about a group."""
+    """The options that decide a group's rewards, advantages and verdict."""
 
     max_response_length: int
-    overlong_buffer_len: int = 0  # 0: no penalty
+    overlong_buffer_len: int = 0  # tokens; 0: no penalty
     overlong_penalty_factor: float = 1.0
-    target_length: int = 0  # 0: no target
+    target_length: int = 0  # tokens; 0: no target
     overlong_filter: bool = False
     filter_enabled: bool = True
-    filter_metric: str | None = None
+    filter_metric: str | None = None  # None: acc if every judged score has it, else score
     adv_norm: Literal["std", "none"] = "std"
     kl_reward_coef: float = 0.0
 
@@ -44,15 +44,19 @@ def form_group(
     rules: GroupRules,
     ref_logprobs: Sequence[np.ndarray] | None = None,
 ) -> Group:
-    """Shape the rewards, compute the advantages, and decide."""
+    """Shape the rewards, compute the advantages and decide the verdict.
+
+    `ref_logprobs` holds one float32 [L] array per rollout. It is required when `rules.kl_reward_coef` > 0.
+    """
     judged = np.array([score.judged for score in scores])
     shaped = np.array([_shaped_reward(*pair, rules) for pair in zip(rollouts, scores, strict=True)])
     final = shaped
     if rules.kl_reward_coef > 0:
-        assert ref_logprobs is not None, "a KL term in the reward needs the reference's log-probabilities"
+        assert ref_logprobs is not None, "kl_reward_coef > 0 needs the reference model's log-probabilities"
         kl = [_sequence_kl(*pair) for pair in zip(rollouts, ref_logprobs, strict=True)]
         final = shaped - rules.kl_reward_coef * np.array(kl)
     cut_off = np.array([rollout.finish_reason == "length" for rollout in rollouts])
+    # A cut-off rollout leaves the loss but stays in the group's mean and std.
     trains = judged & ~cut_off if rules.overlong_filter else judged
     return Group(
         serial=serial,
@@ -82,6 +86,7 @@ def _shaped_reward(rollout: Rollout, score: Score, rules: GroupRules) -> float:
 
 
 def _sequence_kl(rollout: Rollout, ref_logprobs: np.ndarray) -> float:
+    """Return the k3 estimate of KL(sampler || reference), summed over the tokens of one rollout (see `loss.kl_k3`)."""
     delta = np.clip(ref_logprobs.astype(np.float64) - rollout.logprobs.astype(np.float64), -20, 20)
     return float((np.exp(delta) - delta - 1).sum())
 
@@ -93,21 +98,22 @@ def _verdict(
         return UNJUDGED
     if rules.filter_enabled:
         metric, values = _metric_values(scores, shaped, final, rules.filter_metric)
-        # Exact equality: a floating standard deviation of equal values need not be zero.
-        if all(_same(value, values[0]) for value in values):
+        # Compare exactly: the floating-point std of equal values need not be zero.
+        if all(_is_same(value, values[0]) for value in values):
             if metric == "acc":
                 return ALL_RIGHT if values[0] else ALL_WRONG
             return NO_VARIANCE
     return KEPT if trains.any() else NOTHING_TO_TRAIN
 
 
-def _same(a: Any, b: Any) -> bool:
-    return bool(a == b or (a != a and b != b))  # NaN in a named extra is like NaN
+def _is_same(a: Any, b: Any) -> bool:
+    return bool(a == b or (a != a and b != b))  # a named extra may be NaN; two NaNs count as the same value
 
 
 def _metric_values(
     scores: Sequence[Score], shaped: np.ndarray, final: np.ndarray, metric: str | None
 ) -> tuple[str, list[Any]]:
+    """Return the name of the filter metric and its value for each judged rollout."""
     judged = [(score, i) for i, score in enumerate(scores) if score.judged]
     has_acc = all(score.acc is not None for score, _ in judged)
     if metric is None:
@@ -123,8 +129,8 @@ def _metric_values(
     if all(metric in score.extras for score, _ in judged):
         return metric, [score.extras[metric] for score, _ in judged]
     extras = set.intersection(*(set(score.extras) for score, _ in judged))
-    there = [*(["acc"] if has_acc else []), "score", "seq_reward", "seq_final_reward", *sorted(extras)]
+    available = [*(["acc"] if has_acc else []), "score", "seq_reward", "seq_final_reward", *sorted(extras)]
     raise RewardError(
         f"algorithm.filter_groups.metric is '{metric}', but the reward does not return it; "
-        f"there are: {', '.join(there)}"
+        f"use one of: {', '.join(available)}"
     )

@@ -1,4 +1,4 @@
-"""The ledger: what each prompt's groups have shown so far, and so which prompts are worth drawing again."""
+"""The ledger: the history of each prompt's groups, used to draw prompts with nothing to learn less often."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 from dapo.algorithm.filtering import FLAT
 from dapo.types import Group
 
-_DOMAIN = 0x1ED6E2  # keeps these random numbers apart from the stream's
+_DOMAIN = 0x1ED6E2  # separates these random numbers from those of the prompt stream
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Of one prompt: how often it was tried, how often rightly, and how many groups in a row taught nothing."""
+    """Counts for one prompt. A group is flat when all its judged rollouts are equal, so that nothing can be learned."""
 
     groups: int = 0
-    judged: int = 0
-    right: int = 0
-    flat_in_a_row: int = 0
+    judged: int = 0  # rollouts
+    right: int = 0  # rollouts
+    flat_in_a_row: int = 0  # groups, since the last one that was not flat
 
     @property
     def pass_rate(self) -> float | None:
@@ -28,45 +28,45 @@ class History:
 
 
 class Ledger:
-    """Passes over prompts that teach nothing: each flat group in a row halves the chance of being drawn.
+    """Decides which prompts to draw: each flat group in a row halves a prompt's chance.
 
-    A share `explore` of the draws ignores the history, so no prompt is given up for good and no draw can fail for ever.
-    Whether a draw explores depends on the seed and on how many prompts were considered before, on nothing else.
+    A fraction `explore` of the draws ignores the history. So every prompt can come back, and drawing always ends.
+    Whether a draw explores depends only on the seed and on the number of prompts considered before it.
     """
 
     def __init__(self, explore: float, seed: int) -> None:
         self.explore = explore
         self.seed = seed
-        self.considered = 0
+        self.considered = 0  # prompts considered so far in this run; the counter of the random numbers
         self.histories: dict[str, History] = {}
 
     def admits(self, uid: str) -> bool:
-        """Whether the prompt that is up next should be drawn; each call is a new throw of the dice."""
+        """Decide at random whether to draw this prompt. Every call uses a new random number."""
         exploring, chance = np.random.default_rng((self.seed, _DOMAIN, self.considered)).random(2)
         self.considered += 1
-        return bool(exploring < self.explore or chance < 0.5 ** self.of(uid).flat_in_a_row)
+        return bool(exploring < self.explore or chance < 0.5 ** self.history(uid).flat_in_a_row)
 
-    def of(self, uid: str) -> History:
+    def history(self, uid: str) -> History:
         return self.histories.get(uid, History())
 
     def record(self, group: Group) -> None:
-        """Take a decided group into account. One that could not be judged says nothing about its prompt."""
+        """Add a decided group to its prompt's history. Unjudged and untrainable groups say nothing and are ignored."""
         judged = [score for score in group.scores if score.judged]
+        # With the filter off, a flat group is kept, and all its advantages are 0.
         is_flat = group.verdict in FLAT or (group.kept and not group.advantages.any())
         if not is_flat and not group.kept:
             return
-        was = self.of(group.prompt.uid)
+        previous = self.history(group.prompt.uid)
         self.histories[group.prompt.uid] = History(
-            groups=was.groups + 1,
-            judged=was.judged + len(judged),
-            right=was.right + sum(score.acc is True for score in judged),
-            flat_in_a_row=was.flat_in_a_row + 1 if is_flat else 0,
+            groups=previous.groups + 1,
+            judged=previous.judged + len(judged),
+            right=previous.right + sum(score.acc is True for score in judged),
+            flat_in_a_row=previous.flat_in_a_row + 1 if is_flat else 0,
         )
 
     def state(self) -> dict[str, Sequence[int]]:
-        return {
-            uid: (known.groups, known.judged, known.right, known.flat_in_a_row) for uid, known in self.histories.items()
-        }
+        """Return the counts of every prompt as (groups, judged, right, flat_in_a_row), for the checkpoint."""
+        return {uid: (h.groups, h.judged, h.right, h.flat_in_a_row) for uid, h in self.histories.items()}
 
     def restore(self, state: Mapping[str, Sequence[int]], considered: int) -> None:
         self.histories = {uid: History(*counts) for uid, counts in state.items()}

@@ -1,4 +1,4 @@
-"""The token-level policy loss: clip-higher, dual clip, optional KL, and the weights that aggregate it."""
+"""The token-level policy loss: clip-higher, dual clip, optional KL term, and the token weights for aggregation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0  # bounds exp() in the ratio and in k3
 
 AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
@@ -24,19 +24,23 @@ class LossConfig:
 def policy_loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, ref_logprobs_T: Tensor | None, config: LossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss per token, and per token what happened to it (all detached): which clip held it, the ratio, the KL."""
+    """Return the loss of each token, and detached per-token metrics: the ratio, which clip applied, the KL.
+
+    With r = exp(logp_new - logp_old): loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and for A < 0 at most
+    -clip_c A. `old_logprobs_T` are those recorded by the sampler.
+    """
     log_ratio_T = (logprobs_T - old_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_T = log_ratio_T.exp()
-    plain_T = -advantages_T * ratio_T
+    unclipped_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss_T = torch.maximum(plain_T, clipped_T)
-    is_clipped_T = clipped_T > plain_T
+    loss_T = torch.maximum(unclipped_T, clipped_T)
+    is_clipped_T = clipped_T > unclipped_T
     metrics = {
         "ratio": ratio_T.detach(),
         "clip_fraction/high": (is_clipped_T & (advantages_T > 0)).float(),
         "clip_fraction/low": (is_clipped_T & (advantages_T < 0)).float(),
     }
-    if config.clip_c is not None:
+    if config.clip_c is not None:  # dual clip
         bound_T = -config.clip_c * advantages_T
         is_dual_T = (advantages_T < 0) & (loss_T > bound_T)
         loss_T = torch.where(is_dual_T, bound_T, loss_T)
@@ -49,16 +53,16 @@ def policy_loss(
 
 
 def kl_k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """The k3 estimate of KL(policy || reference): exp(ref - new) - (ref - new) - 1, never negative."""
+    """Return the k3 estimate of KL(policy || reference) per token: exp(ref - new) - (ref - new) - 1, never negative."""
     delta_T = (ref_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return delta_T.exp() - delta_T - 1
 
 
 def token_weight(mode: AggregationMode, length: int, total_tokens: int, total_sequences: int) -> float:
-    """What each token of a sequence of `length` counts for, so that the aggregate is the sum of weight x loss.
+    """Return the weight of each token of a sequence of `length` tokens; the aggregate is the sum of weight x loss.
 
-    The totals are those of the whole mini-batch, counted before the first backward: that is why no split into
-    micro-batches or ranks can change the gradient.
+    The totals are those of the whole mini-batch over all ranks, counted before the first backward pass. So the gradient
+    does not depend on how the mini-batch is split into micro-batches or among ranks.
     """
     if mode == "token-mean":
         return 1 / total_tokens

@@ -1,4 +1,4 @@
-"""A look at a dataset before a run: its rows, repeats, bad rows, lengths, and how many answers a judge can read."""
+"""The check of a dataset before a run: duplicates, bad rows, prompt lengths, and how many answers a judge can read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from dapo.config import Source
-from dapo.data.distinct import Distinct, Repeats, answer_key, counted, question_key
+from dapo.data.distinct import Distinct, RowCounts, answer_key, counted, question_key
 from dapo.data.encode import encode, progress
 from dapo.data.readers import GYM, read_rows
 from dapo.data.rows import Question, layout_of, read_question
 from dapo.data.wording import Wording
 from dapo.errors import DataError
 
-SHOWN = 10
+SHOWN = 10  # examples of bad rows and of unreadable answers
 _BINS = 12
 _BAR_WIDTH = 40
 
@@ -28,14 +28,14 @@ _BAR_WIDTH = 40
 class CheckReport:
     name: str
     rows: int
-    repeats: Repeats  # of the rows that could be read
+    row_counts: RowCounts  # of the readable rows
     layouts: dict[str, int]
     bad_rows: int
-    first_bad: tuple[str, ...]  # one sentence each
-    length_unit: str
-    lengths: tuple[int, ...]  # of the prompts of distinct questions
+    first_bad: tuple[str, ...]  # error messages
+    length_unit: str  # tokens or words
+    lengths: tuple[int, ...]  # prompt lengths of the distinct questions
     without_answer: int
-    judged: int  # distinct questions whose answer was shown to the judge
+    judged: int  # distinct questions whose gold answer was given to the judge
     unreadable: int
     first_unreadable: tuple[str, ...]
 
@@ -50,9 +50,11 @@ def check_dataset(
     template: str | None = None,
     tokenizer: Any = None,
 ) -> CheckReport:
-    """Read the whole dataset and go on past bad rows; lengths are in tokens with a tokenizer, else in words."""
+    """Read the whole dataset, continuing past bad rows. Lengths are in tokens with a tokenizer, else in words."""
     if path.startswith(GYM):
-        raise DataError(f"{path}: reasoning-gym makes its questions as they are drawn; there is no file to check")
+        raise DataError(
+            f"{path}: reasoning-gym generates its questions as they are drawn, so there is no file to check"
+        )
     source, wording = Source(path=path), Wording.of(template, None)
     distinct, layouts, rows, bad_rows = Distinct(), Counter(), 0, 0
     bad: list[str] = []
@@ -75,7 +77,7 @@ def check_dataset(
     return CheckReport(
         name=path,
         rows=rows,
-        repeats=distinct.repeats(),
+        row_counts=distinct.counts(),
         layouts=dict(layouts),
         bad_rows=bad_rows,
         first_bad=tuple(bad),
@@ -93,8 +95,8 @@ def print_report(console: Console, report: CheckReport) -> None:
         console.print(f"{escape(report.name)}: no rows")
         return
     layouts = ", ".join(f"{name} ({rows:,})" for name, rows in report.layouts.items())
-    console.print(f"[bold]{escape(report.name)}[/]: {report.repeats.sentence()}")
-    console.print(f"layout: {layouts or 'none that can be read'}")
+    console.print(f"[bold]{escape(report.name)}[/]: {report.row_counts.summary()}")
+    console.print(f"layout: {layouts or 'none recognized'}")
     if report.without_answer:
         console.print(f"{counted(report.without_answer, 'question')} without an answer")
     if report.lengths:
@@ -124,8 +126,8 @@ def _lengths(questions: Sequence[Question], tokenizer: Any) -> tuple[int, ...]:
 
 
 def _histogram(lengths: Sequence[int], unit: str) -> Table:
-    """Bars of equal width in length, up to the longest prompt."""
-    width = max(1, -(-(max(lengths) + 1) // _BINS))
+    """Draw a histogram with bins of equal width, from 0 to the longest prompt."""
+    width = max(1, -(-(max(lengths) + 1) // _BINS))  # rounded up
     bins = Counter(length // width for length in lengths)
     tallest = max(bins.values())
     table = Table("", "prompts", "", title=f"prompt length in {unit}, longest {max(lengths):,}", box=None)

@@ -1,4 +1,4 @@
-"""Every question once: repeated rows are left out, and so are questions whose rows disagree about the answer."""
+"""Deduplication: repeated questions are left out, and so are questions whose rows disagree about the answer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def question_key(messages: Iterable[Mapping[str, str]]) -> bytes:
-    """The same for all spellings of a question that differ in white space or in Unicode compatibility alone."""
+    """Return a key that ignores white space and Unicode compatibility forms (NFKC)."""
     return _hash("\n".join(message["content"] for message in messages))
 
 
 def answer_key(answer: Any) -> bytes:
-    """34, 34.0 and " 34" are one answer."""
+    """Return a key that is equal for the same answer: 34, 34.0 and " 34" are one."""
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     return _hash(answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, sort_keys=True))
@@ -29,16 +29,19 @@ def _hash(text: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeats:
-    """Rows of one source, by what became of them: rows = distinct - conflicts + duplicates + conflict_rows."""
+class RowCounts:
+    """Counts of the rows of one source, where rows = distinct - conflicts + duplicates + conflict_rows.
+
+    A conflict is a question whose rows have different answers, in this source or across sources.
+    """
 
     rows: int
-    distinct: int
-    duplicates: int
-    conflicts: int
+    distinct: int  # questions, conflicts included
+    duplicates: int  # rows after the first of a question without conflict
+    conflicts: int  # questions
     conflict_rows: int
 
-    def sentence(self, noun: str = "row") -> str:
+    def summary(self, noun: str = "row") -> str:
         parts = [counted(self.rows, noun), f"{self.distinct:,} distinct"]
         if self.duplicates:
             parts.append(f"{counted(self.duplicates, 'duplicate')} left out")
@@ -49,15 +52,15 @@ class Repeats:
 
 
 class Distinct:
-    """Remembers hashes, not texts: millions of repeated rows cost little memory."""
+    """Finds duplicate and conflicting rows. It stores hashes, not texts, so that millions of rows fit in memory."""
 
     def __init__(self) -> None:
-        self._first: dict[bytes, tuple[bytes, int]] = {}  # question -> the answer and the source of its first row
-        self._later: Counter[tuple[bytes, int]] = Counter()  # question and source -> rows after the first
+        self._first: dict[bytes, tuple[bytes, int]] = {}  # question -> answer and source of its first row
+        self._later: Counter[tuple[bytes, int]] = Counter()  # (question, source) -> rows after the first
         self._conflicts: set[bytes] = set()
 
     def add(self, question: bytes, answer: bytes, source: int = 0) -> bool:
-        """Whether this is the first row of its question."""
+        """Add a row; return whether it is the first one of its question."""
         known = self._first.get(question)
         if known is None:
             self._first[question] = (answer, source)
@@ -70,12 +73,14 @@ class Distinct:
     def is_conflict(self, question: bytes) -> bool:
         return question in self._conflicts
 
-    def repeats(self, source: int = 0) -> Repeats:
+    def counts(self, source: int = 0) -> RowCounts:
+        """Count the rows of one source, after all sources have been added."""
         firsts = [question for question, (_, first) in self._first.items() if first == source]
         later = {question: rows for (question, where), rows in self._later.items() if where == source}
         conflicts = {question for question in firsts if question in self._conflicts} | (self._conflicts & later.keys())
         in_conflict = sum(later.get(question, 0) for question in conflicts)
-        return Repeats(
+        # A conflicting question counts as distinct in every source that has it, also where another has its first row.
+        return RowCounts(
             rows=len(firsts) + sum(later.values()),
             distinct=len(firsts) + sum(1 for question in conflicts if self._first[question][1] != source),
             duplicates=sum(later.values()) - in_conflict,
@@ -85,4 +90,5 @@ class Distinct:
 
 
 def counted(count: int, noun: str) -> str:
+    """Return "1 row" or "2 rows"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

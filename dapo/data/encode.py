@@ -1,4 +1,4 @@
-"""Questions to prompts: token ids with the model's chat template applied once; a base model gets the plain text."""
+"""Tokenize questions: apply the model's chat template, or use the plain text if the model has none."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ Item = TypeVar("Item")
 
 
 def progress(items: Iterable[Item], label: str) -> Iterable[Item]:
-    """A bar on the terminal while a load takes its time, and no trace of it afterwards."""
+    """Show a transient progress bar on stderr if it is a terminal."""
     console = Console(stderr=True)
     return track(items, label, console=console, transient=True, disable=not console.is_terminal)
 
 
-def encode(questions: Sequence[Question], tokenizer: Any, label: str = "Tokenising") -> list[Prompt]:
+def encode(questions: Sequence[Question], tokenizer: Any, label: str = "Tokenizing") -> list[Prompt]:
+    """Tokenize questions in batches; the prompts are in the same order."""
     prompts = []
     starts = range(0, len(questions), _BATCH)
-    # Single questions are encoded during a run, which has the terminal to itself.
+    # No bar for a single batch: questions are also encoded one by one during a run, which has a display of its own.
     for start in progress(starts, label) if len(starts) > 1 else starts:
         batch = questions[start : start + _BATCH]
         prompts += map(_prompt, batch, _batch_tokens(batch, tokenizer))
@@ -50,6 +51,7 @@ def _prompt(question: Question, tokens: Sequence[int]) -> Prompt:
 
 
 def _uid(messages: Sequence[Mapping[str, str]], answer: Any) -> str:
+    """Return a hash of the messages and the answer, stable across runs and machines."""
     identity = json.dumps([messages, answer], ensure_ascii=False, sort_keys=True)
     return hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
@@ -57,7 +59,7 @@ def _uid(messages: Sequence[Mapping[str, str]], answer: Any) -> str:
 def _batch_tokens(questions: Sequence[Question], tokenizer: Any) -> list[list[int]]:
     try:
         return _tokens([list(question.messages) for question in questions], tokenizer)
-    except Exception:  # a template or tokenizer raises what it likes, and does not say for which row: find it
+    except Exception:  # templates and tokenizers raise any exception, without naming the row; retry one by one
         return [_tokens_of_one(question, tokenizer) for question in questions]
 
 
@@ -67,13 +69,13 @@ def _tokens_of_one(question: Question, tokenizer: Any) -> list[int]:
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(
-            f"{question.where}: the model's chat template or tokenizer refuses the messages ({reason})"
+            f"{question.where}: the model's chat template or tokenizer rejects the messages ({reason})"
         ) from None
 
 
 def _tokens(conversations: list[list[Mapping[str, str]]], tokenizer: Any) -> list[list[int]]:
     if tokenizer.chat_template is None:
-        # A base model: the plain text is the prompt.
+        # A base model gets the plain text.
         texts = ["\n\n".join(message["content"] for message in messages) for messages in conversations]
         return tokenizer(texts)["input_ids"]
     with limited_template():

@@ -1,4 +1,4 @@
-"""Questions from reasoning-gym: any number of them per task, each rebuilt at will from a seed and an index."""
+"""Questions from reasoning-gym tasks. Each item can be generated again from a seed and an index."""
 
 from __future__ import annotations
 
@@ -18,51 +18,54 @@ from dapo.data.wording import Wording
 from dapo.errors import DataError
 from dapo.types import Prompt
 
-# Some tasks lay out all their items when they are made: a task is made for this many items, and then made again.
+# Some tasks generate all their items when they are created. So a task is created for this many items at a time.
 BLOCK = 500
-MAX_ATTEMPTS = 1000
+MAX_ATTEMPTS = 1000  # unusable items in a row before giving up
 
-_NOT_REBUILT = "makes other items in every process, so that neither a resumed run nor a judge would see the same ones"
+_NOT_REPRODUCIBLE = (
+    "generates different items in every process, so that a resumed run or the judge would see other ones"
+)
 
-# Tasks that cannot be trained on, and what the user is told. Found by making up to 500 items of every task in two
-# processes, and by scoring junk and the answers to other questions. Three more tasks (intermediate_integration,
-# knight_swap, word_ladder) make the same questions with other sample answers, which their scorers do not look at.
+# Tasks that cannot be used, with the reason for the error message. Found by generating up to 500 items of every task in
+# two processes, and by scoring junk and answers to other questions. Three more tasks (intermediate_integration,
+# knight_swap, word_ladder) give other sample answers in every process, but their scorers do not use the sample answer.
 REFUSED = {
     "codeio": "runs downloaded programs whose output changes and which write files",
-    "coin_flip": "gives its full score to 0 wherever the answer begins with 0",
-    "composite": "is a mix of tasks; name several datasets with weights instead",
-    "game_of_life_halting": "gives its full score to any answer",
-    "isomorphic_strings": _NOT_REBUILT,
-    "list_functions": _NOT_REBUILT,
-    "polynomial_multiplication": _NOT_REBUILT,
-    "puzzle24": "gives its full score to any sum that makes 24, whatever the numbers of the question",
-    "ransom_note": _NOT_REBUILT,
+    "coin_flip": "gives the full score to 0 whenever the right answer begins with 0",
+    "composite": "is a mix of tasks; list several sources with weights instead",
+    "game_of_life_halting": "gives the full score to any answer",
+    "isomorphic_strings": _NOT_REPRODUCIBLE,
+    "list_functions": _NOT_REPRODUCIBLE,
+    "polynomial_multiplication": _NOT_REPRODUCIBLE,
+    "puzzle24": "gives the full score to any expression that makes 24, whatever numbers the question allows",
+    "ransom_note": _NOT_REPRODUCIBLE,
 }
 
 
 class Gym:
-    """One task with its parameters and its seed."""
+    """One task with its parameters and seed."""
 
     def __init__(self, source: Source, seed: tuple[object, ...]) -> None:
         self.name = source.path
         self.task = source.path.removeprefix(GYM)
-        self._factory = _factory(self.name)
+        self._factory = _import_factory(self.name)
         self._check_task()
-        self.params = self._checked(source.params)
+        self.params = self._check_params(source.params)
         digest = hashlib.blake2b(json.dumps(seed).encode(), digest_size=8).digest()
         self.seed = int.from_bytes(digest, "big") % 2**31  # some tasks seed numpy, which takes 32 bits
-        # Making a task can take a third of a second, and stepping through the items needs one or two at a time.
-        self._make: Callable[[int], Any] = lru_cache(maxsize=4)(self._make_task)
-        self._make(self.seed)  # now, because wrong parameters are refused here
+        # Creating a task can take a third of a second. Reading items in order needs one or two tasks at a time.
+        self._create: Callable[[int], Any] = lru_cache(maxsize=4)(self._create_task)
+        self._create(self.seed)  # now, so that wrong parameters are reported before the run starts
 
     def question(self, index: int, wording: Wording) -> Question:
+        """Return the item at `index`. Block b of BLOCK items has the seed `self.seed` + b x BLOCK."""
         return self._read(self.seed + index // BLOCK * BLOCK, index % BLOCK, f"{self.name}, item {index}", wording)
 
     def substitute(self, index: int, attempt: int, wording: Wording) -> Question:
-        """In place of an item that cannot be used: from a sequence that this item has to itself."""
+        """Return a replacement for an unusable item, from a sequence of items used only for this index."""
         digest = hashlib.blake2b(f"{self.seed} {index} {attempt // BLOCK}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big") % 2**31
-        where = f"{self.name}, item {index}, attempt {attempt + 2}"
+        where = f"{self.name}, item {index}, attempt {attempt + 2}"  # the item itself was attempt 1
         return self._read(seed, attempt % BLOCK, where, wording)
 
     def identity(self) -> str:
@@ -70,23 +73,25 @@ class Gym:
 
     def _read(self, seed: int, index: int, where: str, wording: Wording) -> Question:
         try:
-            entry = self._make(seed)[index]
-        except Exception as error:  # the task's own code, with parameters that it did not refuse
-            raise DataError(f"{where}: the task made no item ({type(error).__name__}: {one_line(error)})") from None
+            entry = self._create(seed)[index]
+        except Exception as error:  # the task's own code can raise anything
+            raise DataError(
+                f"{where}: the task failed to generate the item ({type(error).__name__}: {one_line(error)})"
+            ) from None
         text, answer = entry["question"], entry["answer"]
-        gold = None if answer is None else str(answer)  # some tasks accept any answer that fits, and know none
-        if gold is not None and not gold.strip():  # base_conversion writes 0 so
-            raise DataError(f"{where}: the task made a question whose answer is empty")
+        gold = None if answer is None else str(answer)  # some tasks have no gold answer, only a scorer
+        if gold is not None and not gold.strip():  # base_conversion writes 0 as an empty string
+            raise DataError(f"{where}: the task generated a question with an empty answer")
         origin = {"task": self.task, "params": self.params, "seed": seed, "index": index, "check": fingerprint(text)}
         return Question(where, wording.put(text), gold, self.name, {"gym": origin}, True, has_one_answer=False)
 
-    def _make_task(self, seed: int) -> Any:
+    def _create_task(self, seed: int) -> Any:
         try:
             return self._factory.create_dataset(self.task, seed=seed, **self.params)
-        except Exception as error:  # asserts and errors of all kinds
+        except Exception as error:  # tasks check their parameters with assert and with many kinds of exceptions
             shown = {name: value for name, value in self.params.items() if name != "size"}
             raise DataError(
-                f"{self.name}: the task refuses params {shown} ({type(error).__name__}: {one_line(error)})"
+                f"{self.name}: the task rejects params {shown} ({type(error).__name__}: {one_line(error)})"
             ) from None
 
     def _check_task(self) -> None:
@@ -95,19 +100,19 @@ class Gym:
         if self.task not in self._factory.DATASETS:
             raise DataError(f"{self.name}: no such task in reasoning-gym{_suggest(self.task, self._factory.DATASETS)}")
 
-    def _checked(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters with the size of a block, as the judge will get them: through JSON."""
+    def _check_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Check the parameters, add the block size, and return them as the judge will get them: through JSON."""
         names = [field.name for field in dataclasses.fields(self._factory.DATASETS[self.task][1])]
         names = [name for name in names if name not in ("seed", "size")]
         for name in params:
             if name in ("seed", "size"):
                 raise DataError(
-                    f"{self.name}: params may not hold '{name}'; the seed follows from run.seed, and the number of "
-                    "items is `size` beside `path`"
+                    f"{self.name}: params must not contain '{name}'; the seed is derived from run.seed, and the number "
+                    "of items is `size` beside `path`"
                 )
             if name not in names:
                 raise DataError(
-                    f"{self.name}: unknown parameter '{name}'{_suggest(name, names)}; there are {', '.join(names)}"
+                    f"{self.name}: unknown parameter '{name}'; the task takes {', '.join(names)}{_suggest(name, names)}"
                 )
         try:
             return json.loads(json.dumps({**params, "size": BLOCK}, allow_nan=False))
@@ -116,17 +121,18 @@ class Gym:
 
 
 class GymDeck:
-    """A task without end. The item at a position, or what stands in for one that may not be drawn."""
+    """An endless source: the task's items by position, with replacements for items that cannot be used."""
 
     def __init__(
         self, gym: Gym, wording: Wording, usable: Callable[[Question], Prompt | None], held_out: Collection[bytes]
     ) -> None:
         self.gym = gym
         self.wording = wording
-        self.usable = usable  # the prompt, or None where it is too long
+        self.usable = usable  # returns the prompt, or None if it is too long
         self.held_out = held_out
 
     def draw(self, position: int) -> Prompt:
+        """Return the first usable prompt among the item at `position` and its replacements."""
         reason = ""
         for attempt in range(MAX_ATTEMPTS):
             try:
@@ -135,7 +141,7 @@ class GymDeck:
                     if attempt == 0
                     else self.gym.substitute(position, attempt - 1, self.wording)
                 )
-            except DataError as error:  # an item that the task fails to make is passed over like one that is too long
+            except DataError as error:  # the task failed to generate it
                 reason = str(error)
                 continue
             if question_key(question.messages) in self.held_out:
@@ -154,15 +160,15 @@ class GymDeck:
         return self.gym.identity()
 
     def questions(self) -> list[Prompt]:
-        raise DataError(f"{self.gym.name} is endless; name eval.data")
+        raise DataError(f"{self.gym.name} is endless, so it cannot be evaluated as a whole; set eval.data")
 
 
 def fingerprint(question: str) -> str:
-    """The judge makes the item again from its seed: by this it knows that it is the same one."""
+    """Return a hash of the question, by which the judge checks that it generated the same item again."""
     return hashlib.blake2b(question.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def _factory(name: str) -> Any:
+def _import_factory(name: str) -> Any:
     try:
         import reasoning_gym.factory
     except ImportError:

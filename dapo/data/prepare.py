@@ -1,4 +1,4 @@
-"""Well-known datasets, fetched once and written as clean parquet: every question once, with its bare gold answer."""
+"""Prepare well-known datasets: download, deduplicate, extract the gold answers, and write parquet files."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dapo.config import Source
-from dapo.data.distinct import Distinct, Repeats, answer_key, question_key
+from dapo.data.distinct import Distinct, RowCounts, answer_key, counted, question_key
 from dapo.data.encode import progress
 from dapo.data.readers import read_rows
 from dapo.data.rows import Question, read_question
 from dapo.data.wording import Wording
 from dapo.errors import DataError
 
-Gold = Callable[[Question, Mapping[str, Any]], Any]
+Gold = Callable[[Question, Mapping[str, Any]], Any]  # extracts the gold answer from a question and its row
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedFile:
     path: Path
-    repeats: Repeats
-    questions: int  # what was written
+    row_counts: RowCounts
+    questions: int  # written
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +35,35 @@ class PrepareReport:
     files: tuple[PreparedFile, ...]
 
     def sentences(self) -> list[str]:
-        return [f"{file.path}: {file.questions:,} questions ({file.repeats.sentence()})" for file in self.files]
+        return [
+            f"{file.path}: {counted(file.questions, 'question')} ({file.row_counts.summary()})" for file in self.files
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     hub_id: str
-    data_source: str  # for rows that do not say; the names by which reward functions of other systems know them
+    data_source: str  # for rows without one; the names that reward functions of other systems use
     gold: Gold
     params: Mapping[str, Any] = field(default_factory=dict)
     has_test: bool = False
 
 
 def prepare(name: str, source: str | None, to: str | Path) -> PrepareReport:
-    """Write NAME.parquet, and NAME-test.parquet where the hub has a test split; `source` is a file of one's own."""
+    """Write NAME.parquet, and NAME-test.parquet if the hub dataset has a test split.
+
+    `source` is a local file to read instead of the hub dataset.
+    """
     known = KNOWN.get(name)
     if known is None:
-        raise DataError(f"{name}: not a dataset that can be prepared; there are {', '.join(KNOWN)}")
+        raise DataError(f"{name}: not a dataset that can be prepared; choose one of {', '.join(KNOWN)}")
     if source is not None:
         jobs = {f"{name}.parquet": Source(path=source)}
     else:
         jobs = {f"{name}.parquet": Source(path=known.hub_id, params={**known.params, "split": "train"})}
         if known.has_test:
             jobs[f"{name}-test.parquet"] = Source(path=known.hub_id, params={**known.params, "split": "test"})
-    # Everything is read before the first file is written: without a network, or with a bad row, nothing changes.
+    # Read everything before writing the first file, so that a network error or a bad row changes nothing.
     read = {file: _read(job, known) for file, job in jobs.items()}
     return PrepareReport(
         tuple(
@@ -68,7 +73,7 @@ def prepare(name: str, source: str | None, to: str | Path) -> PrepareReport:
     )
 
 
-def _read(source: Source, known: _Known) -> tuple[list[Question], Repeats]:
+def _read(source: Source, known: _Known) -> tuple[list[Question], RowCounts]:
     distinct = Distinct()
     questions: list[tuple[bytes, Question]] = []
     for where, row in progress(read_rows(source), f"Reading {source.path}"):
@@ -83,12 +88,12 @@ def _read(source: Source, known: _Known) -> tuple[list[Question], Repeats]:
             questions.append((key, clean))
     kept = [question for key, question in questions if not distinct.is_conflict(key)]
     if not kept:
-        raise DataError(f"{source.path}: no question is left of {distinct.repeats().sentence()}")
-    return kept, distinct.repeats()
+        raise DataError(f"{source.path}: no question is left ({distinct.counts().summary()})")
+    return kept, distinct.counts()
 
 
 def _write(path: Path, questions: Sequence[Question]) -> Path:
-    """To a name beside it first, so that a file of this name is always whole."""
+    """Write to a temporary name and rename, so that a file of this name is always complete."""
     as_text = all(question.is_text for question in questions)
     table = pa.table(
         {
@@ -112,33 +117,34 @@ def _write(path: Path, questions: Sequence[Question]) -> Path:
     return path
 
 
-def _as_it_is(question: Question, row: Mapping[str, Any]) -> Any:
+def _plain_answer(question: Question, row: Mapping[str, Any]) -> Any:
     if question.answer is None:
         raise DataError(f"{question.where}: column 'answer' is missing")
     return question.answer
 
 
 def _after_hashes(question: Question, row: Mapping[str, Any]) -> str:
-    """`... #### 1,234` is 1234; a bare answer stays as it is."""
-    text = str(_as_it_is(question, row))
+    """Return what follows the last "####", without commas: `... #### 1,234` gives 1234. One line needs no "####"."""
+    text = str(_plain_answer(question, row))
     _, hashes, answer = text.rpartition("####")
     if not hashes and "\n" in text.strip():
-        raise DataError(f"{question.where}: the answer is a text without '####', after which the result should stand")
+        raise DataError(f"{question.where}: the answer has several lines, but no '####' before the result")
     return answer.strip().replace(",", "")
 
 
 def _last_box(question: Question, row: Mapping[str, Any]) -> str:
-    """What stands in the last \\boxed{} of the solution; an `answer` column without a box is the answer itself."""
-    text = str(_as_it_is(question, row))
+    """Return the content of the last \\boxed{} of the solution. An `answer` column may have no box."""
+    text = str(_plain_answer(question, row))
     starts = list(re.finditer(r"\\(?:boxed|fbox)\s*", text))
     if not starts:
         if row.get("answer") is not None:
             return text.strip()
-        raise DataError(f"{question.where}: the solution has no \\boxed{{}}, in which the answer should stand")
+        raise DataError(f"{question.where}: the solution has no \\boxed{{}} with the answer")
     rest = text[starts[-1].end() :]
     if not rest.startswith("{"):
-        return re.split(r"[\s$.,]", rest, maxsplit=1)[0]  # `\boxed 5` is the one token that follows
+        return re.split(r"[\s$.,]", rest, maxsplit=1)[0]  # `\boxed 5` has no braces
     depth = 0
+    # Escaped characters such as \{ match first, and so do not count as braces.
     for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if depth == 0:
@@ -147,8 +153,8 @@ def _last_box(question: Question, row: Mapping[str, Any]) -> str:
 
 
 KNOWN = {
-    "dapo-math-17k": _Known("BytedTsinghua-SIA/DAPO-Math-17k", "math_dapo", _as_it_is),
-    "aime-2024": _Known("BytedTsinghua-SIA/AIME-2024", "aime_2024", _as_it_is),
+    "dapo-math-17k": _Known("BytedTsinghua-SIA/DAPO-Math-17k", "math_dapo", _plain_answer),
+    "aime-2024": _Known("BytedTsinghua-SIA/AIME-2024", "aime_2024", _plain_answer),
     "gsm8k": _Known("openai/gsm8k", "openai/gsm8k", _after_hashes, {"name": "main"}, has_test=True),
     "math": _Known(
         "DigitalLearningGmbH/MATH-lighteval", "DigitalLearningGmbH/MATH-lighteval", _last_box, has_test=True

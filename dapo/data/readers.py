@@ -1,4 +1,4 @@
-"""Where rows come from: JSONL and parquet files, globs and hub datasets; every row with the place it stands at."""
+"""Read rows from JSONL and parquet files, globs and hub datasets, each with its location for error messages."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from dapo.config import Source
 from dapo.errors import DataError
 
 GYM = "gym:"
-PREPARED = ("dapo-math-17k", "aime-2024", "gsm8k", "math")  # what `dapo data prepare` knows
+PREPARED = ("dapo-math-17k", "aime-2024", "gsm8k", "math")  # the datasets that `dapo data prepare` writes
 
-# A row that cannot be read is handed on as its error, so that a check can go on past it.
+# (location, row). A row that cannot be read is yielded as its error, so that a check can continue past it.
 RawRow = tuple[str, Mapping[str, Any] | DataError]
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_PARAMS = ("name", "split", "revision")
 _BATCH_ROWS = 1024
-_MAX_LINE = 2**24  # bytes: a file without line ends should not fill the memory
+_MAX_LINE = 2**24  # bytes, so that a file without line breaks does not fill the memory
 
 
 def read_rows(source: Source) -> Iterator[RawRow]:
-    """The rows of a dataset in their order, at most `size` of them."""
+    """Yield the rows of a dataset in order, at most `size` of them."""
     files = find_files(source.path)
     if files is None:
         rows = _read_hub(source)
@@ -44,13 +44,14 @@ def read_rows(source: Source) -> Iterator[RawRow]:
 
 
 def one_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
 
 
 def find_files(path: str) -> list[Path] | None:
-    """The files that a path or glob names; None for what can only be a dataset on the hub."""
-    expanded = Path(os.path.expanduser(path))  # unlike pathlib's, it leaves an unknown ~name as it is
+    """Return the files that a path or glob names, or None if it can only be the id of a hub dataset."""
+    expanded = Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown ~name
     if expanded.is_dir():
         raise DataError(f"{path}: is a folder; name its files, for example {path.rstrip('/')}/*.parquet")
     if expanded.exists():
@@ -63,10 +64,10 @@ def find_files(path: str) -> list[Path] | None:
     if _is_hub_id(path):
         return None
     stem = expanded.stem.removesuffix("-test")
-    remedy = (
+    hint = (
         f"`dapo data prepare {stem}` writes it" if stem in PREPARED else "relative paths start at the working directory"
     )
-    raise DataError(f"{path}: cannot be read (no such file); {remedy}")
+    raise DataError(f"{path}: cannot be read (no such file); {hint}")
 
 
 def _is_hub_id(path: str) -> bool:
@@ -80,7 +81,7 @@ def _is_hub_id(path: str) -> bool:
 def _read_file(path: Path) -> Iterator[RawRow]:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise DataError(f"{path}: is no dataset that can be read; expected a name that ends in {', '.join(_READERS)}")
+        raise DataError(f"{path}: cannot be read as a dataset; expected a file name that ends in {', '.join(_READERS)}")
     try:
         yield from reader(path)
     except OSError as error:
@@ -95,7 +96,7 @@ def _read_jsonl(path: Path) -> Iterator[RawRow]:
                 return
             where = f"{path}, line {number}"
             if len(line) > _MAX_LINE:
-                while line and not line.endswith(b"\n"):  # the rest of it
+                while line and not line.endswith(b"\n"):  # skip the rest of the line
                     line = lines.readline(_MAX_LINE)
                 yield where, DataError(f"{where}: longer than {_MAX_LINE:,} bytes; expected one question per line")
                 continue
@@ -112,8 +113,8 @@ def _json_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
         return DataError(f"{where}: not UTF-8 text (byte {error.start + 1} of the line)")
     except json.JSONDecodeError as error:
         return DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); expected one object per line")
-    except (ValueError, RecursionError) as error:  # a number with thousands of digits; too many brackets
-        return DataError(f"{where}: not JSON that can be read ({one_line(error)})")
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or nesting that is too deep
+        return DataError(f"{where}: cannot be parsed as JSON ({one_line(error)})")
     if not isinstance(row, dict):
         return DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
     return row
@@ -121,22 +122,22 @@ def _json_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
 
 def _read_parquet(path: Path) -> Iterator[RawRow]:
     try:
-        # The file is mapped, not read: memory holds one batch, whatever the size of the file.
+        # Mapped and read in batches: memory holds one batch, whatever the size of the file.
         with pq.ParquetFile(path, memory_map=True) as file:
             yield from _arrow_rows(str(path), file.iter_batches(batch_size=_BATCH_ROWS))
     except pa.ArrowException as error:
-        raise DataError(f"{path}: not a parquet file that can be read ({one_line(error)})") from None
+        raise DataError(f"{path}: not a readable parquet file ({one_line(error)})") from None
 
 
 def _arrow_rows(name: str, batches: Iterable[pa.RecordBatch | pa.Table]) -> Iterator[RawRow]:
-    first = 1
+    first = 1  # number of the batch's first row
     for batch in batches:
         try:
             rows = batch.to_pylist()
-        except (pa.ArrowException, ValueError, OverflowError) as error:  # a date or time that Python has no value for
+        except (pa.ArrowException, ValueError, OverflowError) as error:  # such as a date that Python cannot represent
             last = first + batch.num_rows - 1
             raise DataError(
-                f"{name}, rows {first} to {last}: hold a value that cannot be read ({one_line(error)})"
+                f"{name}, rows {first} to {last}: contain a value that cannot be read ({one_line(error)})"
             ) from None
         for number, row in enumerate(rows, start=first):
             yield f"{name}, row {number}", row
@@ -153,25 +154,25 @@ def _read_hub(source: Source) -> Iterator[RawRow]:
         import datasets
     except ImportError:
         raise DataError(
-            f"{source.path}: there is no such file here, and a dataset on the hub needs the package `datasets`: "
+            f"{source.path}: no such file, and a dataset on the hub needs the package `datasets`: "
             "pip install 'dapo[hub]'"
         ) from None
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what comes of them is told below
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hide its retries; a failure is reported below
     try:
         table = datasets.load_dataset(
             source.path, source.params.get("name"), split=split, revision=source.params.get("revision")
         )
-    except Exception as error:  # the hub's libraries raise errors of many kinds, from missing names to lost connections
-        raise DataError(f"{name}: {_hub_fault(datasets, error)}") from None
-    # As arrow tables, because plain iteration would decode images and audio.
+    except Exception as error:  # the hub's libraries raise many kinds of exceptions
+        raise DataError(f"{name}: {_hub_error(datasets, error)}") from None
+    # Read Arrow tables, because plain iteration would decode images and audio.
     yield from _arrow_rows(name, table.with_format("arrow").iter(_BATCH_ROWS))
 
 
-def _hub_fault(datasets: Any, error: Exception) -> str:
+def _hub_error(datasets: Any, error: Exception) -> str:
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
-        return "there is no such file here, and no such dataset on the hub that this account may read"
+        return "no such file, and no such dataset on the hub that this account can read"
     if isinstance(error, ConnectionError):
-        return f"there is no such file here, and the hub cannot be reached ({one_line(error)})"
+        return f"no such file, and the hub cannot be reached ({one_line(error)})"
     return f"the hub dataset cannot be loaded ({type(error).__name__}: {one_line(error)})"
 
 

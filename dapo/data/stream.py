@@ -1,4 +1,4 @@
-"""An endless stream of prompts from several sources, mixed by weight, that can be taken up again at any point."""
+"""An endless, resumable stream of prompts from several sources, mixed by weight."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from dapo.types import Prompt
 
 
 class Deck(Protocol):
-    """One source of a stream: what is drawn at a position depends on the position alone."""
+    """One source of a stream. The prompt drawn at a position depends only on the position."""
 
     def draw(self, position: int) -> Prompt: ...
 
     def identity(self) -> str:
-        """Everything that gives a position its meaning."""
+        """Return text that identifies the data that positions index into."""
         ...
 
-    def questions(self) -> list[Prompt]: ...
+    def questions(self) -> list[Prompt]:
+        """Return all prompts, in the order of the files. Raise DataError for an endless source."""
+        ...
 
 
 class Shuffled:
-    """A finite dataset, shuffled anew each epoch."""
+    """A finite dataset, shuffled again for each epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, index: int = 0) -> None:
         self.prompts = prompts
-        self._seed = (seed, index)  # the place among the sources, so that two of one size differ in their order
+        self._seed = (seed, index)  # with the source's index, so that two sources of one size differ in order
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
 
@@ -47,20 +49,24 @@ class Shuffled:
 
 
 class PromptStream:
-    """The n-th prompt drawn depends on seed and n alone, so that the positions are its whole state."""
+    """Draws from several sources by weight.
+
+    The n-th prompt depends only on the seed and n. So the positions are the whole state, and are all that a checkpoint
+    needs.
+    """
 
     def __init__(self, decks: Sequence[Deck], weights: Sequence[float] = (1.0,), notes: Sequence[str] = ()) -> None:
         assert len(decks) == len(weights) > 0
         self.decks = tuple(decks)
         self.shares = tuple(weight / sum(weights) for weight in weights)
-        self.notes = tuple(notes)  # what a person should know about the datasets: rows left out, and why
-        self.positions = [0] * len(decks)  # draws so far, by source
+        self.notes = tuple(notes)  # messages for the user: how many rows were left out, and why
+        self.positions = [0] * len(decks)  # prompts drawn so far from each source
 
     def take(self, count: int) -> list[Prompt]:
         return [self._next() for _ in range(count)]
 
     def digest(self) -> str:
-        """Of everything the positions mean something in: they mean nothing in another dataset."""
+        """Return a digest of the data that the positions index into, to refuse resuming with another dataset."""
         identities = "\n".join(deck.identity() for deck in self.decks)
         return hashlib.blake2b(identities.encode(), digest_size=16).hexdigest()
 
@@ -68,7 +74,7 @@ class PromptStream:
         return [prompt for deck in self.decks for prompt in deck.questions()]
 
     def _next(self) -> Prompt:
-        """From the source that is furthest behind its share, the first of several."""
+        """Draw from the source that is furthest behind its share; the first one if several are."""
         draws = sum(self.positions)
         behind = [share * draws - drawn for share, drawn in zip(self.shares, self.positions, strict=True)]
         source = behind.index(max(behind))

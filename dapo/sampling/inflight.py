@@ -1,45 +1,48 @@
-"""In flight: a full batch is trained on at once, and groups that are not finished go on with the new weights."""
+"""In-flight dynamic sampling: train as soon as a batch is full; unfinished groups continue with the new weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
-from dapo.sampling.strict import DynamicSampler, Pending, Step
+from dapo.sampling.strict import DynamicSampler, Pending, StepState
 
 
 class InflightSampler(DynamicSampler):
-    """Keeps about `gen_batch_size` groups under way, across steps.
+    """Keeps about `gen_batch_size` groups in flight, also across steps.
 
-    An answer's length never decides whether it is trained on: a group that would become too old is waited for, and
-    being the oldest it is then first in the batch.
+    Long responses are not lost: before an update would make a group older than `max_staleness`, the step waits for that
+    group. Its low serial then puts it first in the batch.
     """
 
-    def _gather(self, step: Step) -> None:
+    def _collect(self, step: StepState) -> None:
         while not self._is_complete(step, len(step.kept), self.pending.values()):
             self._top_up(step)
             if not self.pending:
-                break  # all that this step may submit is decided
+                break  # the step's limit on submissions is reached, and every group is decided
             unfinished = self._unfinished()
-            hoped_for = len(step.kept) + len(self.pending) - len(unfinished)
-            # When rewards arrive must not change a decision. So none is looked at before it can end the step, and then
-            # every one that is due is waited for; until then the judge works beside the engine.
-            if not unfinished or self._is_complete(step, hoped_for, unfinished):
-                self._settle(step)
+            most_kept = len(step.kept) + len(self.pending) - len(unfinished)  # if the filter keeps every finished group
+            # The time at which scores arrive must not change a decision. So scores are read only when they could
+            # complete the batch, or when the engine is idle, and then the step waits for all finished groups. Until
+            # then the judge and the engine work in parallel.
+            if not unfinished or self._is_complete(step, most_kept, unfinished):
+                self._decide_finished(step)
             else:
                 self._poll()
-        step.kept.sort(key=lambda group: group.serial)
+        step.kept.sort(key=lambda group: group.serial)  # submission order
         step.rounds = math.ceil(step.submitted / self.config.gen_batch_size)
 
-    def _is_complete(self, step: Step, kept: int, undecided: Iterable[Pending]) -> bool:
-        """Whether the batch is full, and the update would leave no undecided group older than is allowed."""
+    def _is_complete(self, step: StepState, kept: int, undecided: Iterable[Pending]) -> bool:
+        """Return whether the batch is full and the update would make no undecided group older than `max_staleness`."""
+        # After the update the weights have version step.version + 1.
         oldest_allowed = step.version + 1 - self.config.algorithm.max_staleness
         return kept >= self.config.data.train_batch_size and all(g.version >= oldest_allowed for g in undecided)
 
-    def _top_up(self, step: Step) -> None:
-        """Keep the engine busy, but have no more in store than this batch and the next are likely to need.
+    def _top_up(self, step: StepState) -> None:
+        """Submit prompts to keep the engine busy, but no more than this batch and the next are expected to need.
 
-        What an update leaves over then fits into one batch, and none of it becomes stale, whenever it is finished.
+        Invariant: kept + keep rate x undecided <= 2 x train_batch_size. What an update leaves over then fits into the
+        next batch, so that none of it becomes stale while the keep rate holds.
         """
         size, limit = self.config.gen_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches
         missing = 2 * self.config.data.train_batch_size - len(step.kept)

@@ -25,8 +25,9 @@ from dapo.policy.build import model_source
 from dapo.policy.protocol import UpdateResult
 from dapo.rewards.judge import build_judge
 from dapo.rewards.protocol import Judge
+from dapo.sampling.accounting import Sampled
 from dapo.sampling.inflight import InflightSampler
-from dapo.sampling.strict import DynamicSampler, Sampled
+from dapo.sampling.strict import DynamicSampler
 from dapo.store.database import versions
 from dapo.store.trackers import Trackers, require_trackers
 from dapo.terminal.console import Reporter

@@ -30,7 +30,7 @@ def test_a_constant_added_to_all_rewards_changes_nothing(values, shift):
 
 def test_equal_rewards_give_exactly_zero_even_where_their_mean_rounds():
     values = np.full(7, 0.1)
-    assert values.std(ddof=1) > 0  # the naive formula sees a deviation here, and would divide by it
+    assert values.std(ddof=1) > 0  # the plain formula would divide by this rounding error
     assert (group_advantages(values) == 0).all()
 
 
@@ -40,5 +40,5 @@ def test_unjudged_rollouts_are_outside_the_statistics_and_get_zero():
     assert found[1] == 0
 
 
-def test_without_normalization_the_rewards_are_only_centerd():
+def test_without_normalization_the_rewards_are_only_centered():
     np.testing.assert_allclose(group_advantages(np.array([3.0, 0.0, 0.0]), divide_by_std=False), [2.0, -1.0, -1.0])

@@ -1,4 +1,4 @@
-"""The estimators against enumeration, and the bootstrap against scipy's."""
+"""Test the estimators against enumeration, and the bootstrap against scipy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pass_at_k_is_exact_for_thousands_of_samples(n, c, k):
     assert pass_at_k(n, c, k) == float(1 - none_right)
 
 
-def test_pass_at_one_sample_is_the_mean_and_fewer_samples_than_k_are_taken_as_they_are():
+def test_pass_at_1_is_the_mean_and_k_is_lowered_to_the_number_of_samples():
     assert pass_at_k(8, 3, 1) == 3 / 8
     assert pass_at_k(3, 1, 32) == 1.0
     assert pass_at_k(3, 0, 32) == 0.0
@@ -51,10 +51,10 @@ def test_the_majority_agrees_with_counting_every_answer(answers, gold):
     expected = winners.count(gold) / len(winners) if winners else 0.0
     assert majority(answers, right) == pytest.approx(expected)
     backwards = majority(answers[::-1], right[::-1])
-    assert backwards == pytest.approx(expected)  # no vote counts more for being first
+    assert backwards == pytest.approx(expected)  # the order of the votes does not matter
 
 
-def test_votes_are_one_when_they_differ_only_in_case_and_surrounding_space():
+def test_the_majority_ignores_case_and_surrounding_space():
     assert majority(["Paris", " paris ", "Rome", "Rome", "PARIS"], [True, True, False, False, True]) == 1.0
     assert majority(["0.5", "1/2", "7", "7"], [True, True, False, False]) == 0.0
 
@@ -76,7 +76,7 @@ def test_the_interval_agrees_with_scipy_within_the_noise_of_resampling():
     assert found.high == pytest.approx(reference.confidence_interval.high, abs=5 * noise)
 
 
-def test_the_interval_holds_the_true_mean_about_nineteen_times_in_twenty():
+def test_the_interval_contains_the_true_mean_about_95_percent_of_the_time():
     generator = np.random.default_rng(3)
     hits = 0
     for _ in range(400):
@@ -85,18 +85,18 @@ def test_the_interval_holds_the_true_mean_about_nineteen_times_in_twenty():
     assert 0.90 <= hits / 400 <= 0.98
 
 
-def test_the_interval_is_the_same_every_time_and_does_not_depend_on_how_resampling_is_cut(monkeypatch):
+def test_the_interval_is_deterministic_and_independent_of_the_block_size(monkeypatch):
     values = np.random.default_rng(4).random(30)
     whole = estimate(values)
     assert estimate(values) == whole
-    monkeypatch.setattr("dapo.algorithm.estimators._DRAWS_AT_ONCE", 70)
+    monkeypatch.setattr("dapo.algorithm.estimators._MAX_DRAWS_PER_BLOCK", 70)
     assert estimate(values) == whole
 
 
-def test_one_problem_has_no_interval_and_none_has_no_mean():
+def test_one_problem_has_no_interval_and_no_problems_have_no_mean():
     assert estimate([0.5]).value == 0.5
     assert math.isnan(estimate([0.5]).low)
-    assert all(math.isnan(figure) for figure in estimate([]))
+    assert all(math.isnan(value) for value in estimate([]))
 
 
 def test_the_paired_interval_is_narrower_than_the_unpaired_one_where_problems_are_hard_for_both():

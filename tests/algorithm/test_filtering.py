@@ -26,18 +26,18 @@ def test_accuracy_is_the_default_metric_where_every_judged_score_has_it():
     assert verdict([1.0, 0.5], accs=[True, None]) == "kept"  # not all have it: the score decides
 
 
-def test_equality_is_exact_and_no_floating_deviation():
+def test_the_filter_compares_exactly_and_not_by_floating_point_std():
     assert verdict([0.1] * 10) == "no_variance"
-    assert verdict([0.3, 0.1 + 0.2]) == "kept"  # they differ in the last bit, so they differ
+    assert verdict([0.3, 0.1 + 0.2]) == "kept"  # these differ in the last bit
 
 
 def test_the_overlong_penalty_never_leaks_into_the_filter_unless_asked():
     shaped = {"max_response_length": 10, "overlong_buffer_len": 5}
     kwargs = {"values": [0.0, 0.0], "lengths": [3, 10]}
     assert make.group(**kwargs, rules=GroupRules(**shaped)).verdict == "no_variance"
-    asked = make.group(**kwargs, rules=GroupRules(**shaped, filter_metric="seq_reward"))
-    assert asked.verdict == "kept"
-    assert asked.rewards.tolist() == [0.0, -1.0]
+    with_penalty = make.group(**kwargs, rules=GroupRules(**shaped, filter_metric="seq_reward"))
+    assert with_penalty.verdict == "kept"
+    assert with_penalty.rewards.tolist() == [0.0, -1.0]
 
 
 def test_the_final_reward_includes_the_kl_term():
@@ -49,19 +49,19 @@ def test_the_final_reward_includes_the_kl_term():
     np.testing.assert_allclose(group.rewards, [1.0, 1.0 - 0.5 * 3 * k3])
 
 
-def test_a_named_extra_can_be_the_metric_and_a_missing_one_is_named_with_those_there_are():
+def test_a_named_extra_can_be_the_metric_and_an_unknown_name_is_an_error_that_lists_the_known_ones():
     extras = [{"format": 1}, {"format": 0}]
     assert verdict([1.0, 1.0], extras=extras, rules=GroupRules(9, filter_metric="format")) == "kept"
-    with pytest.raises(RewardError, match=r"'formt'.*there are: score, seq_reward, seq_final_reward, format"):
+    with pytest.raises(RewardError, match=r"'formt'.*use one of: score, seq_reward, seq_final_reward, format"):
         verdict([1.0, 1.0], extras=extras, rules=GroupRules(9, filter_metric="formt"))
 
 
-def test_a_named_extra_that_is_not_a_number_everywhere_is_no_variance():
+def test_an_extra_that_is_nan_for_every_rollout_is_no_variance():
     extras = [{"x": float("nan")}, {"x": float("nan")}]
     assert verdict([1.0, 0.0], extras=extras, rules=GroupRules(9, filter_metric="x")) == "no_variance"
 
 
-def test_switched_off_the_filter_keeps_every_group_with_two_judged_rollouts():
+def test_with_the_filter_off_every_group_with_two_judged_rollouts_is_kept():
     off = GroupRules(9, filter_enabled=False)
     assert verdict([1.0, 1.0], rules=off) == "kept"
     assert verdict([1.0, None], rules=off) == "unjudged"

@@ -1,4 +1,4 @@
-"""The ledger: flat prompts are drawn less, none is given up, and nothing but the draws so far decides."""
+"""Test that flat prompts are drawn less often, that all can come back, and that draws are deterministic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.make import group
 DRAWS = 4000
 
 
-def of(uid, accs, **options):
+def group_of(uid, accs, **options):
     made = group([float(bool(acc)) if acc is not None else None for acc in accs], accs=accs, **options)
     return replace(made, prompt=replace(made.prompt, uid=uid))
 
@@ -29,55 +29,55 @@ def share_admitted(ledger: Ledger, uid: str) -> float:
 def test_each_flat_group_in_a_row_halves_the_chance_and_exploring_ignores_it(explore, flat):
     ledger = Ledger(explore, seed=3)
     for _ in range(flat):
-        ledger.record(of("p", [False, False]))
+        ledger.record(group_of("p", [False, False]))
     chance = explore + (1 - explore) * 0.5**flat
-    three_deviations = 3 * np.sqrt(chance * (1 - chance) / DRAWS)
-    assert share_admitted(ledger, "p") == pytest.approx(chance, abs=three_deviations + 1e-12)
-    assert share_admitted(ledger, "p") >= explore - three_deviations
+    three_sigma = 3 * np.sqrt(chance * (1 - chance) / DRAWS)
+    assert share_admitted(ledger, "p") == pytest.approx(chance, abs=three_sigma + 1e-12)
+    assert share_admitted(ledger, "p") >= explore - three_sigma
     assert share_admitted(ledger, "another") == 1.0
 
 
-def test_one_group_with_variance_forgets_the_flat_ones_but_not_the_pass_rate():
+def test_a_group_with_variance_resets_the_flat_count_but_not_the_pass_rate():
     ledger = Ledger(0.2, seed=0)
     for accs in ([False] * 4, [False] * 4, [True, False, False, False]):
-        ledger.record(of("p", accs))
-    assert ledger.of("p") == History(groups=3, judged=12, right=1, flat_in_a_row=0)
-    assert ledger.of("p").pass_rate == 1 / 12
+        ledger.record(group_of("p", accs))
+    assert ledger.history("p") == History(groups=3, judged=12, right=1, flat_in_a_row=0)
+    assert ledger.history("p").pass_rate == 1 / 12
     assert share_admitted(ledger, "p") == 1.0
 
 
 def test_a_solved_prompt_is_flat_too():
     ledger = Ledger(0.2, seed=0)
-    ledger.record(of("p", [True, True]))
-    assert ledger.of("p") == History(1, 2, 2, 1)
+    ledger.record(group_of("p", [True, True]))
+    assert ledger.history("p") == History(1, 2, 2, 1)
 
 
-def test_what_could_not_be_judged_or_trained_says_nothing():
+def test_unjudged_and_untrainable_groups_do_not_change_the_history():
     ledger = Ledger(0.2, seed=0)
-    ledger.record(of("p", [None, True]))
-    cut_off = of("p", [True, False], cut_off=[True, True], rules=GroupRules(100, overlong_filter=True))
+    ledger.record(group_of("p", [None, True]))
+    cut_off = group_of("p", [True, False], cut_off=[True, True], rules=GroupRules(100, overlong_filter=True))
     assert cut_off.verdict == "nothing_to_train"
     ledger.record(cut_off)
-    assert ledger.of("p") == History()
+    assert ledger.history("p") == History()
 
 
 def test_without_the_filter_a_group_of_equal_rewards_is_still_flat():
     ledger = Ledger(0.2, seed=0)
-    kept = of("p", [False, False], rules=GroupRules(100, filter_enabled=False))
+    kept = group_of("p", [False, False], rules=GroupRules(100, filter_enabled=False))
     assert kept.kept
     ledger.record(kept)
-    assert ledger.of("p").flat_in_a_row == 1
+    assert ledger.history("p").flat_in_a_row == 1
 
 
-def test_a_restored_ledger_goes_on_with_the_same_throws():
+def test_a_restored_ledger_continues_with_the_same_random_numbers():
     first, second = Ledger(0.3, seed=7), Ledger(0.3, seed=7)
     for ledger in (first, second):
-        ledger.record(of("p", [False, False]))
-    throws = [first.admits("p") for _ in range(50)]
-    assert [second.admits("p") for _ in range(20)] == throws[:20]
+        ledger.record(group_of("p", [False, False]))
+    draws = [first.admits("p") for _ in range(50)]
+    assert [second.admits("p") for _ in range(20)] == draws[:20]
     third = Ledger(0.3, seed=7)
     third.restore(json.loads(json.dumps(second.state())), second.considered)
     assert third.histories == second.histories
-    assert [third.admits("p") for _ in range(30)] == throws[20:]
-    assert len(set(throws)) == 2
-    assert [Ledger(0.3, seed=8).admits("p") for _ in range(50)] != throws
+    assert [third.admits("p") for _ in range(30)] == draws[20:]
+    assert len(set(draws)) == 2
+    assert [Ledger(0.3, seed=8).admits("p") for _ in range(50)] != draws

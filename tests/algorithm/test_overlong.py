@@ -37,7 +37,7 @@ def test_a_longer_response_never_gains(length):
     ],
 )
 @pytest.mark.parametrize("reward", [1.0, -1.0, 0.25, 0.0])
-def test_past_the_target_length_a_share_of_the_reward_is_lost_always_downwards(reward, length, is_cut_off, share):
+def test_past_the_target_length_a_response_loses_a_share_of_its_absolute_reward(reward, length, is_cut_off, share):
     penalty = target_length_penalty(reward, length, 100, is_cut_off=is_cut_off)
     assert penalty == pytest.approx(-abs(reward) * share)
     assert penalty <= 0

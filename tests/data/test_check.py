@@ -23,7 +23,7 @@ def test_a_good_dataset_is_counted_and_its_lengths_drawn(tmp_path):
     rows = [{"prompt": "word " * (i + 1), "answer": str(i)} for i in range(30)]
     report = check_dataset(write(tmp_path / "d.jsonl", *rows, rows[0]), can_judge=lambda answer: answer != "7")
     assert report.is_good
-    assert (report.rows, report.repeats.distinct, report.repeats.duplicates) == (31, 30, 1)
+    assert (report.rows, report.row_counts.distinct, report.row_counts.duplicates) == (31, 30, 1)
     assert report.lengths == tuple(range(1, 31))
     assert (report.judged, report.unreadable) == (30, 1)
     text = printed(report)
@@ -71,6 +71,6 @@ def test_an_empty_file_is_not_good(tmp_path):
     assert "no rows" in printed(report)
 
 
-def test_a_task_has_no_file_to_check():
-    with pytest.raises(DataError, match="gym:chain_sum: reasoning-gym makes its questions as they are drawn"):
+def test_a_gym_task_has_no_file_to_check():
+    with pytest.raises(DataError, match="gym:chain_sum: reasoning-gym generates its questions as they are drawn"):
         check_dataset("gym:chain_sum")

@@ -67,15 +67,15 @@ def test_template_and_system_prompt_reach_the_prompt(tmp_path):
         load_train_stream(config(path, prompt_template="dappo"), TOKENIZER)
 
 
-def test_a_row_that_the_chat_template_refuses_is_named(tmp_path):
+def test_a_row_that_the_chat_template_rejects_is_named(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% if messages[0].content == 'bad' %}{{ raise_exception('no\n bad') }}{% endif %}x"
     path = write(tmp_path / "d.jsonl", questions("good", "fine", "bad"))
-    with pytest.raises(DataError, match=r"line 3: the model's chat template or tokenizer refuses .*\(no bad\)"):
+    with pytest.raises(DataError, match=r"line 3: the model's chat template or tokenizer rejects .*\(no bad\)"):
         load_train_stream(config(path), tokenizer)
 
 
-def test_repeats_conflicts_and_overlong_prompts_are_left_out_and_counted(tmp_path):
+def test_duplicates_conflicts_and_overlong_prompts_are_left_out_and_counted(tmp_path):
     rows = [
         *questions("a", "b ", "long " * 50, " b", "a"),
         *questions("c", answer="1"),
@@ -112,16 +112,16 @@ def test_a_dataset_without_a_usable_question_says_why(tmp_path, rows, sentence):
         load_train_stream(config(write(tmp_path / "d.jsonl", rows)), TOKENIZER)
 
 
-def test_a_bad_line_stops_the_load_with_its_sentence(tmp_path):
+def test_a_bad_line_stops_loading_with_its_error(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"prompt": "x", "answer": 1}\noops')
     with pytest.raises(DataError, match=r"d\.jsonl, line 2: not valid JSON"):
         load_train_stream(config(str(tmp_path / "d.jsonl")), TOKENIZER)
 
 
-def test_sources_are_mixed_by_weight_and_share_one_memory_of_questions(tmp_path):
-    first = write(tmp_path / "a.jsonl", questions("a1", "a2", "both", "quarrel"))
+def test_sources_are_mixed_by_weight_and_deduplicated_together(tmp_path):
+    first = write(tmp_path / "a.jsonl", questions("a1", "a2", "both", "conflict"))
     pq.write_table(
-        pa.Table.from_pylist(questions("b1", "both") + questions("quarrel", answer="2")), tmp_path / "b.parquet"
+        pa.Table.from_pylist(questions("b1", "both") + questions("conflict", answer="2")), tmp_path / "b.parquet"
     )
     stream = load_train_stream(config([first, {"path": str(tmp_path / "b.parquet"), "weight": 3.0}]), TOKENIZER)
     assert texts(stream.questions()) == ["a1", "a2", "both", "b1"]
@@ -141,7 +141,7 @@ def test_questions_held_out_for_evaluation_are_never_drawn(tmp_path):
     assert stream.notes == (f"{path}: 4 rows, 4 distinct, 2 questions held out for evaluation left out",)
 
 
-def test_evaluation_sets_keep_their_names_and_order_and_tell_what_they_left_out(tmp_path):
+def test_evaluation_sets_keep_their_names_and_order_and_report_what_was_left_out(tmp_path):
     one = write(tmp_path / "one.jsonl", questions("a", "b", "a"))
     two = write(tmp_path / "two.jsonl", questions("b", "c"))
     notes = []
@@ -152,7 +152,7 @@ def test_evaluation_sets_keep_their_names_and_order_and_tell_what_they_left_out(
     assert load_eval_sets(config(one), TOKENIZER) == {}
 
 
-def test_size_is_the_first_rows_and_another_dataset_is_another_digest(tmp_path):
+def test_size_takes_the_first_rows_and_changes_the_digest(tmp_path):
     path = write(tmp_path / "d.jsonl", questions("a", "b", "c"))
     whole, part = (load_train_stream(config({"path": path, **size}), TOKENIZER) for size in ({}, {"size": 2}))
     assert texts(part.questions()) == ["a", "b"]
@@ -188,5 +188,5 @@ def test_a_chat_template_that_never_ends_is_stopped(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"line 1: .*\(the chat template was still running after 0.2 s\)"):
         load_train_stream(config(path), tokenizer)
     tokenizer.chat_template = "{% for i in range(10**9) %}{% endfor %}"
-    with pytest.raises(DataError, match=r"line 1: the model's chat template or tokenizer refuses .*Range too big"):
+    with pytest.raises(DataError, match=r"line 1: the model's chat template or tokenizer rejects .*Range too big"):
         load_train_stream(config(path), tokenizer)

@@ -3,32 +3,32 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo.data.distinct import Distinct, Repeats, answer_key, question_key
+from dapo.data.distinct import Distinct, RowCounts, answer_key, question_key
 
 
 def key(*texts):
     return question_key([{"role": "user", "content": text} for text in texts])
 
 
-def test_questions_that_differ_in_spacing_or_compatibility_alone_are_one():
+def test_questions_that_differ_only_in_spacing_or_compatibility_forms_are_equal():
     assert key("a  b\n c ") == key("a b c") == key("a", "b c")
     assert key("x² ﬁ １") == key("x2 fi 1")
     assert len({key("a b"), key("A b"), key("ab"), key("a b."), key("é"), key("e")}) == 6
 
 
-def test_answers_are_compared_as_they_are_written_not_by_their_type():
+def test_answers_are_compared_as_text_and_not_by_type():
     assert answer_key(34) == answer_key("34") == answer_key(" 34\n") == answer_key(34.0)
     assert answer_key({"b": 1, "a": [2]}) == answer_key({"a": [2], "b": 1})
     assert len({answer_key(value) for value in (34, 34.5, "thirty-four", [34], True, None)}) == 6
 
 
-def test_the_first_row_stays_and_conflicting_questions_go():
+def test_the_first_row_is_kept_and_conflicting_questions_are_dropped():
     distinct = Distinct()
     rows = [("q1", "1"), ("q2", "1"), ("q1", "1"), ("q2", "2"), ("q2", "1"), ("q3", "1")]
     assert [distinct.add(key(q), answer_key(a)) for q, a in rows] == [True, True, False, False, False, True]
     assert [distinct.is_conflict(key(q)) for q in ("q1", "q2", "q3")] == [False, True, False]
-    assert distinct.repeats() == Repeats(rows=6, distinct=3, duplicates=1, conflicts=1, conflict_rows=3)
-    assert distinct.repeats().sentence() == (
+    assert distinct.counts() == RowCounts(rows=6, distinct=3, duplicates=1, conflicts=1, conflict_rows=3)
+    assert distinct.counts().summary() == (
         "6 rows, 3 distinct, 1 duplicate left out, 1 question with conflicting answers left out (3 rows)"
     )
 
@@ -45,7 +45,7 @@ def test_counts_by_source_agree_with_counting_by_hand(rows):
     assert {q for q in answers if distinct.is_conflict(key(str(q)))} == conflicts
     for source in (0, 1):
         mine = [q for q, _, s in rows if s == source]
-        found = distinct.repeats(source)
+        found = distinct.counts(source)
         in_conflict = [q for q in mine if q in conflicts]
         survivors = [q for q, s in kept if s == source and q not in conflicts]
         assert (found.rows, found.conflicts, found.conflict_rows) == (

@@ -16,7 +16,7 @@ from tests.data.test_dataset import TOKENIZER, config, texts
 
 factory = pytest.importorskip("reasoning_gym.factory")
 USABLE = sorted(set(factory.DATASETS) - set(REFUSED))
-# One item of every task, made in whatever process runs this.
+# Prints the fingerprint of one item of every task. Run in another process.
 MAKE_ALL = """
 import json, sys
 from dapo.config import Source
@@ -34,7 +34,7 @@ def stream(source, **options):
     return load_train_stream(config(source, max_prompt_length=4000, **options), TOKENIZER)
 
 
-def test_an_item_is_its_question_its_answer_and_where_it_came_from():
+def test_an_item_has_its_question_its_answer_and_its_origin():
     drawn = stream({"path": "gym:chain_sum", "params": {"min_terms": 2, "max_terms": 2}}).take(1)[0]
     origin = drawn.extra["gym"]
     dataset = factory.create_dataset("chain_sum", seed=origin["seed"], **origin["params"])
@@ -65,7 +65,7 @@ def test_an_endless_task_resumes_at_any_position_across_blocks():
     assert texts(resumed.take(BLOCK)) == drawn[BLOCK - 3 : 2 * BLOCK - 3]
 
 
-def test_training_evaluation_seed_and_place_give_other_items():
+def test_phase_evaluation_set_seed_and_source_index_give_different_items():
     sized = {"path": "gym:chain_sum", "size": 30}
     settings = config("gym:chain_sum", evaluate={"x": sized, "y": sized}, max_prompt_length=4000)
     sets = load_eval_sets(settings, TOKENIZER)
@@ -76,7 +76,7 @@ def test_training_evaluation_seed_and_place_give_other_items():
     assert texts(twice[::2]) == texts(stream("gym:chain_sum").take(30))
 
 
-def test_the_digest_is_of_task_parameters_and_seed():
+def test_the_digest_depends_on_task_parameters_and_seed():
     one = stream("gym:chain_sum")
     assert one.digest() == stream("gym:chain_sum").digest()
     others = [
@@ -88,7 +88,9 @@ def test_the_digest_is_of_task_parameters_and_seed():
 
 
 def test_an_endless_task_has_no_list_of_questions():
-    with pytest.raises(DataError, match=r"^gym:chain_sum is endless; name eval\.data$"):
+    with pytest.raises(
+        DataError, match=r"^gym:chain_sum is endless, so it cannot be evaluated as a whole; set eval\.data$"
+    ):
         stream("gym:chain_sum").questions()
 
 
@@ -101,7 +103,7 @@ def test_with_a_size_a_task_is_a_finite_dataset():
 
 
 def test_evaluation_questions_are_distinct_and_never_drawn_in_training():
-    # A hundred questions in all, so that most items are repeats.
+    # There are only 100 questions, so that most items are duplicates.
     few = {"path": "gym:products", "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
     settings = config(few, evaluate={"held": few | {"size": 60}}, max_prompt_length=4000)
     held = load_eval_sets(settings, TOKENIZER)["held"]
@@ -115,7 +117,7 @@ def test_evaluation_questions_are_distinct_and_never_drawn_in_training():
     assert texts(resumed.take(150)) == texts(drawn)[150:]
 
 
-def test_a_task_whose_questions_are_all_held_out_or_too_long_stops_instead_of_searching_for_ever():
+def test_a_task_whose_questions_are_all_held_out_or_too_long_stops_instead_of_searching_forever():
     few = {"path": "gym:products", "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
     too_many = config(few, evaluate={"held": few | {"size": 101}}, max_prompt_length=4000)
     with pytest.raises(
@@ -135,19 +137,19 @@ def test_a_task_whose_questions_are_all_held_out_or_too_long_stops_instead_of_se
         load_train_stream(config(few, max_prompt_length=5, overlong_prompts="raise"), TOKENIZER).take(1)
 
 
-def test_the_sample_answer_is_no_part_of_a_questions_identity():
-    # Two processes find other ladders for the same words.
+def test_the_sample_answer_is_not_part_of_the_uid():
+    # Two processes find different ladders for the same words.
     question = Gym(Source(path="gym:word_ladder"), (0, "train", 0)).question(0, Wording())
     first, second = encode([question, replace(question, answer="COLD,CORD,WARM")], TOKENIZER)
     assert first.uid == second.uid
 
 
-def test_a_question_whose_answer_is_empty_is_passed_over():
-    # reasoning-gym writes the number 0 as nothing in some bases.
+def test_a_question_with_an_empty_answer_is_skipped():
+    # In some bases, reasoning-gym writes the number 0 as an empty string.
     drawn = stream({"path": "gym:base_conversion", "params": {"min_value": 0, "max_value": 3}}).take(60)
     assert all(prompt.answer.strip() for prompt in drawn)
     sized = stream({"path": "gym:base_conversion", "size": 60, "params": {"min_value": 0, "max_value": 3}})
-    assert "that the task failed to make left out" in sized.notes[0]
+    assert "that the task failed to generate left out" in sized.notes[0]
 
 
 @pytest.mark.parametrize("task", sorted(REFUSED))
@@ -164,13 +166,16 @@ def test_a_task_that_cannot_be_trusted_is_refused_with_the_reason(task):
         ({"path": "gym:chain_sums"}, r"gym:chain_sums: no such task in reasoning-gym; did you mean 'chain_sum'\?"),
         (
             {"path": "gym:chain_sum", "params": {"max_term": 3}},
-            r"gym:chain_sum: unknown parameter 'max_term'; did you mean 'max_terms'\?; there are min_terms, max_terms",
+            r"gym:chain_sum: unknown parameter 'max_term'; the task takes min_terms, .*; did you mean 'max_terms'\?",
         ),
-        ({"path": "gym:chain_sum", "params": {"seed": 3}}, r"params may not hold 'seed'; the seed follows from run"),
-        ({"path": "gym:chain_sum", "params": {"size": 3}}, r"params may not hold 'size'"),
+        (
+            {"path": "gym:chain_sum", "params": {"seed": 3}},
+            r"params must not contain 'seed'; the seed is derived from run",
+        ),
+        ({"path": "gym:chain_sum", "params": {"size": 3}}, r"params must not contain 'size'"),
         (
             {"path": "gym:chain_sum", "params": {"min_terms": 5, "max_terms": 2}},
-            r"gym:chain_sum: the task refuses params \{'min_terms': 5, 'max_terms': 2\} \(AssertionError: ",
+            r"gym:chain_sum: the task rejects params \{'min_terms': 5, 'max_terms': 2\} \(AssertionError: ",
         ),
         ({"path": "gym:chain_sum", "params": {"min_terms": float("inf")}}, r"params must be JSON values"),
     ],

@@ -24,7 +24,7 @@ def prepared(tmp_path, name, rows):
     return pq.read_table(file.path).to_pylist()
 
 
-def test_published_rows_stay_messages_and_their_repeats_collapse(tmp_path):
+def test_published_rows_stay_messages_and_are_deduplicated(tmp_path):
     rows = [
         {
             "data_source": "aime",
@@ -41,7 +41,7 @@ def test_published_rows_stay_messages_and_their_repeats_collapse(tmp_path):
     ]
 
 
-def test_the_result_of_gsm8k_stands_after_the_hashes(tmp_path):
+def test_the_gsm8k_answer_follows_the_hashes(tmp_path):
     rows = [
         {"question": "How many?", "answer": "5 * 2 = <<5*2=10>>10\n#### 10"},
         {"question": "How much?", "answer": "#### 1,234"},
@@ -63,7 +63,7 @@ def test_the_result_of_gsm8k_stands_after_the_hashes(tmp_path):
         (r"\fbox{7}", "7"),
     ],
 )
-def test_the_answer_of_math_stands_in_the_last_box(tmp_path, solution, answer):
+def test_the_math_answer_is_in_the_last_box(tmp_path, solution, answer):
     (row,) = prepared(tmp_path, "math", [{"problem": "p", "solution": solution, "level": "Level 5"}])
     assert row == {"data_source": "DigitalLearningGmbH/MATH-lighteval", "prompt": "p", "answer": answer}
 
@@ -77,7 +77,7 @@ def test_the_answer_of_math_stands_in_the_last_box(tmp_path, solution, answer):
             {"problem": "p", "solution": r"\boxed{1"},
             r"line 1: the last \\boxed\{ of the solution is never closed",
         ),
-        ("gsm8k", {"question": "q", "answer": "a\nb"}, r"line 1: the answer is a text without '####'"),
+        ("gsm8k", {"question": "q", "answer": "a\nb"}, r"line 1: the answer has several lines, but no '####'"),
         ("aime-2024", {"prompt": "q"}, r"line 1: column 'answer' is missing"),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_row_without_a_gold_answer_is_refused_and_nothing_written(tmp_path, na
     assert not (tmp_path / "data").exists()
 
 
-def test_repeats_and_conflicts_are_left_out_after_the_answer_is_taken_out(tmp_path):
+def test_duplicates_and_conflicts_are_decided_by_the_extracted_answer(tmp_path):
     rows = [
         {"question": "a", "answer": "one way\n#### 1"},
         {"question": "a", "answer": "another way\n#### 1"},
@@ -96,7 +96,7 @@ def test_repeats_and_conflicts_are_left_out_after_the_answer_is_taken_out(tmp_pa
     ]
     report = prepare("gsm8k", write(tmp_path / "from.jsonl", rows), tmp_path)
     assert report.sentences() == [
-        f"{tmp_path}/gsm8k.parquet: 1 questions (4 rows, 2 distinct, 1 duplicate left out, 1 question with conflicting "
+        f"{tmp_path}/gsm8k.parquet: 1 question (4 rows, 2 distinct, 1 duplicate left out, 1 question with conflicting "
         "answers left out (2 rows))"
     ]
 
@@ -124,7 +124,7 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "data") == ["aime-2024.parquet"]
 
 
-def test_what_was_written_can_be_trained_on(tmp_path):
+def test_a_prepared_file_can_be_trained_on(tmp_path):
     prepared(tmp_path, "gsm8k", [{"question": "q", "answer": "#### 4"}])
     train = str(tmp_path / "data" / "gsm8k.parquet")
     config = Config.parse({"model": {"path": "m"}, "data": {"train": train}})
@@ -157,14 +157,14 @@ def test_without_a_network_nothing_is_written(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path)
 
 
-def test_an_unknown_name_lists_those_there_are(tmp_path):
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(tmp_path):
     with pytest.raises(
-        DataError, match="gsm9k: not a dataset that can be prepared; there are dapo-math-17k, aime-2024"
+        DataError, match="gsm9k: not a dataset that can be prepared; choose one of dapo-math-17k, aime-2024"
     ):
         prepare("gsm9k", None, tmp_path)
 
 
-def test_a_missing_file_that_prepare_would_write_is_answered_with_the_command():
+def test_a_missing_file_that_prepare_would_write_names_the_command():
     assert set(KNOWN) == set(PREPARED)
     with pytest.raises(DataError, match=r"no such file.*`dapo data prepare gsm8k` writes it"):
         find_files("data/gsm8k-test.parquet")

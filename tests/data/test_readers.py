@@ -50,11 +50,11 @@ def test_a_file_whose_name_has_glob_characters_is_that_file(tmp_path):
         (b'{"a": 1', r"line 2: not valid JSON \(.* at column 8\); expected one object per line"),
         (b"[1, 2]", r"line 2: expected a JSON object, found list"),
         (b'{"a": "\xff"}', r"line 2: not UTF-8 text \(byte 8 of the line\)"),
-        (b'{"a": ' + b"9" * 5000 + b"}", r"line 2: not JSON that can be read"),
-        (b"[" * 100_000, r"line 2: not JSON that can be read"),
+        (b'{"a": ' + b"9" * 5000 + b"}", r"line 2: cannot be parsed as JSON"),
+        (b"[" * 100_000, r"line 2: cannot be parsed as JSON"),
     ],
 )
-def test_a_bad_line_is_handed_on_as_its_sentence_and_reading_goes_on(tmp_path, line, sentence):
+def test_a_bad_line_is_yielded_as_its_error_and_reading_continues(tmp_path, line, sentence):
     (tmp_path / "d.jsonl").write_bytes(b'{"a": 0}\n' + line + b'\n{"a": 2}\n')
     (_, first), (_, error), (_, last) = rows(tmp_path / "d.jsonl")
     assert (first, last) == ({"a": 0}, {"a": 2})
@@ -68,10 +68,10 @@ def test_a_bad_line_is_handed_on_as_its_sentence_and_reading_goes_on(tmp_path, l
         ("gone.jsonl", r"gone\.jsonl: cannot be read \(no such file\); relative paths start at the working directory"),
         ("gone-*.jsonl", r"gone-\*\.jsonl: no file matches; relative paths"),
         ("folder", r"folder: is a folder; name its files, for example .*folder/\*\.parquet"),
-        ("d.csv", r"d\.csv: is no dataset that can be read; expected a name that ends in \.jsonl, \.json, \.parquet"),
-        ("text.parquet", r"text\.parquet: not a parquet file that can be read \(.*"),
-        ("cut.parquet", r"cut\.parquet: not a parquet file that can be read \(.*"),
-        ("empty.parquet", r"empty\.parquet: not a parquet file that can be read \(.*"),
+        ("d.csv", r"d\.csv: cannot be read as a dataset; expected a file name that ends in \.jsonl, \.json, \.parquet"),
+        ("text.parquet", r"text\.parquet: not a readable parquet file \(.*"),
+        ("cut.parquet", r"cut\.parquet: not a readable parquet file \(.*"),
+        ("empty.parquet", r"empty\.parquet: not a readable parquet file \(.*"),
     ],
 )
 def test_a_file_that_cannot_be_read_gets_one_sentence(tmp_path, name, sentence):
@@ -101,7 +101,7 @@ def test_a_file_takes_no_params(tmp_path):
 def test_a_value_that_python_cannot_hold_is_refused_with_its_rows(tmp_path):
     table = pa.table({"t": pa.array([0, 2**62], pa.timestamp("ms"))})
     pq.write_table(table, tmp_path / "d.parquet")
-    with pytest.raises(DataError, match=r"d\.parquet, rows 1 to 2: hold a value that cannot be read"):
+    with pytest.raises(DataError, match=r"d\.parquet, rows 1 to 2: contain a value that cannot be read"):
         rows(tmp_path / "d.parquet")
 
 
@@ -121,7 +121,7 @@ def test_a_hub_dataset_is_read_with_its_name_split_and_revision(monkeypatch):
         rows("openai/gsm8k", params={"subset": "main"})
 
 
-def test_every_way_in_which_the_hub_fails_is_one_sentence(monkeypatch):
+def test_every_hub_failure_is_one_sentence(monkeypatch):
     datasets = pytest.importorskip("datasets")
 
     def failing(error):
@@ -131,10 +131,10 @@ def test_every_way_in_which_the_hub_fails_is_one_sentence(monkeypatch):
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
 
     failing(ConnectionError("Couldn't reach 'a/b' on the Hub\nand more"))
-    with pytest.raises(DataError, match=r"a/b \(train\): there is no such file here, and the hub cannot be reached"):
+    with pytest.raises(DataError, match=r"a/b \(train\): no such file, and the hub cannot be reached"):
         rows("a/b")
     failing(datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist"))
-    with pytest.raises(DataError, match="there is no such file here, and no such dataset on the hub"):
+    with pytest.raises(DataError, match="no such file, and no such dataset on the hub"):
         rows("a/b")
     failing(ValueError("Unknown split \"x\".\nShould be one of ['train']."))
     with pytest.raises(DataError, match=r"a/b \(x\): the hub dataset cannot be loaded \(ValueError: Unknown split"):
@@ -145,13 +145,13 @@ def test_every_way_in_which_the_hub_fails_is_one_sentence(monkeypatch):
 
 
 def test_jsonl_is_read_line_by_line(tmp_path):
-    # A bad line far down does not keep the first rows from being read.
+    # The first rows can be read before the bad line.
     (tmp_path / "d.jsonl").write_text("\n".join([json.dumps({"i": i}) for i in range(5)] + ["oops"]))
     reader = read_rows(Source(path=str(tmp_path / "d.jsonl")))
     assert next(reader)[1] == {"i": 0}
 
 
-def test_a_line_without_end_is_one_bad_row_and_is_never_held_in_memory(tmp_path, monkeypatch):
+def test_a_line_that_is_too_long_is_one_bad_row_and_never_held_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("dapo.data.readers._MAX_LINE", 100)
     (tmp_path / "d.jsonl").write_bytes(b'{"a": 0}\n{"a": "' + b"x" * 1000 + b'"}\n{"a": 2}\n{"b": "' + b"x" * 100)
     (_, first), (_, long), (_, third), (where, last) = rows(tmp_path / "d.jsonl")
@@ -160,6 +160,6 @@ def test_a_line_without_end_is_one_bad_row_and_is_never_held_in_memory(tmp_path,
     assert (where, str(last).startswith(where)) == (f"{tmp_path}/d.jsonl, line 4", True)
 
 
-def test_the_home_of_nobody_is_no_file():
+def test_an_unknown_home_directory_is_not_a_file():
     with pytest.raises(DataError, match=r"~nobody-at-all/x\.jsonl: cannot be read"):
         rows("~nobody-at-all/x.jsonl")

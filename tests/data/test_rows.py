@@ -52,7 +52,7 @@ def test_trl_rows_come_as_text_or_messages_and_need_no_answer():
 
 
 @pytest.mark.parametrize("column", ["prompt", "question", "problem"])
-def test_plain_rows_name_their_question_in_three_ways(column):
+def test_plain_rows_may_use_three_question_columns(column):
     question = read({column: "two?", "answer": 2, "level": 3})
     assert question.messages == ({"role": "user", "content": "two?"},)
     assert (question.answer, question.data_source, question.extra) == (2, "default", {"level": 3})
@@ -113,7 +113,7 @@ def test_extras_become_plain_json_values(tmp_path):
         ({"problem": "x", "answer": None}, r"column 'answer' is null"),
         ({"prompt": "x", "answer": " "}, r"column 'answer' is empty"),
         ({"prompt": "x", "answer": float("nan")}, r"column 'answer' is nan, expected an answer"),
-        ({"prompt": "x", "answer": object()}, r"column 'answer' holds object, which has no JSON form"),
+        ({"prompt": "x", "answer": object()}, r"column 'answer' has a value of type object, which has no JSON form"),
         ({"prompt": " \n", "answer": 1}, r"column 'prompt' is empty"),
         ({"prompt": 5, "answer": 1}, r"'prompt' must be text or a list of \{role, content\} messages, found int"),
         ({"prompt": [], "answer": 1}, r"column 'prompt' must be text or a list of .*, found an empty list"),
@@ -123,12 +123,12 @@ def test_extras_become_plain_json_values(tmp_path):
         ({"prompt": [{"role": "user", "content": 3}], "answer": 1}, r"prompt\[0\]\.content must be text, found int"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            r"prompt\[0\]\.content holds a part of type 'image', but only text can be trained on",
+            r"prompt\[0\]\.content has a part of type 'image', but only text is supported",
         ),
-        ({"prompt": [{"role": "user", "content": [3]}]}, r"prompt\[0\]\.content holds int, but only text"),
+        ({"prompt": [{"role": "user", "content": [3]}]}, r"prompt\[0\]\.content has int, but only text"),
         (
             {"prompt": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-            r"prompt\[0\] holds 'tool_calls', but a message may hold only role and content",
+            r"prompt\[0\] has 'tool_calls', but a message may have only role and content",
         ),
         ({"prompt": "<image>", "answer": 1, "images": [{}]}, r"column 'images' is not empty, but only text"),
         ({"prompt": "x", "answer": 1, "data_source": 3}, r"column 'data_source' must be text, found int"),
@@ -179,5 +179,7 @@ def test_the_system_prompt_goes_in_front_unless_there_is_one():
 
 @pytest.mark.parametrize("template", ["dappo", "no place for it", "{Question}"])
 def test_a_template_without_a_place_for_the_question_is_refused(template):
-    with pytest.raises(ConfigError, match=r"data\.prompt_template is '.*': expected text that holds \{question\}, or"):
+    with pytest.raises(
+        ConfigError, match=r"data\.prompt_template is '.*': expected text that contains \{question\}, or"
+    ):
         Wording.of(template, None)

@@ -39,19 +39,19 @@ def test_the_stream_resumed_at_any_point_continues_exactly_whatever_the_batch_si
     assert sum(resumed.positions) == before + sum(sizes)
 
 
-def test_every_epoch_holds_each_prompt_once_in_another_order():
+def test_every_epoch_has_each_prompt_once_in_a_new_order():
     found = stream()
     epochs = [uids(found, 7) for _ in range(5)]
     assert all(sorted(epoch) == [f"a{i}" for i in range(7)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
 
 
-def test_an_epoch_ends_inside_a_mix_at_the_end_of_its_own_source():
+def test_in_a_mix_each_source_has_its_own_epochs():
     drawn = [uid for uid in uids(stream((1.0, 1.0)), 42) if uid.startswith("b")]
     assert all(sorted(drawn[i : i + 3]) == ["b0", "b1", "b2"] for i in range(0, 21, 3))
 
 
-def test_another_seed_is_another_order_and_so_is_another_place_among_the_sources():
+def test_the_order_depends_on_the_seed_and_on_the_source_index():
     assert uids(stream(seed=0), 21) != uids(stream(seed=1), 21)
     same = prompts("a", 7)
     mixed = PromptStream([Shuffled(same, 0, 0), Shuffled(same, 0, 1)], (1.0, 1.0))
@@ -68,12 +68,12 @@ def test_at_every_draw_each_source_is_within_a_draw_or_two_of_its_share(weights)
             assert abs(drawn - draws * weight / sum(weights)) < len(weights)
 
 
-def test_the_furthest_behind_is_drawn_and_the_first_of_equals():
+def test_the_source_furthest_behind_is_drawn_and_the_first_one_on_a_tie():
     assert [uid[0] for uid in uids(stream((1.0, 2.0)), 6)] == ["a", "b", "b", "a", "b", "b"]
     assert Counter(uid[0] for uid in uids(stream((2.0, 1.0, 1.0)), 400)) == {"a": 200, "b": 100, "c": 100}
 
 
-def test_the_digest_is_of_all_questions_in_their_order():
+def test_the_digest_depends_on_all_questions_and_their_order():
     one = stream((1.0, 1.0)).digest()
     assert one == stream((1.0, 3.0), seed=4, positions=[3, 9]).digest()
     assert one != stream((1.0,)).digest()
@@ -81,7 +81,7 @@ def test_the_digest_is_of_all_questions_in_their_order():
     assert one != swapped.digest()
 
 
-def test_questions_are_all_of_them_in_the_order_of_the_files():
+def test_questions_lists_all_prompts_in_file_order():
     assert [p.uid for p in stream((1.0, 1.0)).questions()] == [p.uid for p in prompts("a", 7) + prompts("b", 3)]
 
 

@@ -1,4 +1,4 @@
-"""In-flight sampling: with a scripted engine, where every length is known, and in whole runs on a tiny model."""
+"""Test in-flight sampling with a scripted engine, where every length is known, and in whole runs on a tiny model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from dapo.checkpoint import folder as checkpoint
 from dapo.config import apply_override, option_names
 from dapo.data.stream import PromptStream, Shuffled
 from dapo.errors import RewardError
+from dapo.sampling.accounting import Sampled
 from dapo.sampling.inflight import InflightSampler
-from dapo.sampling.strict import DynamicSampler, Sampled
+from dapo.sampling.strict import DynamicSampler
 from dapo.store.database import RunDatabase
 from dapo.types import Prompt, Request, Rollout, Score
 from tests import make, plain, runs
@@ -37,38 +38,38 @@ Lengths = Callable[[int, int], int]
 
 
 class ScriptedEngine:
-    """Draws one token a turn for each of the first `max_concurrent` responses; how long they become is scripted."""
+    """Samples one token per turn for each of the first `max_concurrent` responses. Their lengths are scripted."""
 
     def __init__(self, length: Lengths, max_concurrent: int = 10_000) -> None:
         self.length = length
         self.max_concurrent = max_concurrent
         self.version = 0
-        self.under_way: list[list[Any]] = []  # [request, index, first version, switches, tokens]
+        self.in_flight: list[list[Any]] = []  # [request, index, first version, switches, tokens]
         self.submitted: list[int] = []
         self.busy: list[int] = []  # unfinished groups at each poll
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.submitted += [request.serial for request in requests]
-        self.under_way += [[request, index, None, [], 0] for request in requests for index in range(request.n)]
+        self.in_flight += [[request, index, None, [], 0] for request in requests for index in range(request.n)]
 
     def poll(self) -> list[Rollout]:
-        self.busy.append(len({seq[0].serial for seq in self.under_way}))
+        self.busy.append(len({seq[0].serial for seq in self.in_flight}))
         finished: list[Rollout] = []
-        while self.under_way and not finished:
-            for seq in self.under_way[: self.max_concurrent]:
+        while self.in_flight and not finished:
+            for seq in self.in_flight[: self.max_concurrent]:
                 if seq[2] is None:
                     seq[2] = self.version
                 seq[4] += 1
                 if seq[4] == self.length(seq[0].serial, seq[1]):
                     finished.append(self._rollout(*seq))
             gone = {(rollout.serial, rollout.index) for rollout in finished}
-            self.under_way = [seq for seq in self.under_way if (seq[0].serial, seq[1]) not in gone]
+            self.in_flight = [seq for seq in self.in_flight if (seq[0].serial, seq[1]) not in gone]
         return finished
 
     def sync_weights(self, version: int) -> None:
         assert version == self.version + 1
         self.version = version
-        for seq in self.under_way:
+        for seq in self.in_flight:
             if seq[2] is not None:
                 seq[3].append(seq[4])
 
@@ -85,17 +86,17 @@ class ScriptedEngine:
 
 
 class Slow:
-    """Judges as told, but answers only later, from other threads and in no order."""
+    """A judge that returns scripted scores after random delays, from other threads and in any order."""
 
     def __init__(self, judge: Callable[[Prompt, Rollout], Score], seed: int) -> None:
         self.judge = judge
         self.rng = np.random.default_rng(seed)
 
     def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
-        promise: Future[list[Score]] = Future()
+        future: Future[list[Score]] = Future()
         scores = [self.judge(prompt, rollout) for rollout in rollouts]
-        threading.Timer(float(self.rng.uniform(0, 0.004)), promise.set_result, [scores]).start()
-        return promise
+        threading.Timer(float(self.rng.uniform(0, 0.004)), future.set_result, [scores]).start()
+        return future
 
     def close(self) -> None: ...
 
@@ -122,7 +123,7 @@ def scores(is_mixed: Callable[[int], bool]) -> Callable[[Prompt, Rollout], Score
 
 
 def advance(sampler: DynamicSampler, step: int, version: int) -> Sampled:
-    """One step with its update."""
+    """Sample one step and make its update."""
     sampled = sampler.fill(step, version)
     if sampled.batch:
         sampler.engine.sync_weights(version + 1)
@@ -143,14 +144,14 @@ def ages(sampled: Sampled) -> np.ndarray:
     return np.concatenate([sampled.version - rollout.versions for rollout in trained] or [np.zeros(1)])
 
 
-def assert_identity(tokens: Any) -> None:
+def assert_tokens_add_up(tokens: Any) -> None:
     dropped = sum(value for name, value in tokens.items() if name.startswith("tokens/dropped/"))
     kinds = ("trained", "masked", "stale", "cancelled", "carried_out")
     gone = dropped + sum(tokens[f"tokens/{kind}"] for kind in kinds)
     assert tokens["tokens/carried_in"] + tokens["tokens/generated"] == gone
 
 
-def test_a_full_batch_does_not_wait_for_a_long_group_which_is_trained_on_after_it():
+def test_a_full_batch_does_not_wait_for_a_long_group_which_is_trained_on_in_the_next_step():
     sampler = sampler_for(lambda serial, index: 10 if serial == 1 else 3, lambda serial: True)
     first = advance(sampler, 1, 0)
     assert serials(first.batch) == [0, 2, 3, 4]
@@ -172,7 +173,7 @@ def test_a_group_that_would_become_too_old_is_waited_for_and_comes_first():
     assert second.batch[0].rollouts[0].switches == (6,)
 
 
-def test_with_more_staleness_allowed_it_is_waited_for_later():
+def test_with_more_staleness_allowed_a_long_group_is_waited_for_later():
     sampler = sampler_for(
         lambda serial, index: 60 if serial == 1 else 3, lambda serial: True, "algorithm.max_staleness=3"
     )
@@ -188,7 +189,7 @@ def test_the_engine_is_kept_busy_across_updates():
     assert set(sampler.engine.busy) == {4}
 
 
-def test_of_the_kept_groups_that_are_decided_the_first_submitted_are_trained_on():
+def test_the_batch_is_the_first_submitted_of_the_decided_kept_groups():
     sampler = sampler_for(lambda serial, index: 1 + (7 * serial) % 5, lambda serial: True, "data.gen_batch_size=8")
     for step in range(1, 8):
         sampled = advance(sampler, step, step - 1)
@@ -199,7 +200,7 @@ def test_of_the_kept_groups_that_are_decided_the_first_submitted_are_trained_on(
 
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=11),
-    pattern=st.lists(st.sampled_from(["mixed", "mixed", "flat", "unjudged", "partly"]), min_size=1, max_size=7),
+    pattern=st.lists(st.sampled_from(["mixed", "mixed", "flat", "unjudged", "partly_judged"]), min_size=1, max_size=7),
     gen=st.integers(1, 9),
     staleness=st.integers(1, 3),
     limit=st.integers(0, 3),
@@ -213,11 +214,11 @@ def test_no_token_is_too_old_or_lost_and_no_group_is_split_or_trained_twice(
     lengths, pattern, gen, staleness, limit, exhausted, concurrent, updates, drains
 ):
     if limit == 0 and "mixed" not in pattern:
-        return  # without a limit this would go on for ever, as asked
+        return  # without a limit and without kept groups, sampling never ends, by design
 
     def judge(prompt, rollout):
         kind = pattern[rollout.serial % len(pattern)]
-        if kind == "unjudged" or (kind == "partly" and rollout.index == 1):
+        if kind == "unjudged" or (kind == "partly_judged" and rollout.index == 1):
             return Score(None, error="no")
         return Score(float(rollout.index) if kind != "flat" else 1.0)
 
@@ -237,7 +238,7 @@ def test_no_token_is_too_old_or_lost_and_no_group_is_split_or_trained_twice(
         except RewardError:
             assert step == 1
             return
-        assert_identity(sampled.tokens)
+        assert_tokens_add_up(sampled.tokens)
         assert sampled.tokens["tokens/carried_in"] == carried_out
         carried_out = sampled.tokens["tokens/carried_out"]
         assert ages(sampled).max() <= staleness
@@ -246,7 +247,7 @@ def test_no_token_is_too_old_or_lost_and_no_group_is_split_or_trained_twice(
         assert all([r.index for r in group.rollouts] == [0, 1, 2] for group in sampled.groups)
         assert len(sampled.batch) <= 4
         assert limit == 0 or sampler.next_serial - before <= limit * gen
-        assert sampled.batch or not sampler.pending, "no batch, though groups were under way"
+        assert sampled.batch or not sampler.pending, "the batch is empty, but groups are in flight"
         trained += serials(sampled.batch)
         decided += [group.serial for group in sampled.groups if group.verdict != "carried"]
         if sampled.batch and moves:
@@ -254,7 +255,7 @@ def test_no_token_is_too_old_or_lost_and_no_group_is_split_or_trained_twice(
             sampler.engine.sync_weights(version)
         if drains_now:
             sampler.drain()
-            assert not sampler.engine.under_way
+            assert not sampler.engine.in_flight
     assert len(trained) == len(set(trained))
     assert sorted([*decided, *serials(sampler.carried), *sampler.pending]) == list(range(sampler.next_serial))
 
@@ -267,7 +268,7 @@ def test_no_token_is_too_old_or_lost_and_no_group_is_split_or_trained_twice(
 )
 @settings(max_examples=40)
 def test_no_group_is_dropped_for_being_long_and_none_is_left_behind(lengths, gen, staleness, concurrent):
-    """All are worth training on; so all are, whatever their lengths, and within the steps that their age allows."""
+    """The filter keeps every group, so every group is trained on within `max_staleness` steps, whatever its length."""
     sampler = sampler_for(
         lambda serial, index: lengths[(serial + index) % len(lengths)], lambda serial: True,
         f"data.gen_batch_size={gen}", f"algorithm.max_staleness={staleness}", f"rollout.max_concurrent={concurrent}",
@@ -283,7 +284,7 @@ def test_no_group_is_dropped_for_being_long_and_none_is_left_behind(lengths, gen
             assert set(range(submitted_before[step - staleness])) <= trained
 
 
-def test_a_carried_group_is_as_old_as_the_oldest_of_its_responses():
+def test_a_carried_group_is_as_old_as_its_oldest_response():
     sampler = sampler_for(lambda serial, index: 3)
     group = make.group([0.0, 1.0], serial=0)
     first, second = group.rollouts
@@ -294,7 +295,7 @@ def test_a_carried_group_is_as_old_as_the_oldest_of_its_responses():
         assert sampler.fill(version, version).groups[0].verdict == verdict
 
 
-def test_when_rewards_arrive_changes_nothing():
+def test_the_arrival_time_of_rewards_changes_nothing():
     def flow(judge: Any) -> list[Any]:
         sampler = sampler_for(
             lambda serial, index: 1 + (5 * serial + 3 * index) % 13, lambda serial: True,
@@ -320,7 +321,7 @@ def test_groups_are_judged_while_others_are_sampled():
     assert "poll" in events[events.index("judge") : events.index("decide")]
 
 
-def test_a_step_submits_no_more_than_its_rounds_and_then_on_exhausted_decides():
+def test_a_step_submits_no_more_than_its_rounds_and_then_applies_on_exhausted():
     sampler = sampler_for(
         lambda serial, index: 1 + serial % 5, lambda serial: serial == 1,
         "data.gen_batch_size=3", "algorithm.filter_groups.max_num_gen_batches=2",
@@ -343,17 +344,17 @@ def test_a_reward_that_judges_nothing_stops_the_run():
 def test_drained_groups_count_in_the_step_that_decides_them():
     sampler = sampler_for(lambda serial, index: 2 + serial % 4, lambda serial: True)
     advance(sampler, 1, 0)
-    under_way = list(sampler.pending)
-    assert under_way
+    in_flight = list(sampler.pending)
+    assert in_flight
     sampler.drain()
-    assert not sampler.engine.under_way
-    assert list(sampler.pending) == under_way
+    assert not sampler.engine.in_flight
+    assert list(sampler.pending) == in_flight
     second = advance(sampler, 2, 1)
-    assert set(under_way) <= second.fresh
-    assert serials(second.batch)[: len(under_way)] == under_way
+    assert set(in_flight) <= second.fresh
+    assert serials(second.batch)[: len(in_flight)] == in_flight
 
 
-# Whole runs. Six of the 24 responses of a round are decoded side by side, so that updates come in the midst of others.
+# Whole runs. Only 6 of the 24 responses of a round are decoded at a time, so that some responses span an update.
 INFLIGHT = ("rollout.mode=inflight", "rollout.max_concurrent=6", "data.max_response_length=12")
 
 
@@ -371,30 +372,30 @@ def recorded(run_dir: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
 
 
 def versions_of(row: dict[str, Any]) -> list[int]:
-    """By counting, from what the database holds."""
+    """Return the weight version of each token, counted from the database row."""
     return [row["weight_version"] + sum(at <= place for at in row["switches"]) for place in range(row["length"])]
 
 
 def watched(config: Config) -> tuple[Trainer, list[Any], list[tuple[int, list[Any]]]]:
-    """A trainer that notes the weights of every version, and the batch of every update."""
+    """Return a trainer that records the weights of every version and the batch of every update."""
     trainer = Trainer(config)
     models: list[Any] = []
     batches: list[tuple[int, list[Any]]] = []
     update = trainer.policy.update
 
-    def noting(batch: Any, step: int, version: int) -> Any:
+    def recording(batch: Any, step: int, version: int) -> Any:
         assert version == len(models)
         models.append(plain.in_float64(plain.plain_copy(trainer.policy.causal_lm)))
         batches.append((step, serials(batch)))
         return update(batch, step, version)
 
-    trainer.policy.update = noting
+    trainer.policy.update = recording
     return trainer, models, batches
 
 
 @torch.no_grad()
 def logprobs_as_sampled(models: list[Any], prompt: list[int], row: dict[str, Any]) -> list[float]:
-    """Token by token in plain transformers, each with the weights of its version on the cache of all those before."""
+    """Compute log-probabilities in plain transformers, each token with the weights that sampled it, on one cache."""
     versions, tokens, cache = versions_of(row), row["tokens"].tolist(), DynamicCache()
     inputs, found = prompt, []
     for version, token in zip(versions, tokens, strict=True):
@@ -404,14 +405,14 @@ def logprobs_as_sampled(models: list[Any], prompt: list[int], row: dict[str, Any
     return found
 
 
-def test_each_token_has_the_log_probability_of_its_version_and_the_loss_its_ratio_to_it(tmp_path):
+def test_each_token_keeps_the_log_probability_of_its_weight_version_and_the_loss_uses_it(tmp_path):
     config = runs.load(
         tmp_path, *INFLIGHT, "run.steps=4", "optim.lr=1e-2", "optim.warmup_steps=0", "optim.ppo_mini_batch_size=4"
     )
     trainer, models, batches = watched(config)
     trainer.run()
     stored = {group["serial"]: (group, rows) for group, rows in recorded(config.run_dir)}
-    figures = {step["step"]: step for step in runs.figures(config.run_dir)}
+    metrics = {step["step"]: step for step in runs.figures(config.run_dir)}
     mixed = 0
     for step, batch in batches:
         now = models[step - 1]  # every step made one update
@@ -430,15 +431,15 @@ def test_each_token_has_the_log_probability_of_its_version_and_the_loss_its_rati
                 ratios.append(ratio)
                 ages += [step - 1 - version for version in versions_of(row)]
                 mixed += len(set(versions_of(row))) > 1
-        assert figures[step]["loss"] == pytest.approx(float(torch.cat(losses).mean()), abs=2e-5)
-        assert figures[step]["ratio"] == pytest.approx(float(torch.cat(ratios).mean()), abs=2e-5)
-        assert figures[step]["staleness/mean"] == pytest.approx(np.mean(ages))
-        assert figures[step]["staleness/max"] == max(ages) <= 1
-    assert mixed > 5, "this test needs responses that an update came in the midst of"
+        assert metrics[step]["loss"] == pytest.approx(float(torch.cat(losses).mean()), abs=2e-5)
+        assert metrics[step]["ratio"] == pytest.approx(float(torch.cat(ratios).mean()), abs=2e-5)
+        assert metrics[step]["staleness/mean"] == pytest.approx(np.mean(ages))
+        assert metrics[step]["staleness/max"] == max(ages) <= 1
+    assert mixed > 5, "this test needs responses that span an update"
     assert len(batches) == 4
 
 
-def test_with_weights_that_do_not_change_the_recorded_log_probabilities_are_those_of_one_forward(tmp_path):
+def test_with_constant_weights_the_recorded_log_probabilities_match_one_forward_pass(tmp_path):
     config = runs.load(
         tmp_path, *INFLIGHT, "run.steps=4", "optim.lr=1e-30", "optim.weight_decay=0", "run.store_tokens=all"
     )
@@ -464,7 +465,7 @@ def test_the_same_run_twice_is_the_same_bit_for_bit_and_its_tokens_add_up(tmp_pa
     steps = runs.figures(config.run_dir)
     assert any(step["groups/in_flight"] for step in steps)
     for step in steps:
-        assert_identity(step)
+        assert_tokens_add_up(step)
     for before, after in pairwise(steps):
         assert before["tokens/carried_out"] == after["tokens/carried_in"]
     stored = recorded(config.run_dir)
@@ -474,7 +475,7 @@ def test_the_same_run_twice_is_the_same_bit_for_bit_and_its_tokens_add_up(tmp_pa
         assert step["tokens/generated"] == sum(row["length"] for rows in made for row in rows)
 
 
-def test_an_evaluation_under_way_loses_no_group(tmp_path):
+def test_an_evaluation_with_groups_in_flight_loses_none(tmp_path):
     config = runs.load(tmp_path, *INFLIGHT, "run.steps=4", "eval.k=2", "eval.every=1", "eval.temperature=0.5")
     train(config)
     assert any(step["groups/in_flight"] for step in runs.figures(config.run_dir))
@@ -484,7 +485,7 @@ def test_an_evaluation_under_way_loses_no_group(tmp_path):
 
 
 def assert_no_prompt_is_lost(config: Config) -> None:
-    """Every prompt of the stream, in its order, is in the database or under way, and none is there twice."""
+    """Check that every prompt of the stream, in order, is once in the database or in flight."""
     state = checkpoint.read_state(checkpoint.find(config.run_dir / "checkpoints", "last"))
     asked = {group["serial"]: group["prompt_uid"] for group, _ in recorded(config.run_dir)}
     assert not asked.keys() & state.pending.keys()
@@ -497,11 +498,11 @@ def assert_no_prompt_is_lost(config: Config) -> None:
 
 
 @pytest.mark.parametrize("then", ["inflight", "strict"])
-def test_a_resumed_run_submits_again_what_was_under_way(tmp_path, then):
+def test_a_resumed_run_submits_groups_in_flight_again(tmp_path, then):
     config = runs.load(tmp_path, *INFLIGHT, "run.steps=3")
     train(config)
     saved = checkpoint.read_state(checkpoint.find(config.run_dir / "checkpoints", "last"))
-    assert saved.pending, "this test needs groups under way"
+    assert saved.pending, "this test needs groups in flight"
     longer = runs.load(tmp_path, *INFLIGHT, "run.steps=6", f"rollout.mode={then}", "eval.k=1", "eval.every=1")
     train(longer, resume=True)
     assert_no_prompt_is_lost(longer)
@@ -513,33 +514,33 @@ def test_a_resumed_run_submits_again_what_was_under_way(tmp_path, then):
         assert all(row["weight_version"] >= saved.version for row in rows)
 
 
-# Kills the trainer in the midst of sampling, with groups under way.
+# Kills the trainer during sampling, with groups in flight.
 KILLER = """
 import os, signal, sys
 from dapo.sampling.inflight import InflightSampler
-settle, count = InflightSampler._settle, int(sys.argv[1])
+decide, count = InflightSampler._decide_finished, int(sys.argv[1])
 seen = 0
-def deadly(self, step):
+def kill_or_decide(self, step):
     global seen
     seen += 1
     if seen == count:
         assert self.pending
         os.kill(os.getpid(), signal.SIGKILL)
-    settle(self, step)
-InflightSampler._settle = deadly
+    decide(self, step)
+InflightSampler._decide_finished = kill_or_decide
 from dapo.cli import main
 sys.argv = ["dapo", *sys.argv[2:]]
 main()
 """
 
 
-def test_a_run_killed_with_groups_under_way_goes_on_without_losing_a_prompt(tmp_path):
+def test_a_run_killed_with_groups_in_flight_resumes_without_losing_a_prompt(tmp_path):
     overrides = [*INFLIGHT, "run.name=killed", "run.steps=5", "run.save_every=1"]
     config = runs.load(tmp_path, *overrides)
     command = ["train", str(tmp_path / "recipe.yaml"), *overrides]
     dead = subprocess.run([sys.executable, "-c", KILLER, "4", *command], cwd=ROOT, capture_output=True, text=True)
     assert dead.returncode == -signal.SIGKILL, dead.stderr
-    assert checkpoint.newest(config.run_dir / "checkpoints") is not None, "this test needs a checkpoint to go on from"
+    assert checkpoint.newest(config.run_dir / "checkpoints") is not None, "this test needs a checkpoint to resume from"
     again = subprocess.run(
         [sys.executable, "-m", "dapo", *command, "--resume"], cwd=ROOT, capture_output=True, text=True
     )
@@ -549,18 +550,18 @@ def test_a_run_killed_with_groups_under_way_goes_on_without_losing_a_prompt(tmp_
 
 
 @pytest.mark.parametrize("coefficient", ["kl_loss_coef", "kl_reward_coef"])
-def test_a_reference_is_there_for_groups_that_updates_came_in_the_midst_of(tmp_path, coefficient):
+def test_groups_that_span_an_update_get_reference_log_probabilities(tmp_path, coefficient):
     config = runs.load(tmp_path, *INFLIGHT, f"algorithm.{coefficient}=0.1", "run.steps=3")
     trainer, models, batches = watched(config)
     groups: dict[int, Any] = {}
     fill = trainer.sampler.fill
 
-    def noting(number: int, version: int) -> Sampled:
+    def recording(number: int, version: int) -> Sampled:
         sampled = fill(number, version)
         groups.update({group.serial: group for group in sampled.batch})
         return sampled
 
-    trainer.sampler.fill = noting
+    trainer.sampler.fill = recording
     trainer.run()
     assert any(rollout.switches for group in groups.values() for rollout in group.rollouts)
     for group in groups.values():
@@ -570,7 +571,7 @@ def test_a_reference_is_there_for_groups_that_updates_came_in_the_midst_of(tmp_p
     assert len(batches) == 3
 
 
-def test_a_checkpoint_from_before_there_was_an_in_flight_mode_is_read(tmp_path):
+def test_a_checkpoint_from_before_in_flight_mode_can_be_read(tmp_path):
     config = runs.load(tmp_path, "run.steps=3")
     train(config)
     folder = checkpoint.find(config.run_dir / "checkpoints", "last")

@@ -1,4 +1,4 @@
-"""Dynamic sampling with a real engine on a tiny model; the reward is scripted, so that verdicts are known."""
+"""Test dynamic sampling with a real engine on a tiny model, and a scripted reward so that verdicts are known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo.config import Config
+from dapo.config import Config, apply_override, option_names
 from dapo.data.stream import PromptStream, Shuffled
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import RewardError
@@ -28,8 +28,6 @@ def sampler_for(judge: Callable[[Prompt, Rollout], Score], *overrides: str) -> D
         "data": {"train": "none", "train_batch_size": 4, "max_response_length": 6},
         "rollout": {"n": 3, "max_concurrent": 7},
     }
-    from dapo.config import apply_override, option_names
-
     for override in overrides:
         apply_override(base, override, option_names())
     config = Config.parse(base)
@@ -53,7 +51,7 @@ def total(metrics, prefix):
     return sum(value for name, value in metrics.items() if name.startswith(prefix))
 
 
-def assert_identity(tokens):
+def assert_tokens_add_up(tokens):
     """carried_in + generated = trained + masked + dropped + stale + cancelled + carried_out"""
     arrived = tokens["tokens/carried_in"] + tokens["tokens/generated"]
     kinds = ("trained", "masked", "stale", "cancelled", "carried_out")
@@ -72,7 +70,7 @@ def test_the_batch_is_filled_in_submission_order_and_surplus_is_carried_with_its
     assert [group.weight_version for group in second.batch] == [0, 0, 1, 1]
 
 
-def test_the_flow_of_rounds_is_the_one_that_earlier_runs_were_recorded_with():
+def test_batches_and_round_sizes_match_a_recorded_sequence():
     sampler = sampler_for(mixed_when(lambda serial: serial % 3 > 0), "data.gen_batch_size=7")
     sizes: list[int] = []
     submit = sampler.engine.submit
@@ -103,7 +101,7 @@ def test_groups_finish_out_of_order_but_are_kept_in_order():
 
 
 @given(
-    pattern=st.lists(st.sampled_from(["mixed", "flat", "unjudged", "partly"]), min_size=1, max_size=7),
+    pattern=st.lists(st.sampled_from(["mixed", "flat", "unjudged", "partly_judged"]), min_size=1, max_size=7),
     gen=st.integers(1, 9),
     staleness=st.integers(0, 2),
     limit=st.integers(0, 3),
@@ -116,11 +114,11 @@ def test_no_token_is_lost_and_no_group_is_split_or_trained_twice(
     pattern, gen, staleness, limit, exhausted, overlong_filter, advance
 ):
     if limit == 0 and "mixed" not in pattern:
-        return  # without a limit this would go on for ever, as asked
+        return  # without a limit and without kept groups, sampling never ends, by design
 
     def judge(prompt, rollout):
         kind = pattern[rollout.serial % len(pattern)]
-        if kind == "unjudged" or (kind == "partly" and rollout.index == 1):
+        if kind == "unjudged" or (kind == "partly_judged" and rollout.index == 1):
             return Score(None, error="no")
         return Score(float(rollout.index) if kind != "flat" else 1.0)
 
@@ -139,7 +137,7 @@ def test_no_token_is_lost_and_no_group_is_split_or_trained_twice(
         except RewardError:
             assert step == 1
             return
-        assert_identity(sampled.tokens)
+        assert_tokens_add_up(sampled.tokens)
         assert sampled.tokens["tokens/carried_in"] == carried_in
         assert sampled.tokens["tokens/carried_out"] == sum(group.tokens for group in sampler.carried)
         assert all(len(group.rollouts) == 3 for group in sampled.groups)
@@ -179,7 +177,7 @@ def test_without_staleness_surplus_is_dropped_and_rounds_are_whole_as_published(
         assert not sampler.carried
 
 
-def test_with_carry_over_a_round_asks_for_what_the_recent_keep_rate_says_is_missing():
+def test_with_carry_over_the_round_size_follows_the_recent_keep_rate():
     sizes = []
     sampler = sampler_for(
         mixed_when(lambda serial: serial % 2 == 0), "data.gen_batch_size=8", "data.train_batch_size=6"
@@ -191,7 +189,7 @@ def test_with_carry_over_a_round_asks_for_what_the_recent_keep_rate_says_is_miss
     assert sizes[:2] == [8, 4]
 
 
-def test_on_exhausted_train_partial_trains_on_what_there_is_and_says_so():
+def test_on_exhausted_train_partial_trains_on_the_kept_groups_and_records_an_event():
     sampler = sampler_for(mixed_when(lambda serial: serial == 1), "algorithm.filter_groups.max_num_gen_batches=2")
     sampled = sampler.fill(1, version=0)
     assert serials(sampled.batch) == [1]
@@ -200,7 +198,7 @@ def test_on_exhausted_train_partial_trains_on_what_there_is_and_says_so():
     assert "2 rounds gave 1 of 4 groups" in event.message
 
 
-def test_on_exhausted_skip_makes_no_batch_and_keeps_the_groups_for_the_next_step():
+def test_on_exhausted_skip_makes_no_batch_and_carries_the_groups_over():
     sampler = sampler_for(
         mixed_when(lambda serial: serial % 4 == 0), "algorithm.filter_groups.max_num_gen_batches=1",
         "algorithm.filter_groups.on_exhausted=skip", "algorithm.filter_groups.min_batch_ratio=0.5",
@@ -221,10 +219,10 @@ def test_on_exhausted_pad_adds_dropped_groups_up_to_the_ratio():
     sampled = sampler.fill(1, version=0)
     assert [(g.serial, g.verdict) for g in sampled.batch] == [(2, "kept"), (0, "padded"), (1, "padded")]
     assert all((group.advantages == 0).all() for group in sampled.batch[1:])
-    assert_identity(sampled.tokens)
+    assert_tokens_add_up(sampled.tokens)
 
 
-def test_on_exhausted_raise_tells_the_accuracies():
+def test_on_exhausted_raise_reports_the_accuracies():
     sampler = sampler_for(
         mixed_when(lambda serial: serial == 0), "algorithm.filter_groups.max_num_gen_batches=1",
         "algorithm.filter_groups.on_exhausted=raise",
@@ -233,7 +231,7 @@ def test_on_exhausted_raise_tells_the_accuracies():
     assert "1 rounds gave 1 of 4 groups" in sampled.stop
     assert "0.00: 3, 0.33: 1" in sampled.stop
     assert serials(sampler.carried) == [0]
-    assert_identity(sampled.tokens)
+    assert_tokens_add_up(sampled.tokens)
 
 
 def test_a_reward_that_judges_nothing_in_the_first_round_stops_the_run_with_its_first_reason():
@@ -254,7 +252,7 @@ def test_later_unjudged_rollouts_are_counted_with_their_reason_and_left_out_of_t
     assert [event.message for event in sampled.events] == ["4 rollouts could not be judged: 4 x timeout"]
 
 
-def test_the_ledger_passes_over_flat_prompts_and_counts_them_and_explores():
+def test_the_ledger_skips_flat_prompts_counts_them_and_still_explores():
     overrides = ["algorithm.ledger={enable: true, explore: 0.2}", "algorithm.filter_groups.max_num_gen_batches=4"]
     sampler = sampler_for(lambda prompt, rollout: Score(float(prompt.answer == 0 and rollout.index == 0)), *overrides)
     drawn: list[int] = []
@@ -266,13 +264,13 @@ def test_the_ledger_passes_over_flat_prompts_and_counts_them_and_explores():
     assert sum(sampler.stream.positions) == len(drawn) + skipped
     useful = drawn.count(0) / len(drawn)
     assert skipped > 0
-    assert useful > 0.4  # of five prompts one teaches: drawn blindly it is a fifth
+    assert useful > 0.4  # one of five prompts is useful, so without the ledger it would be 0.2
     assert all(drawn.count(answer) >= 3 for answer in range(5))
-    assert sampler.ledger.of("p0").flat_in_a_row == 0
-    assert sampler.ledger.of("p1").flat_in_a_row == drawn.count(1)
+    assert sampler.ledger.history("p0").flat_in_a_row == 0
+    assert sampler.ledger.history("p1").flat_in_a_row == drawn.count(1)
 
 
-def test_without_the_ledger_nothing_is_passed_over():
+def test_without_the_ledger_no_prompt_is_skipped():
     sampler = sampler_for(lambda prompt, rollout: Score(0.0), "algorithm.filter_groups.max_num_gen_batches=2")
     sampled = sampler.fill(1, version=0)
     assert sampled.metrics()["groups/skipped"] == 0

@@ -1,0 +1,133 @@
+"""Accounting of one step: what was sampled, where every token went, and the metrics about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dapo.types import CARRIED, KEPT, PADDED, Event, Group
+
+# Reasons for dropping a group that the filter had kept.
+STALE = "stale"
+SURPLUS = "surplus"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """The result of sampling for one step: the batch, every group decided on the way, and the token accounting."""
+
+    batch: tuple[Group, ...]
+    groups: tuple[Group, ...]  # every group of this step with its verdict, the batch included, in submission order
+    fresh: frozenset[int]  # serials of the groups decided for the first time in this step; the others were carried in
+    version: int  # weight version that the batch will train
+    in_flight: int  # groups still being sampled or judged
+    tokens: Mapping[str, int]  # see `count_tokens`
+    rounds: int
+    skipped: int  # prompts that the ledger did not draw
+    generate_seconds: float
+    reward_seconds: float  # spent waiting for the judge
+    events: tuple[Event, ...]
+    stop: str | None = None  # why the run has to stop, or None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the sampling metrics. Scores, rewards and lengths are over all fresh groups, kept or dropped."""
+        fresh = [group for group in self.groups if group.serial in self.fresh]
+        verdicts = Counter(group.verdict for group in self.groups)
+        dropped = {v: n for v, n in verdicts.items() if v not in (KEPT, PADDED, CARRIED, STALE)}
+        metrics: dict[str, float] = {
+            **self.tokens,
+            "groups/kept": len(self.batch),
+            "groups/dropped": sum(dropped.values()),
+            **{f"groups/dropped/{verdict}": count for verdict, count in dropped.items()},
+            "groups/carried": verdicts[CARRIED],
+            "groups/stale": verdicts[STALE],
+            "groups/generated": len(fresh),
+            "groups/rounds": self.rounds,
+            "groups/skipped": self.skipped,
+            "groups/in_flight": self.in_flight,
+            **_staleness_metrics(self.batch, self.version),
+        }
+        if fresh:
+            metrics |= _rollout_metrics(fresh)
+        return {name: float(value) for name, value in metrics.items()}
+
+
+def count_tokens(
+    batch: Sequence[Group], dropped: Sequence[Group], carried: Sequence[Group], *, carried_in: int, generated: int
+) -> dict[str, int]:
+    """Return where the response tokens of one step went, by metric name, and assert that none is lost.
+
+    carried_in + generated = trained + masked + dropped (by reason) + stale + cancelled + carried_out
+
+    `masked` tokens belong to rollouts of trained groups that are not part of the loss. `cancelled` is always 0, because
+    every submitted group is finished.
+    """
+    trained = sum(group.trained_tokens for group in batch)
+    tokens = {
+        "tokens/carried_in": carried_in,
+        "tokens/generated": generated,
+        "tokens/trained": trained,
+        "tokens/masked": sum(group.tokens for group in batch) - trained,
+        "tokens/stale": sum(group.tokens for group in dropped if group.verdict == STALE),
+        "tokens/cancelled": 0,
+        "tokens/carried_out": sum(group.tokens for group in carried),
+    }
+    for group in dropped:
+        if group.verdict != STALE:
+            name = f"tokens/dropped/{group.verdict}"
+            tokens[name] = tokens.get(name, 0) + group.tokens
+    arrived = carried_in + generated
+    assert arrived == sum(tokens.values()) - arrived, f"a token is lost or counted twice: {tokens}"
+    return tokens
+
+
+def unjudged_message(reasons: Counter[str]) -> str:
+    """Name the three most common reasons. The database has the reason of every rollout."""
+    named = "; ".join(f"{count} x {reason[:200]}" for reason, count in reasons.most_common(3))
+    more = f"; and {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
+    return f"{reasons.total()} rollouts could not be judged: {named}{more}"
+
+
+def mean_histogram(groups: Iterable[Group]) -> str:
+    """Count groups by their mean acc, or mean score where there is no acc: "0.00: 3, 0.33: 1"."""
+    means: Counter[str] = Counter()
+    for group in groups:
+        judged = [score for score in group.scores if score.judged]
+        values = [float(s.acc) if s.acc is not None else float(s.value or 0.0) for s in judged]
+        means[f"{np.mean(values):.2f}" if values else "unjudged"] += 1
+    return ", ".join(f"{mean}: {count}" for mean, count in sorted(means.items()))
+
+
+def _staleness_metrics(batch: Sequence[Group], version: int) -> dict[str, float]:
+    """Return the mean and maximum age of the tokens to train on, in weight versions."""
+    ages = [
+        version - rollout.versions
+        for group in batch
+        for rollout, trains in zip(group.rollouts, group.trains, strict=True)
+        if trains
+    ]
+    if not ages:
+        return {}
+    return {"staleness/mean": np.concatenate(ages).mean(), "staleness/max": max(age.max() for age in ages)}
+
+
+def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    lengths = np.array([len(rollout) for group in groups for rollout in group.rollouts])
+    cut_off = np.array([rollout.finish_reason == "length" for group in groups for rollout in group.rollouts])
+    values = np.array([score.value for group in groups for score in group.scores if score.value is not None])
+    accs = np.array([score.acc for group in groups for score in group.scores if score.acc is not None])
+    metrics = {
+        "response_length/mean": lengths.mean(),
+        "response_length/max": lengths.max(),
+        "response_length/clip_ratio": cut_off.mean(),
+        "rollouts/unjudged": len(lengths) - len(values),
+    }
+    if len(values):
+        metrics["score/mean"] = values.mean()
+        metrics["reward/mean"] = np.nanmean(np.concatenate([group.rewards for group in groups]))  # NaN: unjudged
+    if len(values) and len(accs) == len(values):
+        metrics["acc/mean"] = accs.mean()
+    return metrics
