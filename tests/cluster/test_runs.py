@@ -26,15 +26,6 @@ Restarts = pytest.importorskip("dapo.cluster.actor").Restarts
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Ray gives each process one core; sums over more threads round differently."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def train(config: Config, reporter: Reporter | None = None, prepare=lambda trainer: None):
     trainer = Trainer(config, reporter=reporter)
     prepare(trainer)
