@@ -311,14 +311,14 @@ def test_after_a_broadcast_all_go_on_also_if_the_thread_was_between_two_looks(wa
             raise error
 
     engine = watched(rate=50.0, broadcast=broadcast).engine
-    listen, looked, may_look = engine._listen, threading.Event(), threading.Event()
+    listen, looked, may_look = engine._collect, threading.Event(), threading.Event()
 
     def look(calls):
         listen(calls)
         looked.set()
         may_look.wait(10)
 
-    engine._listen = look
+    engine._collect = look
     engine.submit(requests(6))
     looked.wait()
     engine.sync_weights(1)
