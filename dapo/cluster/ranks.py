@@ -26,7 +26,7 @@ from dapo.policy.sharding import backend
 
 _COMMAND_TIMEOUT = timedelta(days=30)  # between commands rank 0 may judge or evaluate for any time
 _RANK_0_GRACE = 3.0  # seconds in which rank 0 may report the same error itself, so that it is printed once
-_FAILED, _REPORTED = "failed", "heard"  # store keys: a rank's exit code; rank 0 reports its own error
+_FAILED, _REPORTED = "failed", "reported"  # store keys: a rank's exit code; rank 0 reports its own error
 
 
 def run(main: Callable[[], None]) -> None:
@@ -129,7 +129,7 @@ def _is_broken_connection(error: BaseException) -> bool:
 
 def _serve(channel: Channel) -> NoReturn:
     """Execute commands until rank 0 ends the run. The main loop of every rank but 0."""
-    from dapo.cluster.member import Member  # slow to import, and rank 0 may not need it
+    from dapo.cluster.member import Member  # here, since it is slow to import
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 finishes the step, then ends the run
