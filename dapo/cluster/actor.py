@@ -77,7 +77,9 @@ class Restarts:
             self.spent += 1
             is_exceeded = self.spent > self.limit
         if is_exceeded:
-            raise ClusterLost(f"{reason}; the run has lost more processes than cluster.max_restarts = {self.limit} allows")
+            raise ClusterLost(
+                f"{reason}; the run has lost more processes than cluster.max_restarts = {self.limit} allows"
+            )
 
 
 def explain(error: BaseException) -> str:

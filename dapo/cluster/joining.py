@@ -123,7 +123,9 @@ def _check_head(address: str) -> None:
     """Ping the head from a subprocess with short timeouts. In this process Ray would take a minute and print."""
     command, environment = [sys.executable, "-c", _PING, address], os.environ | _PING_LIMITS
     try:
-        errors = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False).stderr
+        errors = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        ).stderr
     except subprocess.TimeoutExpired:
         return  # unknown problem: joining will report it
     if "AuthenticationError" in errors:

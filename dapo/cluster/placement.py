@@ -163,7 +163,9 @@ def _judge_gpus(config: Config, *, on_gpu: bool) -> int:
     if not config.cluster.reward_workers or not names_model(config.reward):
         return 0
     if device not in ("cpu", "cuda", "auto"):
-        raise ClusterError(f"reward.model.device is {device}, but Ray assigns GPUs to processes: set it to auto, cuda or cpu")
+        raise ClusterError(
+            f"reward.model.device is {device}, but Ray assigns GPUs to processes: set it to auto, cuda or cpu"
+        )
     return int(device == "cuda" or (device == "auto" and on_gpu))
 
 

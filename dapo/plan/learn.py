@@ -60,7 +60,9 @@ def update(learner: Learner, work: Workload) -> Learning:
     }
     if learner.offloads:  # shards come from the host's memory and gradients return to it; the optimizer runs there
         share = learner.shape.parameters / learner.ranks
-        parts["the host's memory"] = share * (micros * 2 * _WIRE_GRADIENT / HOST_LINK + OPTIMIZER_BYTES / HOST_BANDWIDTH)
+        parts["the host's memory"] = share * (
+            micros * 2 * _WIRE_GRADIENT / HOST_LINK + OPTIMIZER_BYTES / HOST_BANDWIDTH
+        )
     limit = max(parts, key=lambda name: parts[name])
     slowest = max(parts.values())  # the parts overlap, so only the slowest counts
     if limit == "compute" and mine == busiest[0] and learner.ranks > 1:

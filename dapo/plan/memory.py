@@ -90,7 +90,9 @@ def _states(config: Config, shape: Shape, layout: Layout) -> dict[str, tuple[flo
     """Return the learner's state by part. Gradients and gathered layers exist only while it trains."""
     share = shape.parameters / layout.learners
     is_full = config.model.lora.rank == 0
-    working = BYTES * share if not is_full or layout.learners == 1 else 0.0  # with FSDP the masters are cast when gathered
+    working = (
+        BYTES * share if not is_full or layout.learners == 1 else 0.0
+    )  # with FSDP the masters are cast when gathered
     trained = share if is_full and not config.cluster.offload else 0.0  # offloaded: in the host's memory
     # FSDP gathers embedding and head together, and two layers at a time, each with its float32 gradient.
     largest = 2 * shape.layer + shape.embedding * (1 if shape.tie_word_embeddings else 2)
