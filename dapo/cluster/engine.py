@@ -207,7 +207,7 @@ class RayEngine:
                     self._replace(worker)
                 self.broadcast = None
                 raise LearnerLost(
-                    f"{lost} while weights were sent to the rollout workers, which now get them through Ray's object store"
+                    f"{lost} while weights were sent to the rollout workers, which now get them through Ray's store"
                 ) from None
             self.newest, self.needs_stored_weights = _Weights(version, None), False
             for worker in workers:
@@ -226,7 +226,7 @@ class RayEngine:
         return [worker for worker in self.workers if worker.is_open]
 
     def _store_weights(self) -> None:
-        """Put the newest weights into the store. Runs in the caller's thread, since learners take one call at a time."""
+        """Put the newest weights into the store, in the caller's thread: learners take one call at a time."""
         reference = self.weights()
         with self.changed:
             assert self.newest is not None

@@ -41,9 +41,7 @@ def _token_lines(config: Config) -> list[str]:
 def _memory_lines(config: Config) -> list[str]:
     shape = find_shape(config.model.path)
     if shape is None:
-        return [
-            f"  memory    not known for {config.model.path}: it has not been downloaded yet, or its architecture is not supported"
-        ]
+        return [f"  memory    not known for {config.model.path}: not downloaded yet, or an unsupported architecture"]
     from dapo.model.meter import kv_bytes
 
     parameters = shape.parameters

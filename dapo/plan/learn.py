@@ -97,7 +97,7 @@ def device_seconds(learner: Learner, operations: float, tokens: float) -> float:
 
 
 def _load(shape: Shape, work: Workload, responses: float, prompts: float) -> tuple[float, float]:
-    """Return the FLOPs and tokens of so many average responses and prompts. Each rank computes a group's prompt once."""
+    """Return the FLOPs and tokens of so many average responses and computed prompts."""
     mean, square, prompt = work.lengths.mean, work.lengths.mean_square, work.prompt
     # Attention pairs: causal within a response, each response token with the whole prompt, causal within a prompt.
     pairs = responses * (square / 2 + prompt * mean) + prompts * prompt**2 / 2

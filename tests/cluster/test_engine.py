@@ -252,7 +252,7 @@ def test_without_resources_for_a_worker_the_run_waits_reports_them_and_stops_on_
     os.kill(ray.get(actors[0].__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
     threading.Timer(5.0, stopping.set).start()
     began = time.monotonic()
-    with pytest.raises(ClusterLost, match="^stopped while waiting for 1 GPU that left the cluster"):
+    with pytest.raises(ClusterLost, match=r"^stopped while waiting for 1 GPU that left the cluster"):
         drain(engine)
     assert time.monotonic() - began > 3.0, "a worker without resources must not time out"
     assert ("waiting", "rollout workers wait for 1 GPU that left the cluster") in events

@@ -29,7 +29,7 @@ RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 @pytest.fixture(scope="module")
 def head():
-    """Start a head. Yields its address, its dashboard's address (both on loopback), and the environment with the token."""
+    """Start a head on loopback; yield its address, its dashboard's address, and an environment with the token."""
     gcs, dashboard, agent, client = free_ports(4)
     ports = ["--port", gcs, "--dashboard-port", dashboard, "--dashboard-agent-listen-port", agent]
     only_here = ["--node-ip-address", "127.0.0.1", "--dashboard-host", "127.0.0.1", "--ray-client-server-port", client]
