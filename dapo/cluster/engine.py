@@ -157,8 +157,8 @@ class RayEngine:
             calls = [worker.actor.figures.remote() for worker in free]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=self.timeout) if calls else ([], [])
         found = [self._value_or(call, {}) for call in ready]
-        names = sorted({name for figures in found for name in figures})
-        totals = {name: [figures[name] for figures in found if name in figures] for name in names}
+        names = sorted({name for metrics in found for name in metrics})
+        totals = {name: [metrics[name] for metrics in found if name in metrics] for name in names}
         return {name: sum(v) / (len(v) if name.endswith(("occupancy", "_s")) else 1) for name, v in totals.items()}
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class RayEngine:
                 self.changed.wait(2 * TICK)
 
     def _broadcast_weights(self, version: int, broadcast: Callable[[Sequence[Any], int], None]) -> None:
-        with self.changed:  # held throughout: the collective needs all workers at once, and idle
+        with self.changed:  # held throughout: the collective needs all workers at once, all of them idle
             workers = self._finish_all_calls()
             try:
                 if workers:
@@ -324,7 +324,7 @@ class RayEngine:
     def _dispatch(self) -> None:
         """Assign the oldest groups to the least loaded workers, and call every idle worker that has groups.
 
-        A group always stays on one worker. One that is larger than `limit` goes to a worker without any other.
+        A group is never split. One that is larger than `limit` waits for a worker that has no other group.
         """
         ready = [worker for worker in self.workers if worker.is_open]
         while self.queue and ready:

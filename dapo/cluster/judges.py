@@ -78,7 +78,7 @@ class _Worker:
     slot: int
     actor: Any
     since: float  # when `open` or the last ping was sent or answered, by time.monotonic()
-    is_asked: bool = True  # `open` or a ping is pending
+    is_pending: bool = True  # `open` or a ping is pending
     is_open: bool = False
     groups: list[_Group] = field(default_factory=list)
 
@@ -207,7 +207,7 @@ class PlacedJudge:
         if group is not None:
             worker.groups.remove(group)
             return group.promise.set_result(answer.future.result())
-        worker.is_open, worker.is_asked, worker.since = True, False, time.monotonic()
+        worker.is_open, worker.is_pending, worker.since = True, False, time.monotonic()
         if not self.opened.done() and all(worker.is_open for worker in self.workers):
             self.opened.set_result(None)
         return None
@@ -220,16 +220,17 @@ class PlacedJudge:
                 return
             worker, group = min(free, key=lambda worker: (len(worker.groups), worker.slot)), self.waiting.popleft()
             worker.groups.append(group)
-            self._on_answer(worker.actor.judge.remote(group.prompt, group.rollouts), worker, group)
+            self._forward_answer(worker.actor.judge.remote(group.prompt, group.rollouts), worker, group)
 
     def _worker(self, slot: int) -> _Worker:
         actor = self.start(slot, self.limit + 1)  # one more for `ping`
         worker = _Worker(slot, actor, time.monotonic())
         call = actor.open.remote(self.options.model_dump_json(), self.folder, os.environ.get(REWARD_TOKEN))
-        self._on_answer(call, worker)
+        self._forward_answer(call, worker)
         return worker
 
-    def _on_answer(self, call: Any, worker: _Worker, group: _Group | None = None) -> None:
+    def _forward_answer(self, call: Any, worker: _Worker, group: _Group | None = None) -> None:
+        """Put the answer of this call into the inbox when it arrives."""
         call.future().add_done_callback(lambda future: self.inbox.put(_Answer(worker, group, future)))
 
     def _check_workers(self) -> None:
@@ -239,10 +240,10 @@ class PlacedJudge:
         for worker in [*self.workers]:
             if self.waiting_for and not worker.is_open:
                 worker.since = now  # the timeout starts when the cluster has room
-            if not worker.is_asked and now - worker.since > PULSE:
-                worker.is_asked, worker.since = True, now
-                self._on_answer(worker.actor.ping.remote(), worker)
-            elif worker.is_asked and now - worker.since > self.timeout:
+            if not worker.is_pending and now - worker.since > PULSE:
+                worker.is_pending, worker.since = True, now
+                self._forward_answer(worker.actor.ping.remote(), worker)
+            elif worker.is_pending and now - worker.since > self.timeout:
                 self._lose(worker, f"did not answer for {self.timeout:g} s (cluster.timeout)")
 
     def _check_placement(self, now: float) -> None:

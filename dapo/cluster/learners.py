@@ -214,14 +214,14 @@ class LearnerGroup:
 
     def _ask(self, calls: list[Any]) -> list[Any]:
         """Return all answers. If one fails or times out, kill all ranks: the others would wait for it forever."""
-        left, heard, timeout = calls, time.monotonic(), self.config.cluster.timeout
+        left, last_progress, timeout = calls, time.monotonic(), self.config.cluster.timeout
         while left:
             ready, left = ray.wait(left, num_returns=len(left), timeout=TICK)
             for call in ready:
                 self._check(call, calls)
             if left and self._is_waiting():  # the timeout starts when the cluster has room
-                heard = time.monotonic()
-            if left and time.monotonic() - heard > timeout:
+                last_progress = time.monotonic()
+            if left and time.monotonic() - last_progress > timeout:
                 self.close()
                 raise LearnerLost(f"a learner did not answer for {timeout:g} s (cluster.timeout)")
         return ray.get(calls)

@@ -165,7 +165,7 @@ class RanksEngine:
     def figures(self) -> dict[str, float]:
         """Return the mean of each metric over the ranks."""
         found = self.channel.call("figures")
-        return {name: sum(figures.get(name, 0.0) for figures in found) / len(found) for name in found[0]}
+        return {name: sum(metrics.get(name, 0.0) for metrics in found) / len(found) for name in found[0]}
 
     def release_cache(self) -> None:
         self.channel.call("release_cache")

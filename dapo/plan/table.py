@@ -91,7 +91,7 @@ def _roles(plan: Plan) -> str:
         return "one process samples and trains"
     engine = "vLLM" if layout.is_vllm else "embedded"
     each = f" of {layout.tensor_parallel} GPUs" if layout.tensor_parallel > 1 else ""
-    how = "beside" if layout.rollout_gpus else "in turns with"
+    how = "and" if layout.rollout_gpus else "in turns with"
     return f"{layout.engines:,} {engine} engines{each} {how} {layout.learners:,} learners"
 
 
