@@ -1,4 +1,4 @@
-"""Weights from the learners' GPUs straight into those of vLLM's workers: its NCCL transfer, with Ray for the calls."""
+"""Weight transfer from the learners' GPUs directly to vLLM's GPUs: data by vLLM's NCCL transfer, calls by Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dapo.engine.vllm.engine import nccl_sender
 
 
 class Broadcast:
-    """Of one rank of the learners, to all of these workers, each of which has `size` GPUs; the first rank sends."""
+    """One learner rank's side of the transfer to `workers`, each with `size` GPUs. Only learner rank 0 sends data."""
 
     def __init__(
         self,
@@ -28,6 +28,7 @@ class Broadcast:
     ) -> None:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self.client = _Workers(workers, size)
+        # The NCCL group: rank 0 is the sender, followed by every GPU of every worker.
         self.sender = nccl_sender(weights, self.client, host, int(port), 1 + size * len(workers), rank)
 
     def send(self, version: int) -> None:
@@ -36,14 +37,14 @@ class Broadcast:
 
 
 class _Workers:
-    """The four calls that vLLM's trainer side makes, made to every rollout worker."""
+    """Client for vLLM's trainer side: forwards each of its four calls to every rollout worker."""
 
     def __init__(self, actors: Sequence[Any], size: int) -> None:
         self.actors, self.size, self.version = actors, size, 0
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        places = [1 + slot * self.size for slot in range(len(self.actors))]
-        self._all("init_weight_transfer_engine", [init_info | {"rank_offset": place} for place in places])
+        offsets = [1 + slot * self.size for slot in range(len(self.actors))]  # rank 0 is the sender
+        self._all("init_weight_transfer_engine", [init_info | {"rank_offset": offset} for offset in offsets])
 
     def start_weight_update(self) -> None:
         self._all("start_weight_update")
@@ -64,7 +65,8 @@ class _Workers:
             try:
                 ray.get(ready)
             except RayError as error:
-                # The others, and this process, are in the middle of an exchange that waits for it forever. So the
-                # learners go down as well; they start again from the newest checkpoint, and the workers anew.
-                print(f"a rollout worker was lost while it took over weights: {explain(error)}", file=sys.stderr)
+                # The collective waits for the lost worker forever, in this process and in all other workers. It cannot
+                # be aborted, so this learner exits: the driver then restarts the learners from the newest checkpoint,
+                # and replaces all workers.
+                print(f"a rollout worker was lost while it received weights: {explain(error)}", file=sys.stderr)
                 os._exit(1)

@@ -1,4 +1,4 @@
-"""Sampling in processes of their own, on one machine or many: groups go to Ray actors, lost ones are sampled again."""
+"""The engine protocol over Ray actors: groups are dispatched to workers, and those of lost workers sampled again."""
 
 from __future__ import annotations
 
@@ -17,49 +17,52 @@ from dapo.errors import ClusterLost, DapoError, EngineError, LearnerLost
 from dapo.system.progress import progress
 from dapo.types import Request, Rollout
 
-TICK = 0.05  # seconds between looks at clocks and commands while nothing arrives
-PLACEMENT_TICK = 1.0  # seconds between questions to the cluster about what it lacks
-CLOSING = 5.0  # seconds that an engine has to end what it started
+TICK = 0.05  # seconds between checks of timeouts and commands while no answer arrives
+PLACEMENT_TICK = 1.0  # seconds between queries to Ray about bundles without a node
+CLOSE_TIMEOUT = 5.0  # seconds that an engine has to close before it is killed
 
 
 @dataclass(slots=True, eq=False)
 class _Weights:
     version: int
-    stored: Any  # where they are in Ray's store; none: nobody has asked for them there
+    stored: Any  # their reference in Ray's object store; None until a worker needs them from there
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
     request: Request
-    missing: set[int]  # members that have not arrived
-    again: bool = False  # sampled a second time, members that have arrived included
+    missing: set[int]  # indices of responses that have not arrived
+    is_resampled: bool = False  # its first worker was lost; the new one samples all n, also those that had arrived
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
     slot: int
     actor: Any
-    call: Any  # the one answer that is waited for, if any
-    since: float  # when it was asked
+    call: Any  # the pending remote call, at most one; None if idle
+    since: float  # when that call was made, by time.monotonic()
     is_open: bool = False
-    version: int = 0  # of the weights that it has
-    weights: _Weights | None = None  # none: those that it started with
+    version: int = 0  # weight version that it samples with
+    weights: _Weights | None = None  # None: those that it started with
     groups: dict[int, _Group] = field(default_factory=dict)
-    inbox: list[Request] = field(default_factory=list)  # of `groups`, not sent yet
+    inbox: list[Request] = field(default_factory=list)  # the part of `groups` that has not been sent
 
     @property
     def load(self) -> int:
+        """Number of unfinished responses."""
         return sum(len(group.missing) for group in self.groups.values())
 
 
 class RayEngine:
-    """The engine protocol over `count` actors that `start(slot)` makes.
+    """The engine protocol over `count` actors that `start(slot)` creates.
 
-    A thread of its own hands out groups and takes answers, so that the actors go on while the caller learns. `limit`
-    is the number of unfinished responses that a worker is given at once; the rest waits here. `weights()` puts the
-    policy's weights into Ray's store. `broadcast(actors, version)`, where there is one, sends them straight to these
-    actors; the store is then for those that start later. `missing()` says what the cluster lacks to start an actor, or
-    nothing.
+    A thread dispatches groups and collects answers, so that the workers keep sampling while the caller learns. All
+    state is guarded by `changed`. Only the caller's thread calls the learners and `on_event`.
+
+    limit: unfinished responses that a worker may have at once; other groups wait in `queue`.
+    weights: puts the policy's weights into Ray's object store and returns their reference.
+    broadcast: sends the weights directly to these actors. The store then serves only workers that start later.
+    missing: names the resources that the cluster lacks to start a worker, or returns None.
     """
 
     def __init__(
@@ -80,21 +83,21 @@ class RayEngine:
         self.start, self.weights, self.broadcast = start, weights, broadcast
         self.limit, self.restarts, self.timeout = limit, restarts, timeout
         self.missing, self.on_event, self.is_stopping, self.on_close = missing, on_event, is_stopping, on_close
-        self.newest: _Weights | None = None  # none: those that a worker starts with
-        self.lacks_weights = False  # a worker needs the newest ones from the store, and they are not there
+        self.newest: _Weights | None = None  # None: those that a worker starts with
+        self.needs_stored_weights = False  # a worker waits for `newest.stored`, which is None
         self.queue: deque[_Group] = deque()
         self.finished: list[Rollout] = []
         self.events: list[tuple[str, str]] = []
-        self.waits_for: str | None = None
-        self.asked_at = 0.0
-        self.fault: BaseException | None = None
+        self.waiting_for: str | None = None
+        self.placement_checked_at = 0.0
+        self.failure: BaseException | None = None
         self.closing = False
         self.changed = threading.Condition(threading.RLock())
         self.workers = [self._worker(slot) for slot in range(count)]
         self.thread = threading.Thread(target=self._run, name="dapo-ray", daemon=True)
         self.thread.start()
         try:
-            with progress(f"Starting to sample in {count} process{'es' * (count > 1)}"):
+            with progress(f"Starting {count} rollout worker{'s' * (count > 1)}"):
                 self._wait(lambda: all(worker.is_open for worker in self.workers))
         except BaseException:
             self.close()
@@ -103,7 +106,7 @@ class RayEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         with self.changed:
             self.queue.extend(_Group(request, set(range(request.n))) for request in requests)
-            self._hand_out()
+            self._dispatch()
 
     def poll(self) -> list[Rollout]:
         self._wait(lambda: self.finished or not (self.queue or any(worker.groups for worker in self.workers)))
@@ -114,44 +117,48 @@ class RayEngine:
     def cancel(self, serials: Iterable[int]) -> int:
         gone = set(serials)
         with self.changed:
+            # Finish pending calls first: afterwards no rollout of a canceled group can still arrive.
             for worker in [worker for worker in self.workers if worker.is_open and gone & worker.groups.keys()]:
-                self._settle(worker)
+                self._finish_call(worker)
             self.queue = deque(group for group in self.queue if group.request.serial not in gone)
             dropped = [rollout for rollout in self.finished if rollout.serial in gone]
             self.finished = [rollout for rollout in self.finished if rollout.serial not in gone]
-            tokens = sum(self._forget(worker, gone & worker.groups.keys()) for worker in self.workers)
-            self._hand_out()
+            tokens = sum(self._drop_groups(worker, gone & worker.groups.keys()) for worker in self.workers)
+            self._dispatch()
             return tokens + sum(map(len, dropped))
 
     def sync_weights(self, version: int) -> None:
-        """Each worker has them before its next step: what it is at then goes on with them."""
+        """Give every worker the new weights before its next call. Responses in flight continue with them."""
         if self.broadcast is not None:
             try:
-                self._send_straight(version, self.broadcast)
+                self._broadcast_weights(version, self.broadcast)
             except EngineError as error:
-                self.on_event("weights", f"{error}; weights go through Ray's store instead")
+                self.on_event("weights", f"{error}; weights go through Ray's object store instead")
                 self.broadcast = None
         if self.broadcast is None:
             newest = _Weights(version, self.weights())
             with self.changed:
-                self.newest, self.lacks_weights = newest, False
-                self._hand_out()
+                self.newest, self.needs_stored_weights = newest, False
+                self._dispatch()
 
     def release_cache(self) -> None:
-        """Engines that share a GPU with a learner give its memory back until they sample again."""
+        """Free the cache of engines that share a GPU with a learner, until they sample again."""
         for call in [worker.actor.release_cache.remote() for worker in self.workers]:
             self._value_or(call, None)
 
     def figures(self) -> dict[str, float]:
-        """Counts are summed, shares and seconds are means; of workers that are free to answer, others report later."""
-        self._tell()
+        """Return the metrics of all idle workers: counts are summed, shares and seconds averaged.
+
+        A worker that is sampling is left out and reports its counts in a later step.
+        """
+        self._emit_events()
         with self.changed:
             free = [worker for worker in self.workers if worker.is_open and worker.call is None]
             calls = [worker.actor.figures.remote() for worker in free]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=self.timeout) if calls else ([], [])
         found = [self._value_or(call, {}) for call in ready]
-        names = sorted({name for figures in found for name in figures})
-        totals = {name: [figures[name] for figures in found if name in figures] for name in names}
+        names = sorted({name for metrics in found for name in metrics})
+        totals = {name: [metrics[name] for metrics in found if name in metrics] for name in names}
         return {name: sum(v) / (len(v) if name.endswith(("occupancy", "_s")) else 1) for name, v in totals.items()}
 
     def close(self) -> None:
@@ -163,78 +170,80 @@ class RayEngine:
         self.thread.join()
         idle = [worker.actor.close.remote() for worker in self.workers if worker.is_open and not worker.groups]
         if idle:
-            ray.wait(idle, num_returns=len(idle), timeout=CLOSING)
+            ray.wait(idle, num_returns=len(idle), timeout=CLOSE_TIMEOUT)
         for worker in self.workers:
             ray.kill(worker.actor)
         self.on_close()
 
-    # The caller's side
+    # Called by the caller's thread
 
-    def _wait(self, is_there: Callable[[], object]) -> None:
+    def _wait(self, is_done: Callable[[], object]) -> None:
+        """Wait until `is_done`. Meanwhile report events, store weights on demand, and raise the thread's failure."""
         while True:
-            self._tell()
-            if self.lacks_weights:
-                self._store()
+            self._emit_events()
+            if self.needs_stored_weights:
+                self._store_weights()
             with self.changed:
-                if self.fault is not None:
-                    raise self.fault
-                if is_there():
+                if self.failure is not None:
+                    raise self.failure
+                if is_done():
                     return
-                nobody = not any(worker.is_open for worker in self.workers)
-                if nobody and self.waits_for and self.is_stopping():
-                    raise ClusterLost(f"told to stop while the run waited for {self.waits_for}")
+                none_is_open = not any(worker.is_open for worker in self.workers)
+                if none_is_open and self.waiting_for and self.is_stopping():
+                    raise ClusterLost(f"stopped while waiting for {self.waiting_for}")
                 self.changed.wait(2 * TICK)
 
-    def _send_straight(self, version: int, broadcast: Callable[[Sequence[Any], int], None]) -> None:
-        with self.changed:  # to all of them at once, and nothing else meanwhile
-            there = self._settled()
+    def _broadcast_weights(self, version: int, broadcast: Callable[[Sequence[Any], int], None]) -> None:
+        with self.changed:  # held throughout: the collective needs all workers at once, all of them idle
+            workers = self._finish_all_calls()
             try:
-                if there:
-                    broadcast([worker.actor for worker in there], version)
+                if workers:
+                    broadcast([worker.actor for worker in workers], version)
             except LearnerLost as lost:
-                # In the middle of the exchange they would wait forever; and what failed once may fail every time.
-                for worker in there:
+                # The workers would wait in the collective forever, so all are replaced. This costs no restart: they
+                # did not fail. The broadcast is not tried again, since whatever broke it may break it every time.
+                for worker in workers:
                     ray.kill(worker.actor)
                     self._replace(worker)
                 self.broadcast = None
                 raise LearnerLost(
-                    f"{lost}, while weights were sent to rollout workers, which now get them through Ray's store"
+                    f"{lost} while weights were sent to the rollout workers, which now get them through Ray's store"
                 ) from None
-            self.newest, self.lacks_weights = _Weights(version, None), False
-            for worker in there:
+            self.newest, self.needs_stored_weights = _Weights(version, None), False
+            for worker in workers:
                 worker.version, worker.weights = version, self.newest
-            self._hand_out()  # nobody is at anything: the thread has nothing to listen to
+            self._dispatch()  # all workers are idle: without new calls the thread would have nothing to wait for
 
-    def _settled(self) -> list[_Worker]:
-        """Those that are there, with nothing on its way. One may have died while idle: all are asked."""
+    def _finish_all_calls(self) -> list[_Worker]:
+        """Return the live workers, all idle. Each is pinged, since the death of an idle worker shows only in a call."""
         for worker in [worker for worker in self.workers if worker.is_open]:
-            self._settle(worker)
-        asked = [worker for worker in self.workers if worker.is_open]
-        for worker in asked:
-            worker.call, worker.since = worker.actor.is_there.remote(), time.monotonic()
-        for worker in asked:
-            self._settle(worker)
+            self._finish_call(worker)
+        pinged = [worker for worker in self.workers if worker.is_open]
+        for worker in pinged:
+            worker.call, worker.since = worker.actor.ping.remote(), time.monotonic()
+        for worker in pinged:
+            self._finish_call(worker)
         return [worker for worker in self.workers if worker.is_open]
 
-    def _store(self) -> None:
-        """Here, and not in the thread: the learners do one thing after the other."""
+    def _store_weights(self) -> None:
+        """Put the newest weights into the store, in the caller's thread: learners take one call at a time."""
         reference = self.weights()
         with self.changed:
             assert self.newest is not None
-            self.newest.stored, self.lacks_weights = reference, False
-            self._hand_out()
+            self.newest.stored, self.needs_stored_weights = reference, False
+            self._dispatch()
 
-    def _settle(self, worker: _Worker) -> None:
-        """Wait for what it is at, so that nothing is on its way."""
+    def _finish_call(self, worker: _Worker) -> None:
+        """Wait for the worker's pending call and handle its answer."""
         if worker.call is not None:
             ready, _ = ray.wait([worker.call], timeout=self.timeout)
             if ready:
-                self._take(worker, worker.call)
+                self._handle(worker, worker.call)
             else:
-                self._lose(worker, self._silence)
+                self._lose(worker, self._timeout_reason)
 
-    def _forget(self, worker: _Worker, serials: set[int]) -> int:
-        """Returns the number of tokens that they had so far."""
+    def _drop_groups(self, worker: _Worker, serials: set[int]) -> int:
+        """Remove these groups from the worker and return the number of tokens generated for them so far."""
         sent = serials - {request.serial for request in worker.inbox}
         worker.inbox = [request for request in worker.inbox if request.serial not in serials]
         for serial in serials:
@@ -242,19 +251,19 @@ class RayEngine:
         return self._value_or(worker.actor.cancel.remote(sorted(sent)), 0) if sent else 0
 
     def _value_or(self, call: Any, default: Any) -> Any:
-        """Of a worker that may be gone, or hang: the step that follows will notice."""
+        """Return the answer, or the default if the worker died or hangs. The next `step` call will detect that."""
         try:
             return ray.get(call, timeout=self.timeout)
         except RayError:
             return default
 
-    def _tell(self) -> None:
+    def _emit_events(self) -> None:
         with self.changed:
             events, self.events = self.events, []
         for kind, message in events:
             self.on_event(kind, message)
 
-    # The thread's side
+    # Called by the engine's thread; also by the caller's thread while it holds `changed`
 
     def _run(self) -> None:
         try:
@@ -264,29 +273,30 @@ class RayEngine:
                     if not calls:
                         self.changed.wait(TICK)
                         continue
-                self._listen(calls)
-        except BaseException as error:  # the caller would wait forever
+                self._collect(calls)
+        except BaseException as error:  # raised by `_wait`; without it the caller would wait forever
             with self.changed:
-                self.fault = error
+                self.failure = error
                 self.changed.notify_all()
 
-    def _listen(self, calls: Mapping[Any, _Worker]) -> None:
+    def _collect(self, calls: Mapping[Any, _Worker]) -> None:
+        """Handle the answers that arrive within a tick, check timeouts, and dispatch."""
         ready, _ = ray.wait(list(calls), num_returns=1, timeout=TICK)
-        if ready:  # whatever else has arrived comes along
+        if ready:  # take all others that have arrived as well
             ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0)
         with self.changed:
             for call in ready:
-                if calls[call].call is call:  # unless the caller took it meanwhile
-                    self._take(calls[call], call)
-            self._look_around()
-            self._hand_out()
+                if calls[call].call is call:  # else the caller's thread has handled it
+                    self._handle(calls[call], call)
+            self._check_workers()
+            self._dispatch()
             self.changed.notify_all()
 
-    def _take(self, worker: _Worker, call: Any) -> None:
+    def _handle(self, worker: _Worker, call: Any) -> None:
         try:
             answer = ray.get(call)
         except RayTaskError as error:
-            # A mistake of the user's would be made again; an engine that has ended may be replaced.
+            # A user's mistake would fail in any worker, so it ends the run. An engine that failed can be replaced.
             if isinstance(error.cause, DapoError) and not isinstance(error.cause, EngineError):
                 raise error.cause from None
             self._lose(worker, f"failed: {explain(error)}")
@@ -294,7 +304,7 @@ class RayEngine:
             self._lose(worker, f"died: {explain(error)}")
         else:
             worker.call = None
-            if worker.is_open:
+            if worker.is_open:  # else this answers `open`, and carries no rollouts
                 self._deliver(worker, answer)
             worker.is_open = True
 
@@ -302,17 +312,20 @@ class RayEngine:
         for rollout in rollouts:
             group = worker.groups.get(rollout.serial)
             if group is None or rollout.index not in group.missing:
-                continue  # cancelled meanwhile, or it had arrived from a worker that is no more
+                continue  # the group was canceled, or this response had arrived from a worker that was lost
             group.missing.remove(rollout.index)
-            # A copy: as they came they keep a piece of the shared store from being given back.
+            # Copy the arrays: they are views into Ray's object store and would keep its memory from being freed.
             self.finished.append(replace(rollout, tokens=rollout.tokens.copy(), logprobs=rollout.logprobs.copy()))
             if not group.missing:
                 del worker.groups[rollout.serial]
-                if group.again:
-                    worker.actor.cancel.remote([rollout.serial])  # what was there before is not needed twice
+                if group.is_resampled:
+                    worker.actor.cancel.remote([rollout.serial])  # stop responses that had arrived before
 
-    def _hand_out(self) -> None:
-        """The oldest group to the worker with the least to do; what nobody has room for waits."""
+    def _dispatch(self) -> None:
+        """Assign the oldest groups to the least loaded workers, and call every idle worker that has groups.
+
+        A group is never split. One that is larger than `limit` waits for a worker that has no other group.
+        """
         ready = [worker for worker in self.workers if worker.is_open]
         while self.queue and ready:
             group, worker = self.queue[0], min(ready, key=lambda worker: (worker.load, worker.slot))
@@ -325,13 +338,16 @@ class RayEngine:
                 self._send(worker)
 
     def _send(self, worker: _Worker) -> None:
+        """Call `step` on an idle worker, with the newest weights if it has older ones."""
         versions: Sequence[int] = ()
         stored: Any = None
-        if self.newest is not None and worker.weights is not self.newest:  # one that goes back has a version twice
+        # Identity, not version: a run that returns to a checkpoint reaches the same version twice.
+        if self.newest is not None and worker.weights is not self.newest:
             if self.newest.stored is None:
-                self.lacks_weights = True
+                self.needs_stored_weights = True
                 return
-            # What is under way counts every version that it went through.
+            # Responses in flight record every version that they pass through, so the engine must see each one. A
+            # worker that has not been sent any of its groups can skip to the newest.
             is_fresh, version = len(worker.inbox) == len(worker.groups), self.newest.version
             versions = (version,) if is_fresh else range(worker.version + 1, version + 1)
             worker.version, worker.weights, stored = version, self.newest, self.newest.stored
@@ -343,39 +359,40 @@ class RayEngine:
         actor = self.start(slot)
         return _Worker(slot, actor, actor.open.remote(), time.monotonic())
 
-    def _look_around(self) -> None:
-        """Who is late, and whether an actor that should start has no place to."""
+    def _check_workers(self) -> None:
+        """Replace workers that do not answer in time, and report what the cluster lacks to start others."""
         now = time.monotonic()
         starting = [worker for worker in self.workers if not worker.is_open]
-        if starting and now - self.asked_at > PLACEMENT_TICK:
-            self.asked_at = now
+        if starting and now - self.placement_checked_at > PLACEMENT_TICK:
+            self.placement_checked_at = now
             lacking = self.missing()
-            if lacking is not None and lacking != self.waits_for:
+            if lacking is not None and lacking != self.waiting_for:
                 self.events.append(("waiting", f"rollout workers wait for {lacking}"))
-            self.waits_for = lacking
-        if self.waits_for:
+            self.waiting_for = lacking
+        if self.waiting_for:  # the timeout starts when the cluster has room
             for worker in starting:
                 worker.since = now
         for worker in self.workers:
             is_late = worker.call is not None and now - worker.since > self.timeout
-            if is_late and not ray.wait([worker.call], timeout=0)[0]:  # this thread may have been the late one
-                self._lose(worker, self._silence)
+            if is_late and not ray.wait([worker.call], timeout=0)[0]:  # it may have answered while this thread was busy
+                self._lose(worker, self._timeout_reason)
 
     @property
-    def _silence(self) -> str:
+    def _timeout_reason(self) -> str:
         return f"did not answer for {self.timeout:g} s (cluster.timeout)"
 
     def _lose(self, worker: _Worker, what: str) -> None:
-        """Another takes its place, with the newest weights; its unfinished groups go first, under their serials."""
-        story = f"rollout worker {worker.slot} {what}"
+        """Count and report the loss, and replace the worker."""
+        reason = f"rollout worker {worker.slot} {what}"
         worker.call = None
         ray.kill(worker.actor)
-        self.restarts.spend(story)
-        self.events.append(("worker", f"{story}; replaced, {len(worker.groups)} groups are sampled again"))
+        self.restarts.spend(reason)
+        self.events.append(("worker", f"{reason}; replaced, {len(worker.groups)} groups are sampled again"))
         self._replace(worker)
 
     def _replace(self, worker: _Worker) -> None:
+        """Start a new worker in this slot. Unfinished groups keep their serials and return to the queue's front."""
         for group in worker.groups.values():
-            group.again = True
+            group.is_resampled = True
         self.queue.extendleft(reversed(worker.groups.values()))
         self.workers[worker.slot] = self._worker(worker.slot)

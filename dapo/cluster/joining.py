@@ -1,4 +1,4 @@
-"""Whether a run needs Ray, and the way in: the cluster that RAY_ADDRESS names is joined, else Ray is started here."""
+"""Connecting to Ray: decide whether a run needs it, join the cluster at RAY_ADDRESS, or start Ray on this machine."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from dapo.config import Config
 from dapo.errors import ClusterError
 from dapo.system.progress import progress
 
-CONNECT_LIMIT = 5.0  # seconds for the head of a cluster to answer
-LOCAL = (None, "", "local")
+CONNECT_LIMIT = 5.0  # seconds that the cluster's head has to accept a connection
+LOCAL = (None, "", "local")  # values of RAY_ADDRESS for which Ray is started on this machine
 _PING = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 _PING_LIMITS = {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_py_gcs_connect_timeout_s": "3"}
 _NO_RAY = "cluster.learners, cluster.rollout_workers and cluster.reward_workers need Ray: pip install ray"
 
 
 def needs_ray(config: Config) -> bool:
-    """Whether parts of the run are to live elsewhere. Under torchrun the learners are there already, and sample."""
+    """Return whether the run has processes that Ray must start. Under torchrun the learners run already."""
     counts = {"rollout_workers": len(config.rollout_engines), "reward_workers": config.cluster.reward_workers}
     workers = {name: count for name, count in counts.items() if count}
-    is_placed = "TORCHELASTIC_RUN_ID" in os.environ
-    if is_placed and workers:
+    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if is_torchrun and workers:
         name, count = next(iter(workers.items()))
         raise ClusterError(f"cluster.{name} = {count} needs Ray: start the run without torchrun")
-    return bool(workers) or (config.cluster.learners > 1 and not is_placed)
+    return bool(workers) or (config.cluster.learners > 1 and not is_torchrun)
 
 
 def starts_here() -> bool:
-    """Whether there is no cluster to join."""
+    """Return whether Ray will be started on this machine instead of joining a cluster."""
     return os.environ.get("RAY_ADDRESS") in LOCAL
 
 
 def check_room(config: Config) -> None:
-    """A Ray that is started here has what this machine has: what does not fit need not be tried for a minute."""
+    """Refuse a run that does not fit on this machine, if Ray will be started here. Ray itself takes a minute."""
     if not starts_here() or _has_joined():
         return
     import torch
@@ -50,7 +50,7 @@ def check_room(config: Config) -> None:
 
 
 def join() -> bool:
-    """Join the cluster that RAY_ADDRESS names, else start Ray here. False where this process had joined before."""
+    """Join the cluster at RAY_ADDRESS, or start Ray here. Return False if this process had joined before."""
     if _has_joined():
         return False
     if importlib.util.find_spec("ray") is None:
@@ -79,27 +79,27 @@ def join() -> bool:
 
 
 def prepare() -> None:
-    """The environment that Ray reads when it is first imported, by whomever."""
+    """Set environment variables that Ray reads when it is first imported."""
     address = os.environ.get("RAY_ADDRESS")
-    # Whoever made processes knows how many, and says what becomes of them; Ray would print walls of text besides.
+    # The run reports lost processes itself, in one line each. Hide Ray's own long messages about them.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", r"^(A worker died|WARNING: \d+ PYTHON worker processes)")
-    # An address that `auto` has found may be out of date: Ray would try twenty times, most of a minute each.
+    # `auto` may find the address of a cluster that is gone. Ray would try it twenty times, most of a minute each.
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
-    if address in LOCAL or _is_on_loopback_alone(address):
-        # Ray then takes 127.0.0.1 for this machine's address, and listens there alone.
+    if address in LOCAL or _is_loopback_only(address):
+        # Makes Ray use 127.0.0.1 as this machine's address and listen on loopback only.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 def check_address(address: str) -> None:
-    """Ray would try for minutes."""
+    """Refuse an address that cannot be joined, within seconds. Ray itself would try for minutes."""
     if "://" in address:
         raise ClusterError(
-            f"RAY_ADDRESS is {address}, but a run must be inside the cluster: give HOST:PORT of its head, or submit "
-            "the run with `ray job submit`"
+            f"RAY_ADDRESS is {address}, but a driver must run inside the cluster: set it to HOST:PORT of the head, or "
+            "submit the run with `ray job submit`"
         )
     if address == "auto":
         return
-    host, port = _parts(address)
+    host, port = _host_and_port(address)
     try:
         socket.create_connection((host, port), timeout=CONNECT_LIMIT).close()
     except OSError as error:
@@ -110,51 +110,56 @@ def check_address(address: str) -> None:
 
 
 def check_run_dir(config: Config) -> None:
-    """A job of `ray job submit` works in a copy of a folder, which is gone when the job is."""
+    """Refuse a relative run.dir in a submitted job: it works in a copy of the folder, which Ray deletes afterwards."""
     folder = Path(config.run.dir)
     if "/_ray_pkg_" in Path.cwd().as_posix() and not folder.is_absolute():
         raise ClusterError(
-            f"run.dir is {folder}, in a copy of the working directory that Ray removes after the job: give an absolute "
-            "path that stays"
+            f"run.dir is {folder}, in a copy of the working directory that Ray deletes after the job: set it to an "
+            "absolute path"
         )
 
 
 def _check_head(address: str) -> None:
-    """Ask in a process of its own: Ray would take most of a minute, and print what it tries."""
+    """Ping the head from a subprocess with short timeouts. In this process Ray would take a minute and print."""
     command, environment = [sys.executable, "-c", _PING, address], os.environ | _PING_LIMITS
     try:
-        said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False).stderr
+        errors = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        ).stderr
     except subprocess.TimeoutExpired:
-        return  # whatever it is, the way in will tell
-    if "AuthenticationError" in said:
+        return  # unknown problem: joining will report it
+    if "AuthenticationError" in errors:
         raise ClusterError(
-            f"RAY_ADDRESS is {address}, but this Ray wants a token, which is missing or not the right one: set "
+            f"RAY_ADDRESS is {address}, but this cluster requires a token, which is missing or wrong: set "
             "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
         )
-    if "RpcError" in said:
+    if "RpcError" in errors:
         raise ClusterError(
-            f"RAY_ADDRESS is {address}, but what answers there is not the head of a Ray cluster; its port is 6379 "
-            "unless `ray start --port` said otherwise"
+            f"RAY_ADDRESS is {address}, but the service there is not the head of a Ray cluster; the head's port is "
+            "6379 unless `ray start --port` set another"
         )
 
 
-def _parts(address: str) -> tuple[str, int]:
+def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ClusterError(f"RAY_ADDRESS is {address}, expected HOST:PORT of the cluster's head, auto or local")
     return host.strip("[]"), int(port)
 
 
-def _is_on_loopback_alone(address: str) -> bool:
-    """Ray replaces a loopback address by this machine's outward one, where such a head does not listen."""
+def _is_loopback_only(address: str) -> bool:
+    """Return whether the head at this address listens on loopback only.
+
+    Ray replaces a loopback address by this machine's outward address, where such a head does not listen.
+    """
     if address == "auto":
         return False
-    host, port = _parts(address)
+    host, port = _host_and_port(address)
     if host not in ("localhost", "127.0.0.1", "::1"):
         return False
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("8.8.8.8", 53))  # nothing is sent: the system only chooses a way out
+            probe.connect(("8.8.8.8", 53))  # sends nothing: only selects the outward interface
             outward = probe.getsockname()[0]
         socket.create_connection((outward, port), timeout=CONNECT_LIMIT).close()
     except OSError:
@@ -163,7 +168,7 @@ def _is_on_loopback_alone(address: str) -> bool:
 
 
 def _has_joined() -> bool:
-    """Ray need not be imported to know."""
+    """Return whether this process is connected to Ray, without importing Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
 

@@ -1,4 +1,4 @@
-"""Learning in processes of their own: the ranks as Ray actors, and one object that stands for all of them."""
+"""The learner protocol over Ray actors: each actor is one FSDP rank, and if one is lost all are restarted."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from dapo.policy.sharding import backend
 from dapo.system.progress import progress
 from dapo.types import Group
 
-TICK = 1.0  # seconds between looks at the clock
-LAST_WORDS = 3.0  # seconds in which the one that died may be told from those that missed it
+TICK = 1.0  # seconds between checks of the timeout
+DEATH_NOTICE = 3.0  # seconds to wait until Ray has reported which rank died; the others fail because of it
 
 
 class LearnerRank:
-    """The actor: one rank of the group that shares the trained weights."""
+    """Ray actor that is one rank of the group that shards the trained weights."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
 
     def address(self) -> str:
-        """Where the ranks meet: on this one's node, at a port that is free."""
+        """Return an address on this node, with a free port, for the ranks to rendezvous."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as free:
             free.bind((host, 0))
             return f"tcp://{host}:{free.getsockname()[1]}"
 
     def open(self, options: str, saved: Path | None, address: str) -> tuple[frozenset[int], bool]:
-        """The tokens that end an answer, and whether this is on a GPU."""
+        """Join the process group and load the model. Return its stop tokens, and whether it is on a GPU."""
         config = Config.model_validate_json(options)
         on_gpu = resolve_device(config.model.device).type == "cuda"
         if self.world > 1:
@@ -61,11 +61,11 @@ class LearnerRank:
         return loaded.stop_ids, on_gpu
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """All ranks do it together; the first one answers for them."""
+        """Call a method of the policy, which all ranks must do together. Only rank 0 returns its result."""
         answer = getattr(self.policy, name)(*arguments)
         return answer if self.rank == 0 else None
 
-    def let_go(self) -> None:
+    def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 
     def get(self, name: str) -> Any:
@@ -75,8 +75,8 @@ class LearnerRank:
         setattr(self.policy, name, value)
 
     def connect(self, workers: Sequence[Any], size: int, address: str) -> None:
-        """Rollout workers, each with `size` GPUs, that weights are to be sent to."""
-        from dapo.cluster.broadcast import Broadcast  # vLLM's part of it is an extra
+        """Prepare to send weights to these rollout workers, each with `size` GPUs."""
+        from dapo.cluster.broadcast import Broadcast  # needs vLLM, which is an optional dependency
 
         self.broadcast = Broadcast(self.policy.weights, workers, size, address, self.rank)
 
@@ -84,7 +84,10 @@ class LearnerRank:
         self.broadcast.send(version)
 
     def packed_weights(self) -> tuple[bool, Any]:
-        """That it is done, and what the caller has no need to fetch. All ranks take part, the first one answers."""
+        """Gather the weights on rank 0. Two return values: the caller waits for the first without fetching the second.
+
+        Gathering is a collective, so the other ranks must iterate as well.
+        """
         if self.rank == 0:
             return True, packed(self.policy.weights())
         for _ in self.policy.weights():
@@ -93,7 +96,10 @@ class LearnerRank:
 
 
 class LearnerGroup:
-    """The learner protocol over `count` ranks that `start(rank)` makes. If one is lost, all are: `restart` them."""
+    """The learner protocol over `count` ranks that `start(rank)` creates.
+
+    When one rank is lost, all are killed and `LearnerLost` is raised; the caller then calls `restart`.
+    """
 
     def __init__(
         self,
@@ -110,17 +116,17 @@ class LearnerGroup:
     ) -> None:
         self.start, self.count, self.config, self.restarts = start, count, config, restarts
         self.missing, self.on_event, self.is_stopping = missing, on_event, is_stopping
-        self.shares_gpu = shares_gpu  # with an engine, in turns
+        self.shares_gpu = shares_gpu  # an engine uses the same GPU, in turns
         self.ranks: list[Any] = []
         self.on_gpu = False
         self.stop_ids: frozenset[int] = frozenset()
-        self.waits_for: str | None = None
-        self.batch: tuple[Sequence[Group], Any] = ((), None)  # the last one, and where it is in Ray's store
-        self.connected: Sequence[Any] = ()  # rollout workers that can be sent to
+        self.waiting_for: str | None = None
+        self.batch: tuple[Sequence[Group], Any] = ((), None)  # the last batch and its reference in the store
+        self.connected: Sequence[Any] = ()  # rollout workers in the current NCCL group
         self._open(saved)
 
     def restart(self, lost: LearnerLost, saved: Path | None) -> None:
-        """All of them anew, from this checkpoint."""
+        """Start all ranks again from this checkpoint, or from the initial model if it is None."""
         self.restarts.spend(str(lost))
         try:
             self._open(saved)
@@ -129,8 +135,8 @@ class LearnerGroup:
 
     def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
         result = self._call("update", self._stored(groups), step, version)
-        if self.needs_cache:  # what PyTorch keeps for later the engine could not have
-            self._ask([rank.let_go.remote() for rank in self.ranks])
+        if self.needs_cache:  # the engine on the same GPU cannot use memory that PyTorch caches
+            self._ask([rank.empty_cache.remote() for rank in self.ranks])
         return result
 
     def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
@@ -140,13 +146,13 @@ class LearnerGroup:
         return unpacked(ray.get(self.stored_weights()))
 
     def stored_weights(self) -> Any:
-        """Where they are in Ray's store, from where every node fetches them once; the driver never holds them."""
+        """Return the reference of the weights in Ray's object store. The driver never holds the weights itself."""
         calls = [rank.packed_weights.options(num_returns=2).remote() for rank in self.ranks]
         self._ask([done for done, _ in calls])
         return calls[0][1]
 
     def broadcast(self, workers: Sequence[Any], version: int) -> None:
-        """Straight from the first learner's GPU to those of these workers."""
+        """Send the weights from the first learner's GPU directly to the GPUs of these workers."""
         if workers != self.connected:
             (address,) = self._ask([self.ranks[0].address.remote()])
             size = self.config.rollout.tensor_parallel
@@ -198,7 +204,7 @@ class LearnerGroup:
         self.stop_ids, self.on_gpu = answers[0]
 
     def _stored(self, groups: Sequence[Group]) -> Any:
-        """Once for all ranks and calls."""
+        """Put a batch into Ray's store once, for all ranks and for repeated calls with the same batch."""
         if self.batch[0] is not groups or self.batch[1] is None:
             self.batch = groups, ray.put(groups)
         return self.batch[1]
@@ -207,30 +213,31 @@ class LearnerGroup:
         return self._ask([rank.call.remote(name, *arguments) for rank in self.ranks])[0]
 
     def _ask(self, calls: list[Any]) -> list[Any]:
-        """All answers; if one does not come, the others would wait for it in vain."""
-        left, heard, patience = calls, time.monotonic(), self.config.cluster.timeout
+        """Return all answers. If one fails or times out, kill all ranks: the others would wait for it forever."""
+        left, last_progress, timeout = calls, time.monotonic(), self.config.cluster.timeout
         while left:
             ready, left = ray.wait(left, num_returns=len(left), timeout=TICK)
             for call in ready:
                 self._check(call, calls)
-            if left and self._is_waiting():
-                heard = time.monotonic()
-            if left and time.monotonic() - heard > patience:
+            if left and self._is_waiting():  # the timeout starts when the cluster has room
+                last_progress = time.monotonic()
+            if left and time.monotonic() - last_progress > timeout:
                 self.close()
-                raise LearnerLost(f"a learner did not answer for {patience:g} s (cluster.timeout)")
+                raise LearnerLost(f"a learner did not answer for {timeout:g} s (cluster.timeout)")
         return ray.get(calls)
 
     def _is_waiting(self) -> bool:
-        """For a place in the cluster, which is no fault of the one that is to have it."""
+        """Return whether a rank cannot start because the cluster lacks resources, and report which."""
         lacking = self.missing()
-        if lacking is not None and lacking != self.waits_for:
+        if lacking is not None and lacking != self.waiting_for:
             self.on_event("waiting", f"learners wait for {lacking}")
-        self.waits_for = lacking
+        self.waiting_for = lacking
         if lacking is not None and self.is_stopping():
-            raise ClusterLost(f"told to stop while the run waited for {lacking}")
+            raise ClusterLost(f"stopped while waiting for {lacking}")
         return lacking is not None
 
     def _check(self, call: Any, calls: list[Any]) -> None:
+        """Raise the user's mistake, or LearnerLost, if this call failed."""
         try:
             ray.get(call)
         except RayTaskError as error:
@@ -241,8 +248,8 @@ class LearnerGroup:
             self._lose(calls, error)
 
     def _lose(self, calls: list[Any], error: RayError) -> NoReturn:
-        """A rank that died makes the others fail: name the one that died."""
-        ray.wait(calls, num_returns=len(calls), timeout=LAST_WORDS)
+        """Kill all ranks and raise LearnerLost. It names the rank that died, not those that failed because of it."""
+        ray.wait(calls, num_returns=len(calls), timeout=DEATH_NOTICE)
         for rank, call in enumerate(calls):
             ready, _ = ray.wait([call], timeout=0)
             try:

@@ -1,4 +1,4 @@
-"""A rank's part in a run under torchrun, and on rank 0 the policy and the engine that stand for all parts."""
+"""A run under torchrun: what each rank holds, and on rank 0 the learner and engine protocols over all ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from dapo.policy.sharded import ShardedPolicy
 from dapo.policy.sharding import emptied
 from dapo.types import Group, Request, Rollout
 
-_AT_ONCE = 4  # a rank hands over its rollouts when a quarter of what it has is finished, since all wait for all
+_POLL_DIVISOR = 4  # `poll` returns when a quarter of a rank's responses is finished: all ranks wait for the slowest
 
 
 class Member:
-    """What each rank holds, and does on command. Every method is called on all ranks, with the same arguments."""
+    """The policy shard and the engine of one rank. Every method is called on all ranks with the same arguments."""
 
     policy: ShardedPolicy
     engine: EmbeddedEngine
@@ -48,7 +48,7 @@ class Member:
             policy.cache_bytes = self.engine.cache_bytes
 
     def learn(self, name: str, *arguments: Any) -> Any:
-        """Of the policy, which knows by itself that there are others."""
+        """Call a method of the policy, which communicates with the other ranks itself."""
         return getattr(self.policy, name)(*arguments)
 
     def needs_cache(self) -> bool:
@@ -61,8 +61,11 @@ class Member:
         self.engine.submit([r for r in requests if r.serial % self.policy.ranks == self.policy.rank])
 
     def poll(self) -> list[Rollout]:
-        """By counts, never by the clock: what is finished when must not depend on how fast a rank is."""
-        enough = (len(self.engine.active) + len(self.engine.waiting)) // _AT_ONCE
+        """Decode until a quarter of this rank's responses is finished.
+
+        Counts decide, never the clock: the order of results must not depend on the speed of a rank.
+        """
+        enough = (len(self.engine.active) + len(self.engine.waiting)) // _POLL_DIVISOR
         finished = self.engine.poll()
         while len(finished) < enough:
             finished += self.engine.poll()
@@ -77,7 +80,7 @@ class Member:
 
     @torch.no_grad()
     def _copy_weights(self) -> None:
-        """From all ranks' shards to where this one samples from."""
+        """Gather the weights from all ranks' shards into the model that this rank samples from."""
         own = self.model.state_dict()
         for name, tensor in self.policy.weights():
             own[name].copy_(tensor)
@@ -106,7 +109,7 @@ class RanksPolicy:
         return self._learn("reference_logprobs", groups)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The copy that this rank samples from."""
+        """Return the copy that this rank samples from."""
         return iter(self.channel.member.model.named_parameters())
 
     def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:
@@ -142,7 +145,7 @@ class RanksPolicy:
 
 
 class RanksEngine:
-    """The engine protocol over all ranks: each samples the groups of every so-manieth serial."""
+    """The engine protocol over all ranks: rank r of n samples the groups whose serial mod n is r."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -160,9 +163,9 @@ class RanksEngine:
         self.channel.call("sync_weights", version)
 
     def figures(self) -> dict[str, float]:
-        """The mean over the ranks."""
+        """Return the mean of each metric over the ranks."""
         found = self.channel.call("figures")
-        return {name: sum(figures.get(name, 0.0) for figures in found) / len(found) for name in found[0]}
+        return {name: sum(metrics.get(name, 0.0) for metrics in found) / len(found) for name in found[0]}
 
     def release_cache(self) -> None:
         self.channel.call("release_cache")
@@ -173,16 +176,16 @@ class RanksEngine:
 
 
 def assemble_ranks(config: Config, saved: Path | None, channel: Channel) -> Parts:
-    """On rank 0: every rank builds its part."""
+    """Have every rank build its policy and engine. Called on rank 0."""
     world, asked = torch.distributed.get_world_size(), config.cluster.learners
     if asked not in (1, world):
         raise ConfigError(
-            f"cluster.learners is {asked}, but torchrun has started {world} processes; leave it out, or make it {world}"
+            f"cluster.learners is {asked}, but torchrun has started {world} processes; remove it, or set it to {world}"
         )
     if config.rollout.engine != "embedded":
         raise ConfigError(
-            f"rollout.engine {config.rollout.engine} does not go together with torchrun, where every process samples "
-            "from its own copy; leave it out, or train on Ray"
+            f"rollout.engine is {config.rollout.engine}, but under torchrun every process samples with the embedded "
+            "engine; remove it, or train on Ray"
         )
     channel.member = member = Member()
     channel.call("open", config.model_dump_json(), saved.absolute() if saved else None)

@@ -1,4 +1,4 @@
-"""The parts of a run that hold weights, wherever their processes live."""
+"""The parts of a run that may live in other processes: policy, engine and judge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Parts:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     stop_ids: frozenset[int]
-    cache_bytes: int = 0  # that the engine's cache holds on the GPU of the policy
-    release_cache: Callable[[], None] = _nothing  # gives them back until something is sampled again
-    restart: Callable[[LearnerLost, Path | None], None] = _give_up  # the policy anew, from a checkpoint or the start
-    judge: Judge | None = None  # where judging is placed elsewhere, too
+    cache_bytes: int = 0  # size of the engine's cache on the policy's GPU
+    release_cache: Callable[[], None] = _nothing  # frees the cache until the next sampling
+    restart: Callable[[LearnerLost, Path | None], None] = _give_up  # restarts the policy from a checkpoint
+    judge: Judge | None = None  # None: the trainer builds a local one

@@ -1,4 +1,4 @@
-"""A run on Ray: those who learn, sample and judge in processes of their own, and a driver that holds no weights."""
+"""A run on Ray: start learners, rollout workers and reward workers as actors; the driver holds no weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from dapo.engine.vllm.engine import Transport, open_vllm
 from dapo.model.loading import load_model, load_tokenizer, resolve_path
 from dapo.policy.build import model_source
 
-CPU_CONCURRENT = 64  # responses that a worker decodes side by side where nothing says otherwise
+CPU_CONCURRENT = 64  # responses that a worker on a CPU decodes at once, unless rollout.max_concurrent is set
 
 
 class Follower:
-    """An embedded engine on a copy of the weights, which it takes over whenever they change."""
+    """An embedded engine on its own copy of the model, into which `sync_weights` copies the new weights."""
 
     def __init__(self, engine: EmbeddedEngine, model: Any, weights: Callable[[], Weights]) -> None:
         self.engine, self.model, self.weights = engine, model, weights
@@ -51,7 +51,7 @@ def rollout_engine(
     weights: Callable[[], Weights],
     transport: Transport = "memory",
 ) -> Engine:
-    """In a rollout worker. It starts from the model that the recipe names, and is then told what has been learnt."""
+    """Build the engine of a rollout worker, with the recipe's model. Trained weights follow by `sync_weights`."""
     config = Config.model_validate_json(options)
     if kind == "vllm":
         directory, tokenizer = resolve_path(config.model.path), load_tokenizer(config.model.path)
@@ -62,7 +62,7 @@ def rollout_engine(
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """What everything that is placed has in common."""
+    """Arguments that learners, engine and judges have in common."""
 
     config: Config
     demand: Demand
@@ -72,7 +72,7 @@ class _Site:
     is_stopping: Callable[[], bool]
 
     def watch(self, place: Callable[[int], tuple[int, Bundle]], count: int) -> dict[str, Any]:
-        """For whoever has `count` processes there: what they lack, whom to tell, and when to give up."""
+        """Return the callbacks of a group of `count` processes: missing resources, events, and whether to stop."""
         missing = partial(self.placement.missing, [place(slot) for slot in range(count)])
         return {"missing": missing, "on_event": self.on_event, "is_stopping": self.is_stopping}
 
@@ -84,7 +84,7 @@ def place(
     on_event: Callable[[str, str], None],
     is_stopping: Callable[[], bool],
 ) -> Parts:
-    """Put the parts where there is room for them; closing the engine gives all of it back."""
+    """Start all parts of the run on the cluster. Closing the engine ends them and frees the reserved resources."""
     config = with_absolute_path(config)
     with ExitStack() as undo:
         if has_joined:
@@ -95,12 +95,12 @@ def place(
         undo.callback(placement.remove)
         site = _Site(config, demand, placement, Restarts(config.cluster.max_restarts), on_event, is_stopping)
         judge = None
-        if config.cluster.reward_workers:  # first: what is wrong with a reward shows before models are loaded
+        if config.cluster.reward_workers:  # first: report a broken reward before models are loaded
             judge = _place_judges(site)
             undo.callback(judge.close)
         learners = _place_learners(site, saved)
         undo.callback(learners.close)
-        engine = _place_engine(site, learners, undo.pop_all().close)
+        engine = _place_engine(site, learners, undo.pop_all().close)  # from here on, closing the engine undoes all
     return Parts(
         learners,
         engine,
@@ -129,9 +129,9 @@ def _place_engine(site: _Site, learners: LearnerGroup, on_close: Callable[[], No
     config, demand, placement = site.config, site.demand, site.placement
     kinds = config.rollout_engines or (config.rollout.engine,) * len(demand.learners)
     options = config.model_dump_json()
-    # From GPU to GPU where all workers can take them so.
-    is_straight = learners.on_gpu and bool(demand.rollout_workers) and set(kinds) == {"vllm"}
-    transport: Transport = "broadcast" if is_straight else "memory"
+    # Weights go from GPU to GPU only if every worker runs vLLM on GPUs of its own; else through Ray's object store.
+    is_broadcast = learners.on_gpu and bool(demand.rollout_workers) and set(kinds) == {"vllm"}
+    transport: Transport = "broadcast" if is_broadcast else "memory"
     return RayEngine(
         lambda slot: _actor(
             RolloutWorker,
@@ -140,10 +140,11 @@ def _place_engine(site: _Site, learners: LearnerGroup, on_close: Callable[[], No
         ),
         demand.engines,
         learners.stored_weights,
+        # Twice what a worker decodes at once, so that it always has the next group at hand.
         limit=2 * (config.concurrent if learners.on_gpu else config.rollout.max_concurrent or CPU_CONCURRENT),
         restarts=site.restarts,
         timeout=config.cluster.timeout,
-        broadcast=learners.broadcast if is_straight else None,
+        broadcast=learners.broadcast if is_broadcast else None,
         on_close=on_close,
         **site.watch(demand.engine, demand.engines),
     )
@@ -164,9 +165,9 @@ def _place_judges(site: _Site) -> PlacedJudge:
 
 
 def with_absolute_path(config: Config) -> Config:
-    """Other processes have other working directories."""
+    """Return the configuration with an absolute model path, since actors have other working directories."""
     path = Path(config.model.path).expanduser()
-    if not path.exists():  # a hub id, or a package
+    if not path.exists():  # a hub id or a package
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path.absolute())})})
 

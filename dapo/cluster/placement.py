@@ -1,4 +1,4 @@
-"""Where the parts of a run live: room is reserved in Ray's cluster, and processes are put into it."""
+"""Placement: the resources that a run needs, and the Ray placement group that reserves them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dapo.system.progress import progress
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-Bundle = dict[str, float]  # resources of one process, all on one node
+Bundle = dict[str, float]  # resources by name that one process needs, all on one node
 
 
 def room(cpus: int = 1, gpus: int = 0) -> Bundle:
@@ -24,9 +24,10 @@ def room(cpus: int = 1, gpus: int = 0) -> Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a run asks of a cluster: a bundle for each learner, each rollout worker and each reward worker.
+    """The resources of a run: a bundle for each learner, each rollout worker and each reward worker.
 
-    Without rollout workers every learner's bundle holds an engine too, and the two take turns.
+    Bundle indices follow that order. Without rollout workers, each learner shares its bundle with an engine, and the
+    two take turns.
     """
 
     learners: tuple[Bundle, ...]
@@ -56,7 +57,7 @@ class Demand:
         return [*self.learners, *self.rollout_workers, *self.reward_workers]
 
     def learner(self, rank: int) -> tuple[int, Bundle]:
-        """The bundle that it lives in, and its share of it."""
+        """Return the index of its bundle and its share of the bundle's resources."""
         part = 1.0 if self.rollout_workers else 0.5
         return rank, {name: part * amount for name, amount in self.learners[rank].items()}
 
@@ -69,50 +70,51 @@ class Demand:
         return len(self.learners) + len(self.rollout_workers) + slot, self.reward_workers[slot]
 
     def check(self, nodes: Sequence[Bundle]) -> None:
-        """Every bundle needs a node of its own size: the largest first, each where it fits."""
+        """Refuse a cluster that is too small. Greedy: the largest bundle first, each on the first node with room."""
         left = [dict(node) for node in nodes]
         for bundle in sorted(self.bundles, key=lambda bundle: (-bundle.get("GPU", 0.0), -bundle["CPU"])):
-            place = next((node for node in left if all(node.get(k, 0.0) >= v for k, v in bundle.items())), None)
-            if place is None:
+            home = next((node for node in left if all(node.get(k, 0.0) >= v for k, v in bundle.items())), None)
+            if home is None:
                 raise ClusterError(self._refusal(nodes))
             for name, amount in bundle.items():
-                place[name] -= amount
+                home[name] -= amount
 
     def _refusal(self, nodes: Sequence[Bundle]) -> str:
-        needed, there = _total(self.bundles), _total(nodes)
+        needed, available = _total(self.bundles), _total(nodes)
         largest = max(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
-        each = f", the largest with {words(largest)}" if len(nodes) > 1 else ""
+        each = f", the largest with {describe(largest)}" if len(nodes) > 1 else ""
         numbers = {"learners": self.learners, "rollout_workers": self.rollout_workers}
         if self.reward_workers:
             numbers["reward_workers"] = self.reward_workers
         *others, last = [f"cluster.{name} = {len(bundles)}" for name, bundles in numbers.items()]
         return (
-            f"{', '.join(others)} and {last} need {words(needed)}, each process on one node, but "
-            f"there are {words(there)} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}{each}"
+            f"{', '.join(others)} and {last} need {describe(needed)}, each process on one node, but "
+            f"there are {describe(available)} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}{each}"
         )
 
 
 class Placement:
-    """Reserved room, a bundle per process."""
+    """Reserved resources on the cluster, one bundle per process."""
 
     def __init__(self, demand: Demand, timeout: float) -> None:
         from ray.util.placement_group import placement_group
 
         demand.check(_nodes())
         self.demand = demand
-        # Close together: learners exchange every gradient, and one node's workers read the same copy of the weights.
+        # PACK uses as few nodes as possible: learners exchange gradients, and the workers of a node read one copy of
+        # the weights from its object store.
         self.group: PlacementGroup = placement_group(demand.bundles, strategy="PACK")
         with progress(f"Waiting for room for {len(demand.bundles)} processes"):
             has_room = self.group.wait(timeout)
         if not has_room:
             self.remove()
             raise ClusterError(
-                f"the cluster is large enough, but others use it: no room for {words(_total(demand.bundles))} "
-                f"within {timeout:g} s (cluster.timeout)"
+                f"the cluster is large enough but busy: {describe(_total(demand.bundles))} did not become free within "
+                f"{timeout:g} s (cluster.timeout)"
             )
 
     def options(self, place: tuple[int, Bundle]) -> dict[str, Any]:
-        """For an actor that is to live there. It is never restarted by Ray: whoever made it knows how."""
+        """Return Ray's options for an actor in this bundle. Ray never restarts it: its supervisor does."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         index, share = place
@@ -124,15 +126,18 @@ class Placement:
         }
 
     def missing(self, places: Iterable[tuple[int, Bundle]]) -> str | None:
-        """What those of these bundles need that have lost their node and found no other; None where all have one."""
+        """Describe the resources still needed by bundles whose node died and that have not been rescheduled.
+
+        Return None if all of these bundles have a node.
+        """
         from ray.util.placement_group import placement_group_table
 
         table = placement_group_table(self.group)
         if table["state"] == "CREATED":
             return None
         nodes = table["bundles_to_node_id"]
-        homeless = [self.demand.bundles[index] for index, _ in places if not nodes.get(index)]
-        return f"{words(_total(homeless))} that left the cluster" if homeless else None
+        unplaced = [self.demand.bundles[index] for index, _ in places if not nodes.get(index)]
+        return f"{describe(_total(unplaced))} that left the cluster" if unplaced else None
 
     def remove(self) -> None:
         from ray.util.placement_group import remove_placement_group
@@ -140,30 +145,32 @@ class Placement:
         remove_placement_group(self.group)
 
 
-def wants_gpus(config: Config, there: float | None = None) -> bool:
-    """Whether learners and rollout workers run on GPUs, if so many are `there`; None: as many as Ray has."""
+def wants_gpus(config: Config, available: float | None = None) -> bool:
+    """Return whether learners and rollout workers run on GPUs. `available`: number of GPUs; None: ask Ray."""
     device = config.model.device
     if device not in ("cpu", "cuda", "auto"):
-        raise ClusterError(f"model.device is {device}, but Ray chooses which GPU a process gets: set auto, cuda or cpu")
-    if there is None:
+        raise ClusterError(f"model.device is {device}, but Ray assigns GPUs to processes: set it to auto, cuda or cpu")
+    if available is None:
         import ray
 
-        there = ray.cluster_resources().get("GPU", 0.0)
-    return device == "cuda" or (device == "auto" and there > 0)
+        available = ray.cluster_resources().get("GPU", 0.0)
+    return device == "cuda" or (device == "auto" and available > 0)
 
 
 def _judge_gpus(config: Config, *, on_gpu: bool) -> int:
-    """A reward model gets a GPU of its own, where others have theirs or it asks for one."""
+    """Return 1 if a placed judge runs a reward model on a GPU: as configured, or by default if learners have GPUs."""
     device = config.reward.model.device
     if not config.cluster.reward_workers or not names_model(config.reward):
         return 0
     if device not in ("cpu", "cuda", "auto"):
-        raise ClusterError(f"reward.model.device is {device}, but Ray chooses the GPU: set auto, cuda or cpu")
+        raise ClusterError(
+            f"reward.model.device is {device}, but Ray assigns GPUs to processes: set it to auto, cuda or cpu"
+        )
     return int(device == "cuda" or (device == "auto" and on_gpu))
 
 
-def words(resources: Bundle | Counter[str]) -> str:
-    """CPUs and GPUs, in words."""
+def describe(resources: Bundle | Counter[str]) -> str:
+    """Describe CPUs and GPUs in words, such as "3 CPUs and 1 GPU"."""
     amounts = {name: int(resources[name]) for name in ("CPU", "GPU") if name in resources}
     return " and ".join(f"{n} {name}{'s' if n != 1 else ''}" for name, n in amounts.items()) or "nothing"
 

@@ -1,7 +1,7 @@
-"""One run in several processes that torchrun has started on this machine: rank 0 drives, the others do as it says.
+"""One run in several processes started by torchrun on one machine: rank 0 sends commands, all ranks execute them.
 
-Rank 0 has the only trainer. What it asks of policy and engine goes to all ranks as a command, and each carries it out
-on its own part: FSDP2's shards of the weights, and an embedded engine on a copy of them.
+Rank 0 has the only trainer. Its calls to policy and engine are broadcast to all ranks, and each executes them on its
+own part: its FSDP2 shard of the weights, and an embedded engine on a full copy of them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.distributed.rendezvous import rendezvous
 from dapo.errors import ClusterError, ConfigError, DapoError
 from dapo.policy.sharding import backend
 
-_PATIENCE = timedelta(days=30)  # of a rank that waits for the next command: rewards and evaluations take their time
-_OWN_WORDS = 3.0  # seconds in which rank 0 may come upon a mistake by itself, and explain it
-_FAILED, _HEARD = "failed", "heard"
+_COMMAND_TIMEOUT = timedelta(days=30)  # between commands rank 0 may judge or evaluate for any time
+_RANK_0_GRACE = 3.0  # seconds in which rank 0 may report the same error itself, so that it is printed once
+_FAILED, _REPORTED = "failed", "reported"  # store keys: a rank's exit code; rank 0 reports its own error
 
 
 def run(main: Callable[[], None]) -> None:
-    """In each of them: `main` on rank 0, service on the others, until `main` ends."""
+    """Run `main` on rank 0 and serve its commands on the other ranks until it ends. Called in every process."""
     store, rank, world = next(iter(rendezvous("env://")))
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     dist.init_process_group(backend(on_gpu), store=store, rank=rank, world_size=world)
@@ -45,31 +45,31 @@ def run(main: Callable[[], None]) -> None:
         channel.end()
 
 
-_channels: list[Channel] = []  # of rank 0, while its main function runs
+_channels: list[Channel] = []  # holds rank 0's channel while `main` runs; empty otherwise
 
 
 def channel() -> Channel | None:
-    """Where this process may give commands to others; None where it is alone."""
+    """Return the channel through which this process commands the other ranks, or None if it runs alone."""
     if not dist.is_initialized() and "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
         raise ConfigError(
-            "torchrun has started several processes, and each of them would train alone; start them with -m dapo train"
+            "torchrun has started several processes, and each would train alone; start them with -m dapo train"
         )
     return _channels[0] if _channels else None
 
 
 class Channel:
-    """From rank 0 to all and back. Objects travel as pickles, between processes of one run that trust each other."""
+    """Commands from rank 0 to all ranks, and their answers. Objects are pickled: the processes trust each other."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self.store, self.rank = store, rank
-        self.group: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self.group: Any = dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT)
         self.member: Any = None
         self.is_broken = False
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        """What each rank's member answers."""
+        """Call this method of every rank's member, and return the answers by rank."""
         if self.is_broken:
-            raise ClusterError("the processes of this run no longer work together")
+            raise ClusterError("the processes of this run have lost their connection; resume with --resume")
         try:
             dist.broadcast_object_list([(name, arguments)], group=self.group)
             own = getattr(self.member, name)(*arguments)
@@ -82,15 +82,13 @@ class Channel:
         return answers
 
     def _explain(self, error: BaseException) -> None:
-        """Another rank's end shows here as a connection that breaks."""
+        """Translate a broken connection: another rank failed (it prints why) or was killed."""
         if not _is_broken_connection(error):
-            self.store.set(_HEARD, "")
+            self.store.set(_REPORTED, "")  # an error of rank 0 itself: the caller prints it
             return
         if self.store.check([_FAILED]):
-            raise SystemExit(int(self.store.get(_FAILED)))  # it has said why
-        raise ClusterError(
-            "another process of this run has ended without a word, as one does that is killed; go on with --resume"
-        ) from error
+            raise SystemExit(int(self.store.get(_FAILED)))
+        raise ClusterError("another process of this run was killed or crashed; resume with --resume") from error
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
         box: list[Any] = [None]
@@ -107,20 +105,20 @@ class Channel:
                 dist.destroy_process_group()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Of a rank that cannot go on: one sentence for the user, and the end of all."""
+        """Exit after an error on a rank other than 0, and print it unless rank 0 reports it."""
         code = error.exit_code if isinstance(error, DapoError) else 1
         self.store.set(_FAILED, str(code))
-        limit = time.monotonic() + _OWN_WORDS
-        while time.monotonic() < limit and not self.store.check([_HEARD]):
+        limit = time.monotonic() + _RANK_0_GRACE
+        while time.monotonic() < limit and not self.store.check([_REPORTED]):
             time.sleep(0.05)
-        if not self.store.check([_HEARD]):
+        if not self.store.check([_REPORTED]):
             sentence = (
                 f"error: {error}\n" if isinstance(error, DapoError) else "".join(traceback.format_exception(error))
             )
             assert sys.__stderr__ is not None
             sys.__stderr__.write(sentence)
             sys.__stderr__.flush()
-        os._exit(code)  # the others are in the middle of something: they notice that the connection is gone
+        os._exit(code)  # without cleanup: the other ranks are inside a collective and see the connection break
 
 
 def _is_broken_connection(error: BaseException) -> bool:
@@ -130,12 +128,12 @@ def _is_broken_connection(error: BaseException) -> bool:
 
 
 def _serve(channel: Channel) -> NoReturn:
-    """On every rank but 0."""
-    from dapo.cluster.member import Member  # takes long to import, which is none of the others' business
+    """Execute commands until rank 0 ends the run. The main loop of every rank but 0."""
+    from dapo.cluster.member import Member  # here, since it is slow to import
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 ends the step first, then the run
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # rank 0 alone speaks
+        signal.signal(number, signal.SIG_IGN)  # rank 0 finishes the step, then ends the run
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # only rank 0 prints
     channel.member = Member()
     while True:
         try:
@@ -146,5 +144,5 @@ def _serve(channel: Channel) -> NoReturn:
             channel.answer(getattr(channel.member, name)(*arguments))
         except Exception as error:
             if _is_broken_connection(error):
-                os._exit(1)  # whoever broke it says why
+                os._exit(1)  # the rank that broke it prints why
             channel.fail(error)

@@ -1,4 +1,4 @@
-"""What a run will take, before it runs: on this machine (`plan_text`), and on N GPUs of a kind (`estimate`)."""
+"""The cost of a run before it starts: on this machine (`plan_text`), and on N GPUs of one model (`estimate`)."""
 
 from dapo.plan.dry_run import plan_text
 

@@ -1,47 +1,48 @@
-"""What to change, from what a plan is bound by."""
+"""Advice on what to change in a recipe, derived from the bottleneck of its plan."""
 
 from __future__ import annotations
 
 from dapo.plan.estimate import Plan
-from dapo.plan.hardware import waits_for_hops
-from dapo.plan.learn import exchanged
+from dapo.plan.hardware import is_latency_bound
+from dapo.plan.learn import exchange_size
 
 
 def advice(plan: Plan) -> list[str]:
-    """The bottleneck first, then what else wastes GPUs."""
+    """Return sentences: the bottleneck and its remedy first, then other ways in which GPUs are wasted."""
     share = 100 * plan.critical[plan.bottleneck] / plan.seconds
     first = f"The bottleneck is {plan.bottleneck} ({share:.0f} %), bound by {plan.limit}: {_remedy(plan)}."
     return [first, *_idle(plan)]
 
 
 def _remedy(plan: Plan) -> str:
-    fuller = "more responses for each engine at once, with more groups a round or fewer engines"
+    fuller = "decode more responses at once per engine, with more groups per round or fewer engines"
     slots = plan.memory.slots
     if slots < min(plan.work.concurrent, max(plan.work.rounds) * plan.work.n / plan.layout.engines):
-        room = "larger tensor parallelizm" if plan.layout.is_vllm else "a larger rollout.kv_memory_fraction"
-        fuller = f"more responses at once; the cache has room for {slots:,.0f}, and {room} makes more"
-    meanwhile = "rollout.mode=inflight lets others be sampled meanwhile"
+        larger = "more tensor parallelism" if plan.layout.is_vllm else "a larger rollout.kv_memory_fraction"
+        fuller = f"decode more responses at once; the cache has room for {slots:,.0f}, and {larger} makes room for more"
+    tail = "rollout.mode=inflight fills the empty slots with other responses"
     if plan.work.is_inflight:
-        meanwhile = "a larger algorithm.max_staleness leaves them more time"
+        tail = "a larger algorithm.max_staleness gives long responses more time"
     remedies = {
-        "empty slots": f"{meanwhile}; a smaller data.max_response_length or an overlong penalty makes them shorter; "
+        "empty slots": f"{tail}; a smaller data.max_response_length or an overlong penalty makes responses shorter; "
         "more GPUs do not help",
         "reading weights": fuller,
-        "reading keys and values": "more GPUs, or a model with fewer key/value heads",
-        "products": "more GPUs, or fewer tokens: shorter responses, the ledger, fewer epochs",
+        "reading keys and values": "use more GPUs, or a model with fewer key/value heads",
+        "compute": "use more GPUs, or fewer tokens: shorter responses, the ledger, fewer epochs",
         "fixed cost of a step": fuller,
-        "groups per second": "fewer and larger groups; one driver hands them all out",
-        "the judges": "more reward.workers",
-        "the network": "larger mini-batches (optim.ppo_mini_batch_size) for fewer exchanges, fewer learners, or a "
-        "faster network (--network)",
-        "the host": "larger mini-batches, so that fewer and fuller micro-batches are issued",
-        "the host's memory": "cluster.offload=false with more GPUs, or larger mini-batches",
-        "the longest response": "larger mini-batches: the rank with the longest response keeps the others waiting",
+        "groups per second": "use fewer and larger groups; a single driver dispatches all of them",
+        "the judges": "use more reward.workers",
+        "the network": "use larger mini-batches (optim.ppo_mini_batch_size), which exchange less often, fewer "
+        "learners, or a faster network (--network)",
+        "the host": "use larger mini-batches, so that the host launches fewer and fuller micro-batches",
+        "the host's memory": "use cluster.offload=false with more GPUs, or larger mini-batches",
+        "the longest response": "use larger mini-batches: all ranks wait for the one with the longest response",
     }
     return remedies[plan.limit]
 
 
 def _idle(plan: Plan) -> list[str]:
+    """Name engines and learners that have nothing to do."""
     sentences = []
     work, layout = plan.work, plan.layout
     groups = max(work.rounds)
@@ -55,22 +56,23 @@ def _idle(plan: Plan) -> list[str]:
             f"Only {responses:,.0f} of {layout.learners:,} learners have a response to train on in each update: "
             "optim.ppo_mini_batch_size is too small."
         )
-    if waits_for_hops(plan.gpu, layout.learners, *exchanged(plan.shape)):
+    if is_latency_bound(plan.gpu, layout.learners, *exchange_size(plan.shape)):
         sentences.append(
-            f"The network: exchanges among {layout.learners:,} learners wait for hops, not for bytes; more of "
-            "them make it slower."
+            f"The network: exchanges among {layout.learners:,} learners are bound by latency, not by bandwidth; more "
+            "learners make them slower."
         )
     return [*sentences, *_sides(plan)]
 
 
 def _sides(plan: Plan) -> list[str]:
-    """What the division into GPUs that sample and GPUs that train wastes."""
+    """Name what the split into GPUs that sample and GPUs that train wastes."""
     layout = plan.layout
     if not layout.rollout_gpus:
-        own = "An engine on several GPUs needs them for itself: --rollout-share says how many only sample."
-        return [own] if layout.tensor_parallel > 1 else []
+        dedicated = "An engine on several GPUs needs dedicated ones: --rollout-share sets the share that only samples."
+        return [dedicated] if layout.tensor_parallel > 1 else []
     if not plan.work.is_inflight:
-        return ["Engines and learners wait for each other: rollout.mode=inflight keeps both at work."]
-    ahead = plan.sampling.seconds + plan.rewards, plan.reference + plan.learning.seconds
-    side = "learners" if ahead[0] > ahead[1] else "engines"
-    return [f"The {side} wait {100 * (1 - min(ahead) / max(ahead)):.0f} % of the time: --rollout-share balances them."]
+        return ["Engines and learners wait for each other: rollout.mode=inflight keeps both busy."]
+    sampling, training = plan.sampling.seconds + plan.rewards, plan.reference + plan.learning.seconds
+    faster = "learners" if sampling > training else "engines"
+    idle = 1 - min(sampling, training) / max(sampling, training)
+    return [f"The {faster} are idle {100 * idle:.0f} % of the time: --rollout-share balances the two sides."]

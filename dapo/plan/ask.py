@@ -1,4 +1,4 @@
-"""`dapo plan`: from the options of the command line to a printed plan."""
+"""The command `dapo plan`: from its command-line options to a printed plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dapo.plan.workload import SIGMA, workload
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the command line asks; None and 0 leave it to the plan."""
+    """Options of the command line. None and 0 mean: use the plan's default."""
 
     gpus: str = "1"
     gpu: str = "h200"
@@ -32,7 +32,7 @@ class Question:
 
 
 def answer(console: Console, config: Config, question: Question) -> None:
-    """One number of GPUs in detail, several beside each other; refused where none fits."""
+    """Print the plan for one number of GPUs in detail, or a comparison of several. Refuse if none fits."""
     counts = _counts(question.gpus)
     if not 0 <= question.rollout_share < 1:
         raise ConfigError(f"--rollout-share is {question.rollout_share:g}, but must be at least 0 and below 1")
@@ -54,11 +54,11 @@ def answer(console: Console, config: Config, question: Question) -> None:
                 config, work, gpu, count,
                 rollout_gpus=math.ceil(question.rollout_share * count), tensor_parallel=question.tensor_parallel,
             )  # fmt: skip
-        except DoesNotFit as fault:
-            found[count] = fault
+        except DoesNotFit as error:
+            found[count] = error
     plans = [plan for plan in found.values() if isinstance(plan, Plan)]
     if not plans:
-        raise next(fault for fault in found.values() if isinstance(fault, DoesNotFit))
+        raise next(error for error in found.values() if isinstance(error, DoesNotFit))
     if len(counts) == 1:
         print_plan(console, config.run.name, plans[0], _assumed(config, plans, question))
     else:
@@ -73,7 +73,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _assumed(config: Config, plans: list[Plan], question: Question) -> list[str]:
-    """What the plans rest on and nobody gave or measured."""
+    """List the assumptions: values that were neither given on the command line nor measured."""
     work = plans[0].work
     assumed = [f"log-normal lengths (sigma {SIGMA})"]
     if question.mean_response is None:
@@ -83,7 +83,7 @@ def _assumed(config: Config, plans: list[Plan], question: Question) -> list[str]
     if question.keep_rate is None and work.keep_rate < 1:
         assumed.append(f"{100 * work.keep_rate:.0f} % of groups kept (--keep-rate)")
     if any(plan.sampling.driver > 0 for plan in plans):
-        assumed.append(f"a driver that hands {CONTROLLER_GROUPS:.0f} groups a second to any number of engines")
+        assumed.append(f"a driver that dispatches {CONTROLLER_GROUPS:.0f} groups per second to any number of engines")
     if config.model.lora.rank > 0:
-        assumed.append("LoRA updates as slow as full ones")
+        assumed.append("LoRA updates that take as long as full ones")
     return assumed

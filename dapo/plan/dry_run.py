@@ -1,4 +1,4 @@
-"""What a run will take here: tokens per step, and memory by its parts; known without reading any weights."""
+"""The plan of `dapo train --dry-run`: tokens per step and memory by part, without reading any weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plan_text(config: Config) -> str:
 def _cluster_lines(config: Config) -> list[str]:
     if config.cluster.learners == 1 and not config.rollout_engines:
         return []
-    return ["  cluster   all processes together would hold that; `dapo plan` tells what each GPU does"]
+    return ["  cluster   that is the total of all processes; `dapo plan` shows what each GPU does"]
 
 
 def _token_lines(config: Config) -> list[str]:
@@ -41,16 +41,17 @@ def _token_lines(config: Config) -> list[str]:
 def _memory_lines(config: Config) -> list[str]:
     shape = find_shape(config.model.path)
     if shape is None:
-        return [f"  memory    not known for {config.model.path}: it has not been fetched yet, or is of an unusual kind"]
+        return [f"  memory    not known for {config.model.path}: not downloaded yet, or an unsupported architecture"]
     from dapo.model.meter import kv_bytes
 
     parameters = shape.parameters
     full = config.model.lora.rank == 0
-    # float32: weights, gradients, two moments. bfloat16: float32 masters, gradients and two moments.
-    wide = _is_float32(config)
-    weights = parameters * (4 if wide else 2)
-    training = parameters * (12 if wide else 16) if full else 0
-    per_token = kv_bytes(shape, 4 if wide else 2)
+    # Bytes per parameter. float32 training: gradient and two moments, 4 each. bfloat16 training: a float32 master
+    # copy, gradient and two moments, 4 each.
+    is_float32 = _is_float32(config)
+    weights = parameters * (4 if is_float32 else 2)
+    training = parameters * (12 if is_float32 else 16) if full else 0
+    per_token = kv_bytes(shape, 4 if is_float32 else 2)
     cache = _cached_tokens(config) * per_token
     parts = {
         "weights": weights,
@@ -67,7 +68,7 @@ def _memory_lines(config: Config) -> list[str]:
 
 
 def _cached_tokens(config: Config) -> int:
-    """That the key/value cache has room for: on a GPU for every response with a prompt of its own, in whole pages."""
+    """Return the most tokens that the key/value cache holds. On a GPU: whole pages, with a prompt per response."""
     data, n = config.data, config.rollout.n
     if _on_gpu(config):
         from dapo.engine.embedded.pages import PAGE, longest_pages
@@ -78,7 +79,7 @@ def _cached_tokens(config: Config) -> int:
 
 
 def _missing_lines(config: Config) -> list[str]:
-    """Files that are named and are not there: a run would stop over them."""
+    """Name data and reward files that do not exist; a run would stop because of them."""
     sources = [*config.data.train, *(source for members in (config.eval.data or {}).values() for source in members)]
     missing = []
     for source in sources:

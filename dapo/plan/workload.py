@@ -1,4 +1,4 @@
-"""What a step of a recipe asks for: groups, tokens and lengths. Lengths are log-normal up to the limit."""
+"""The workload of one step: groups, tokens and response lengths, which are log-normal up to the limit."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from dapo.errors import ConfigError
 from dapo.plan.hardware import JUDGE_SECONDS, JUDGES
 
 SIGMA = 0.8  # ASSUMED spread of the logarithm: one response in twenty is then longer than 3.7 times the median
-MEAN_SHARE = 0.25  # ASSUMED mean response, of the longest
-MEAN_PROMPT = 256  # ASSUMED, at most max_prompt_length
-KEEP_RATE = 0.5  # ASSUMED share of the groups that teach, where dynamic sampling is on
-_GRID = 2000
+MEAN_SHARE = 0.25  # ASSUMED mean response length, as a share of data.max_response_length
+MEAN_PROMPT = 256  # ASSUMED tokens, but at most data.max_prompt_length
+KEEP_RATE = 0.5  # ASSUMED share of groups that dynamic sampling keeps
+_GRID = 2000  # number of lengths at which the distribution is tabulated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
-    """Of responses, by the share of them that is longer than each of some lengths."""
+    """Distribution of response lengths on a grid of K lengths. Expectations are integrals of P(length > x) over x."""
 
-    at_K: np.ndarray  # the middles of equal steps from 0 to the longest
-    longer_K: np.ndarray
-    width: float
+    at_K: np.ndarray  # grid: midpoints of K equal intervals from 0 to the longest
+    longer_K: np.ndarray  # share of responses that are longer
+    width: float  # of an interval, in tokens
 
     @classmethod
     def of(cls, mean: float, longest: int, sigma: float = SIGMA) -> Lengths:
-        """Log-normal and cut off at `longest`, with this mean after the cut."""
+        """Return a log-normal distribution cut off at `longest`, with this mean after the cut."""
         width = longest / _GRID
         at_K = (np.arange(_GRID) + 0.5) * width
         low, high = math.log(1e-3), math.log(1e6 * longest)
-        while high - low > 1e-9:  # the mean grows with the median
+        while high - low > 1e-9:  # bisect the log of the median, with which the mean grows
             middle = (low + high) / 2
             low, high = (middle, high) if _longer(at_K, middle, sigma).sum() * width < mean else (low, middle)
         return cls(at_K, _longer(at_K, high, sigma), width)
@@ -51,16 +51,16 @@ class Lengths:
 
     @property
     def mean_age(self) -> float:
-        """How far a response is, on average, at a moment when all slots have long been busy."""
+        """Mean tokens generated so far by the responses in the slots, in the steady state: E[L^2] / (2 E[L])."""
         return self.mean_square / (2 * self.mean)
 
     def longest_of(self, count: float) -> float:
-        """What the longest of so many responses reaches on average."""
+        """Return the expected length of the longest of `count` responses."""
         return float(any_of(self.longer_K, count).sum() * self.width)
 
 
 def any_of(share_K: np.ndarray, count: float) -> np.ndarray:
-    """How likely it is of at least one of `count`, where it is true of a share of all."""
+    """Return 1 - (1 - share)^count: the probability that a property holds for any of `count`, given its share."""
     return -np.expm1(count * np.log1p(-np.minimum(share_K, 1 - 1e-12)))
 
 
@@ -71,17 +71,17 @@ def _longer(at_K: np.ndarray, log_median: float, sigma: float) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One step on average. `rounds` holds the groups that each round of sampling submits."""
+    """An average step."""
 
     n: int
-    prompt: float
-    lengths: Lengths
-    longest: int  # of prompt and response together, that there must be room for
-    rounds: tuple[float, ...]
+    prompt: float  # mean tokens
+    lengths: Lengths  # of responses
+    longest: int  # most tokens of prompt and response together
+    rounds: tuple[float, ...]  # groups submitted in each round of sampling
     trained_groups: float
-    updates: int  # optimizer steps of one epoch
+    updates: int  # per epoch
     epochs: int
-    concurrent: int  # responses that one engine decodes side by side
+    concurrent: int  # most responses that one engine decodes at once
     is_inflight: bool
     max_staleness: int
     keep_rate: float
@@ -105,7 +105,7 @@ def workload(
     keep_rate: float | None = None,
     judge_seconds: float = JUDGE_SECONDS,
 ) -> Workload:
-    """Averages that are not given are assumed: a share of the limits, and of the groups."""
+    """Return the workload of a recipe. Averages that are not given are assumed."""
     data = config.data
     mean = MEAN_SHARE * data.max_response_length if mean_response is None else mean_response
     prompt = min(data.max_prompt_length, MEAN_PROMPT) if mean_prompt is None else mean_prompt
@@ -136,11 +136,11 @@ def workload(
 
 def _check(option: str, value: float, most: float, what: str) -> None:
     if not 0 < value <= most:
-        raise ConfigError(f"{option} is {value:g}, but must lie above 0 and not above {most:g} ({what})")
+        raise ConfigError(f"{option} is {value:g}, but must be above 0 and at most {most:g} ({what})")
 
 
 def _rounds(config: Config, keep: float) -> tuple[tuple[float, ...], float]:
-    """The groups of each round, and how many are trained on. Surplus is carried over where the recipe allows it."""
+    """Return the groups of each round, and how many are trained on. Surplus is carried over if the recipe allows it."""
     target, size = config.data.train_batch_size, config.gen_batch_size
     limit = config.algorithm.filter_groups.max_num_gen_batches
     needed = math.ceil(target / (keep * size) - 1e-9)
@@ -148,5 +148,5 @@ def _rounds(config: Config, keep: float) -> tuple[tuple[float, ...], float]:
         return (float(size),) * limit, limit * size * keep
     if config.algorithm.max_staleness == 0:
         return (float(size),) * needed, float(target)
-    # Only as many as are likely to be missing: what is kept beyond the batch is trained on in the next step.
+    # With carry-over the last round submits only the groups expected to be missing.
     return (float(size),) * (needed - 1) + (target / keep - (needed - 1) * size,), float(target)

@@ -1,22 +1,32 @@
-"""Ray's own multi-node cluster on this machine: three nodes, of which each is a set of processes."""
+"""Fixtures for cluster tests: one PyTorch thread, and a Ray cluster of three nodes on this machine."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+import torch
 
-# Before Ray is first imported: all of it stays on this machine's loopback.
+# Must be set before Ray is first imported. The first keeps all of Ray on the loopback interface.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # else its processes stand behind all others
+os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's workers run at a lower priority
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Run the test process on one thread, as Ray runs its actors: the number of threads changes how sums round."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    """A head with one CPU, and two nodes with two each; whoever removes one adds another."""
+    """A head with one CPU and two nodes with two CPUs each. A test that removes a node must add one again."""
     from ray.cluster_utils import Cluster
 
-    store = {"object_store_memory": 2 << 30}  # of which only what is used is taken
+    store = {"object_store_memory": 2 << 30}  # an upper limit: memory is taken only as it is used
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False} | store)
     for _ in range(2):
         nodes.add_node(num_cpus=2, **store)
@@ -26,7 +36,7 @@ def cluster():
 
 @pytest.fixture
 def driver(cluster, monkeypatch):
-    """This process as a driver of that cluster, until the test ends."""
+    """Connect this process to the cluster as its driver for the duration of the test."""
     import ray
 
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)

@@ -1,4 +1,4 @@
-"""Engines in Ray's actors keep to the contract of all engines: the very same tests, over two workers."""
+"""The contract tests of all engines, run on an engine over two Ray workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ actor = pytest.importorskip("dapo.cluster.actor")
 
 
 def build(directory, weights):
-    """In the worker."""
+    """Build the engine inside a worker."""
     from dapo.cluster.place import Follower
 
     model = load_model(ModelConfig(path=directory, device="cpu")).model

@@ -1,4 +1,4 @@
-"""The fan-out over actors: nothing is lost or doubled, whoever dies, and nothing waits forever."""
+"""The engine over Ray actors: no response is lost or doubled when actors die, and no call waits forever."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def simulated(rate, weights):
 
 
 class Watched:
-    """An engine over two workers, what was told of it, and the processes behind it."""
+    """An engine over simulated workers, with its events and actors."""
 
     def __init__(self, count=2, rate=RATE, build=None, **options):
         self.events = []
@@ -46,7 +46,7 @@ class Watched:
 
     def start(self, slot):
         if len(self.actors) > slot:
-            self.engine.timeout = 60.0  # a new one has all the time it needs to start
+            self.engine.timeout = 60.0  # a replacement gets time to start
         self.actors.append(ray.remote(RolloutWorker).options(num_cpus=0).remote(self.build))
         return self.actors[-1]
 
@@ -83,7 +83,7 @@ def assert_each_once(rollouts, count, n=4, start=0):
     assert found == {(serial, index): 1 for serial in range(start, start + count) for index in range(n)}
 
 
-def test_every_member_of_every_group_arrives_once_also_in_bursts(watched):
+def test_every_response_of_every_group_arrives_once_also_in_bursts(watched):
     engine = watched().engine
     engine.submit(requests(20))
     first = engine.poll()
@@ -94,7 +94,7 @@ def test_every_member_of_every_group_arrives_once_also_in_bursts(watched):
     assert engine.poll() == []
 
 
-def test_a_worker_is_given_no_more_than_the_limit_and_the_rest_waits(watched):
+def test_a_worker_gets_at_most_its_limit_and_other_groups_wait(watched):
     one = watched(limit=8)
     one.engine.submit(requests(10))
     with one.engine.changed:
@@ -103,7 +103,7 @@ def test_a_worker_is_given_no_more_than_the_limit_and_the_rest_waits(watched):
     assert_each_once(drain(one.engine), 10)
 
 
-def test_groups_of_a_worker_killed_in_mid_generation_arrive_once_and_the_event_says_so(watched):
+def test_groups_of_a_worker_killed_while_sampling_arrive_once_and_an_event_reports_it(watched):
     one = watched()
     one.engine.submit(requests(12))
     found = one.engine.poll()
@@ -117,7 +117,7 @@ def test_groups_of_a_worker_killed_in_mid_generation_arrive_once_and_the_event_s
 
 
 class Ending(SimulatedEngine):
-    """Ends once, when it is asked for what is finished."""
+    """Fails once, in its first `poll`."""
 
     def __init__(self, marker, weights):
         super().__init__(RATE)
@@ -126,16 +126,16 @@ class Ending(SimulatedEngine):
     def poll(self):
         if not self.marker.exists():
             self.marker.touch()
-            raise EngineError("the engine has ended; go on with --resume")
+            raise EngineError("the engine has ended; resume with --resume")
         return super().poll()
 
 
-def test_an_engine_that_ends_inside_a_worker_is_replaced_and_its_advice_left_out(watched, tmp_path):
+def test_an_engine_that_fails_inside_a_worker_is_replaced_and_its_advice_left_out(watched, tmp_path):
     one = watched(1, build=partial(Ending, tmp_path / "ended"))
     one.engine.submit(requests(4))
     assert_each_once(drain(one.engine), 4)
-    told = "rollout worker 0 failed: the engine has ended; replaced, 4 groups are sampled again"
-    assert one.events == [("worker", told)]
+    message = "rollout worker 0 failed: the engine has ended; replaced, 4 groups are sampled again"
+    assert one.events == [("worker", message)]
 
 
 def test_a_worker_that_stops_answering_is_replaced(watched):
@@ -147,15 +147,17 @@ def test_a_worker_that_stops_answering_is_replaced(watched):
     assert "rollout worker 1 did not answer for 2 s" in one.events[0][1]
 
 
-def test_more_deaths_than_allowed_stop_with_a_sentence(watched):
+def test_more_losses_than_max_restarts_stop_with_one_sentence(watched):
     one = watched(restarts=Restarts(0))
     one.engine.submit(requests(4))
     one.kill(0)
-    with pytest.raises(ClusterLost, match=r"rollout worker 0 died.*more than cluster\.max_restarts = 0 times"):
+    with pytest.raises(
+        ClusterLost, match=r"rollout worker 0 died.*more processes than cluster\.max_restarts = 0 allows$"
+    ):
         drain(one.engine)
 
 
-def test_new_weights_reach_every_worker_before_it_samples_again_the_replaced_one_too(watched):
+def test_new_weights_reach_every_worker_before_it_samples_again_also_a_replaced_one(watched):
     one = watched()
     one.engine.sync_weights(1)
     one.engine.submit(requests(4))
@@ -166,9 +168,9 @@ def test_new_weights_reach_every_worker_before_it_samples_again_the_replaced_one
     assert {rollout.weight_version for rollout in drain(one.engine)} == {2}
 
 
-def test_workers_go_on_while_the_caller_does_something_else(watched):
+def test_workers_keep_sampling_while_the_caller_is_busy(watched):
     engine = watched(limit=8).engine
-    engine.submit(requests(8))  # twice what the workers have at once
+    engine.submit(requests(8))  # twice the limit of the two workers
     deadline = time.monotonic() + 30
     while engine.queue or any(worker.groups for worker in engine.workers):
         assert time.monotonic() < deadline
@@ -204,33 +206,33 @@ def refused(weights):
     raise ModelError("no such model")
 
 
-def test_what_a_worker_cannot_load_is_the_users_sentence_not_a_death(watched):
+def test_a_users_mistake_in_a_worker_is_raised_as_it_is_and_not_counted_as_a_loss(watched):
     with pytest.raises(ModelError, match=r"^no such model$"):
         watched(build=refused)
 
 
-class Unmade:
+class FailsInConstructor:
     def __init__(self):
         raise AttributeError("no such attribute")
 
     def ask(self): ...
 
 
-def test_of_an_actor_that_cannot_be_made_the_reason_is_told_in_plain_words(driver):
+def test_an_actor_whose_constructor_fails_is_explained_in_one_line(driver):
     with pytest.raises(ray.exceptions.RayError) as caught:
-        ray.get(ray.remote(Unmade).remote().ask.remote())
-    assert actor.explain(caught.value) == "it could not be made: AttributeError: no such attribute"
+        ray.get(ray.remote(FailsInConstructor).remote().ask.remote())
+    assert actor.explain(caught.value) == "its constructor failed: AttributeError: no such attribute"
 
 
-def test_without_room_for_a_worker_it_waits_says_for_what_and_stops_when_told(driver):
-    """The only worker dies, and the cluster has nothing for another."""
+def test_without_resources_for_a_worker_the_run_waits_reports_them_and_stops_on_request(driver):
+    """The only worker dies, and the cluster has no resources for another."""
     lacking: list[str | None] = [None]
     stopping = threading.Event()
-    room = iter([{"num_cpus": 1}, {"resources": {"no such thing": 1.0}}])
+    options = iter([{"num_cpus": 1}, {"resources": {"no such thing": 1.0}}])
     actors, events = [], []
 
     def start(slot):
-        actors.append(ray.remote(RolloutWorker).options(**next(room)).remote(partial(simulated, RATE)))
+        actors.append(ray.remote(RolloutWorker).options(**next(options)).remote(partial(simulated, RATE)))
         return actors[-1]
 
     engine = RayEngine(
@@ -250,15 +252,15 @@ def test_without_room_for_a_worker_it_waits_says_for_what_and_stops_when_told(dr
     os.kill(ray.get(actors[0].__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
     threading.Timer(5.0, stopping.set).start()
     began = time.monotonic()
-    with pytest.raises(ClusterLost, match="told to stop while the run waited for 1 GPU that left the cluster"):
+    with pytest.raises(ClusterLost, match=r"^stopped while waiting for 1 GPU that left the cluster"):
         drain(engine)
-    assert time.monotonic() - began > 3.0, "it must not be taken for a worker that does not answer"
+    assert time.monotonic() - began > 3.0, "a worker without resources must not time out"
     assert ("waiting", "rollout workers wait for 1 GPU that left the cluster") in events
     engine.close()
 
 
-def test_weights_are_broadcast_to_those_that_are_there_and_stored_for_those_that_come_later(watched):
-    """Where learners send straight to the workers, the store is not used, until a worker is replaced."""
+def test_weights_are_broadcast_to_live_workers_and_stored_for_later_ones(watched):
+    """If learners send directly to the workers, the store is used only for a worker that was replaced."""
     sent, stored = [], []
 
     def broadcast(actors, version):
@@ -278,11 +280,11 @@ def test_weights_are_broadcast_to_those_that_are_there_and_stored_for_those_that
     found = drain(one.engine)
     while not all(worker.is_open for worker in one.engine.workers):
         time.sleep(0.1)
-    assert stored == [], "put into the store when somebody needs them there"
+    assert stored == [], "stored only when a worker needs them"
     one.engine.submit(requests(8, start=8))
     found += drain(one.engine)
     assert_each_once(found, 10, start=6)
-    assert {rollout.weight_version for rollout in found} == {1}, "the new worker has what the others have"
+    assert {rollout.weight_version for rollout in found} == {1}, "the new worker has the version of the others"
     assert stored == [1]
     one.engine.sync_weights(2)
     one.engine.submit(requests(8, start=16))
@@ -292,7 +294,7 @@ def test_weights_are_broadcast_to_those_that_are_there_and_stored_for_those_that
     assert stored == [1]
 
 
-def test_where_weights_cannot_be_broadcast_they_go_through_the_store(watched):
+def test_weights_that_cannot_be_broadcast_go_through_the_store(watched):
     def broadcast(actors, version):
         raise EngineError("no NCCL here")
 
@@ -301,34 +303,34 @@ def test_where_weights_cannot_be_broadcast_they_go_through_the_store(watched):
         one.engine.sync_weights(version)
     one.engine.submit(requests(4))
     assert {rollout.weight_version for rollout in drain(one.engine)} == {2}
-    assert one.events == [("weights", "no NCCL here; weights go through Ray's store instead")]
+    assert one.events == [("weights", "no NCCL here; weights go through Ray's object store instead")]
 
 
 @pytest.mark.parametrize("error", [None, EngineError("no NCCL here")])
-def test_after_a_broadcast_all_go_on_also_if_the_thread_was_between_two_looks(watched, error):
+def test_after_a_broadcast_all_workers_continue_also_if_the_thread_had_just_collected(watched, error):
     def broadcast(actors, version):
         if error is not None:
             raise error
 
     engine = watched(rate=50.0, broadcast=broadcast).engine
-    listen, looked, may_look = engine._listen, threading.Event(), threading.Event()
+    collect, collected, may_continue = engine._collect, threading.Event(), threading.Event()
 
-    def look(calls):
-        listen(calls)
-        looked.set()
-        may_look.wait(10)
+    def collect_and_pause(calls):
+        collect(calls)
+        collected.set()
+        may_continue.wait(10)
 
-    engine._listen = look
+    engine._collect = collect_and_pause
     engine.submit(requests(6))
-    looked.wait()
+    collected.wait()
     engine.sync_weights(1)
     with engine.changed:
         assert all(worker.groups and worker.call is not None for worker in engine.workers)
-    may_look.set()
+    may_continue.set()
     assert_each_once(drain(engine), 6)
 
 
-def test_weights_are_not_broadcast_to_a_worker_that_died_while_it_had_nothing_to_do(watched):
+def test_weights_are_not_broadcast_to_a_worker_that_died_while_idle(watched):
     sent = []
     one = watched(broadcast=lambda actors, version: sent.append(list(actors)))
     first, second = one.actors
@@ -341,8 +343,8 @@ def test_weights_are_not_broadcast_to_a_worker_that_died_while_it_had_nothing_to
     assert one.actors[0] is first and len(one.actors) == 3
 
 
-def test_learners_lost_in_mid_broadcast_cost_the_workers_too_and_the_store_takes_over(watched):
-    """Each side may be waiting for the other, for good. It is no fault of the workers', so none is counted."""
+def test_learners_lost_during_a_broadcast_replace_the_workers_and_the_store_takes_over(watched):
+    """Workers may wait in the collective forever, so they are replaced. They did not fail, so no restart is counted."""
     tried = []
 
     def broadcast(actors, version):
@@ -352,7 +354,7 @@ def test_learners_lost_in_mid_broadcast_cost_the_workers_too_and_the_store_takes
     one = watched(broadcast=broadcast, restarts=Restarts(0))
     one.engine.submit(requests(6))
     found = one.engine.poll()
-    with pytest.raises(LearnerLost, match=r"^learner 0 died, while weights were sent to rollout workers, which now"):
+    with pytest.raises(LearnerLost, match=r"^learner 0 died while weights were sent to the rollout workers, which now"):
         one.engine.sync_weights(1)
     assert len(one.actors) == 4
     one.engine.sync_weights(1)

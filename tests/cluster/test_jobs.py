@@ -1,4 +1,4 @@
-"""`ray job submit`: a run with its own reward file, sent to a head that asks for a token and has a dashboard."""
+"""`ray job submit`: a run with its own reward file, on a head that requires a token and has a dashboard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 @pytest.fixture(scope="module")
 def head():
-    """Its address and that of its dashboard, both on loopback, and the environment that has the token."""
+    """Start a head on loopback; yield its address, its dashboard's address, and an environment with the token."""
     gcs, dashboard, agent, client = free_ports(4)
     ports = ["--port", gcs, "--dashboard-port", dashboard, "--dashboard-agent-listen-port", agent]
     only_here = ["--node-ip-address", "127.0.0.1", "--dashboard-host", "127.0.0.1", "--ray-client-server-port", client]
@@ -78,14 +78,14 @@ def submit(head, folder: Path, *overrides: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture
 def folder(tmp_path):
-    """The working directory: recipe, data, reward and model in it, all named by relative paths."""
+    """A working directory with recipe, data, reward and model, all named by relative paths."""
     work = tmp_path / "work"
     recipe = runs.recipe(work, run={"steps": 2, "dir": "runs"})
     recipe.write_text(recipe.read_text(encoding="utf-8").replace(f"{work}/", ""), encoding="utf-8")
     return work
 
 
-def test_a_submitted_run_finds_its_reward_file_and_leaves_its_run_where_it_was_told_to(head, folder, tmp_path):
+def test_a_submitted_run_finds_its_reward_file_and_writes_to_its_run_dir(head, folder, tmp_path):
     kept = tmp_path / "kept"
     done = submit(head, folder, f"run.dir={kept}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -95,18 +95,18 @@ def test_a_submitted_run_finds_its_reward_file_and_leaves_its_run_where_it_was_t
     assert not (folder / "runs").exists()
 
 
-def test_a_submitted_run_that_is_refused_fails_the_job_with_its_sentence(head, folder):
+def test_a_submitted_run_that_is_refused_fails_the_job_with_its_message(head, folder):
     done = submit(head, folder)
     assert done.returncode == 1
-    assert "error: run.dir is runs, in a copy of the working directory that Ray removes after the job" in done.stdout
+    assert "error: run.dir is runs, in a copy of the working directory that Ray deletes after the job" in done.stdout
     assert "exit code 2" in done.stdout + done.stderr
 
 
-def test_a_token_that_is_missing_is_named_within_seconds(head, monkeypatch):
+def test_a_missing_token_is_reported_within_seconds(head, monkeypatch):
     address, _, environment = head
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ClusterError, match="this Ray wants a token, which is missing or not the right one"):
+    with pytest.raises(ClusterError, match="this cluster requires a token, which is missing or wrong"):
         check_address(address)
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, environment[name])

@@ -1,4 +1,4 @@
-"""The way into a cluster: an address that leads nowhere is told at once, and a local start stays on this machine."""
+"""Joining a cluster: a wrong address is refused within seconds, and a local start stays on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def train(tmp_path: Path, address: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """`dapo train` as a user starts it who has set nothing but the address."""
+    """Run `dapo train` with RAY_ADDRESS and no other variable of Ray."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.run(
         [sys.executable, "-m", "dapo", "train", str(runs.recipe(tmp_path)), *overrides],
@@ -42,11 +42,11 @@ def test_an_address_where_nothing_answers_is_refused_within_seconds():
         assert time.monotonic() - began < 10
 
 
-def test_what_answers_but_is_no_head_is_refused_within_seconds_and_without_ray_s_own_lines(capfd):
+def test_a_service_that_is_not_a_head_is_refused_within_seconds_without_output_of_ray(capfd):
     server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address, began = f"127.0.0.1:{server.server_port}", time.monotonic()
-    with pytest.raises(ClusterError, match=f"RAY_ADDRESS is {address}, but what answers there is not the head of a"):
+    with pytest.raises(ClusterError, match=f"RAY_ADDRESS is {address}, but the service there is not the head of a"):
         check_address(address)
     server.shutdown()
     assert time.monotonic() - began < 25  # Ray itself takes 53 s on an idle machine
@@ -62,20 +62,20 @@ def test_an_address_of_the_wrong_kind_is_refused(address, expected):
         check_address(address)
 
 
-def test_a_head_that_listens_on_loopback_alone_is_joined(tmp_path, cluster):
-    """Ray would look for it under this machine's outward address. What it says of its size shows that it was found."""
+def test_a_head_that_listens_on_loopback_only_is_joined(tmp_path, cluster):
+    """By default Ray looks for it at this machine's outward address. The size in the message proves that it joined."""
     done = train(tmp_path, cluster.address, "cluster.rollout_workers=7")
     assert (done.returncode, "there are 5 CPUs on 3 nodes" in done.stderr) == (2, True), done.stderr
 
 
-def test_ray_that_is_not_installed_is_named(monkeypatch):
+def test_missing_ray_is_reported(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ClusterError, match="need Ray: pip install ray"):
         join()
 
 
-def test_ray_is_used_only_where_something_is_to_be_placed(tmp_path, monkeypatch):
+def test_ray_is_used_only_if_a_process_must_be_placed(tmp_path, monkeypatch):
     assert not needs_ray(runs.load(tmp_path))
     assert needs_ray(runs.load(tmp_path, "cluster.rollout_workers=1"))
     assert needs_ray(runs.load(tmp_path, "cluster.learners=2"))
@@ -89,19 +89,19 @@ def test_ray_is_used_only_where_something_is_to_be_placed(tmp_path, monkeypatch)
     ("overrides", "sentence"),
     [
         (["cluster.rollout_workers=4000"], r"need 4001 CPUs, each process on one node, but there are \d+ CPU"),
-        (["cluster.rollout_workers=1", "model.device=cuda:1"], r"model\.device is cuda:1, but Ray chooses"),
+        (["cluster.rollout_workers=1", "model.device=cuda:1"], r"model\.device is cuda:1, but Ray assigns GPUs"),
         (["cluster.learners=2", "model.device=cuda", "cluster.rollout_workers=400"], "402 GPUs"),
     ],
 )  # fmt: skip
-def test_what_this_machine_has_no_room_for_is_told_before_ray_is_started(tmp_path, monkeypatch, overrides, sentence):
+def test_a_run_too_large_for_this_machine_is_refused_before_ray_is_started(tmp_path, monkeypatch, overrides, sentence):
     monkeypatch.setenv("RAY_ADDRESS", "local")
     with pytest.raises(ClusterError, match=sentence):
         check_room(runs.load(tmp_path, *overrides))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    check_room(runs.load(tmp_path, *overrides))  # that is for the cluster to say
+    check_room(runs.load(tmp_path, *overrides))  # the size of a remote cluster is not known yet
 
 
-def test_too_large_a_run_is_one_sentence_and_exit_code_2_and_leaves_nothing_behind(tmp_path):
+def test_a_run_that_is_too_large_exits_with_code_2_one_sentence_and_no_files(tmp_path):
     done = train(tmp_path, "", "cluster.rollout_workers=4000")
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
@@ -110,7 +110,7 @@ def test_too_large_a_run_is_one_sentence_and_exit_code_2_and_leaves_nothing_behi
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
-def test_vllm_that_is_missing_is_told_before_ray_is_started(tmp_path, cluster):
+def test_missing_vllm_is_reported_before_ray_is_started(tmp_path, cluster):
     done = train(tmp_path, cluster.address, "rollout.engine=vllm", "cluster.rollout_workers=1")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (
         2, "error: the recipe has vLLM sample, but vLLM is not installed: pip install 'dapo[vllm]'"
@@ -119,7 +119,7 @@ def test_vllm_that_is_missing_is_told_before_ray_is_started(tmp_path, cluster):
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
-def test_a_model_that_vllm_does_not_know_is_told_before_ray_is_started(tmp_path, monkeypatch):
+def test_a_model_unknown_to_vllm_is_reported_before_ray_is_started(tmp_path, monkeypatch):
     from dapo.training.assemble import assemble
 
     config = runs.load(tmp_path, "rollout.engine=vllm", "cluster.rollout_workers=1")
@@ -131,17 +131,17 @@ def test_a_model_that_vllm_does_not_know_is_told_before_ray_is_started(tmp_path,
         assemble(config)
 
 
-def test_a_run_directory_in_a_job_s_copy_of_the_working_directory_is_refused(tmp_path, monkeypatch):
+def test_a_run_directory_in_a_jobs_copy_of_the_working_directory_is_refused(tmp_path, monkeypatch):
     copy = tmp_path / "_ray_pkg_0123456789abcdef"
     copy.mkdir()
     monkeypatch.chdir(copy)
-    check_run_dir(runs.load(tmp_path))  # which has an absolute one
-    with pytest.raises(ClusterError, match=r"run\.dir is runs, in a copy of the working directory that Ray removes"):
+    check_run_dir(runs.load(tmp_path))  # an absolute path
+    with pytest.raises(ClusterError, match=r"run\.dir is runs, in a copy of the working directory that Ray deletes"):
         check_run_dir(runs.load(tmp_path, "run.dir=runs"))
 
 
-def test_a_local_start_listens_on_loopback_alone():
-    """What this machine has started and listens with, beyond 127.0.0.1, is nothing of Ray's."""
+def test_a_local_start_listens_on_loopback_only():
+    """Every listening socket of the process and its children is on loopback."""
     program = (
         "import os, psutil\nos.environ.pop('RAY_ADDRESS', None)\nfrom dapo.cluster.joining import join\njoin()\n"
         "for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:\n"
@@ -155,8 +155,8 @@ def test_a_local_start_listens_on_loopback_alone():
     assert done.stdout
 
 
-def test_of_a_worker_that_is_killed_only_the_run_speaks(cluster):
-    """Ray's own wall of text would come in the midst of the run's figures."""
+def test_ray_prints_nothing_about_a_killed_worker(cluster):
+    """Ray's own long message would interrupt the run's output, which reports the loss in one line."""
     program = (
         "from dapo.cluster.joining import join\njoin()\nimport os, ray, time\n"
         "@ray.remote(max_restarts=0)\nclass Worker:\n"

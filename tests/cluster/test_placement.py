@@ -1,4 +1,4 @@
-"""What is wrong with a cluster is said in one sentence, before anything is started."""
+"""Placement: resources per process, and one sentence about a cluster that is too small or busy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def sentence(tmp_path: Path, address: str, *overrides: str) -> str:
-    """What `dapo train` says; it ends with code 2, and leaves nothing behind."""
+    """Run `dapo train`, which must exit with code 2 and write nothing. Return its error message."""
     recipe = runs.recipe(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "dapo", "train", str(recipe), *overrides],
@@ -32,7 +32,7 @@ def sentence(tmp_path: Path, address: str, *overrides: str) -> str:
     return next(line for line in done.stderr.splitlines() if line.startswith("error: ")).removeprefix("error: ")
 
 
-def test_too_few_cpus_are_refused_with_what_is_there_and_what_is_needed(tmp_path, cluster):
+def test_too_few_cpus_are_refused_with_what_is_needed_and_available(tmp_path, cluster):
     said = sentence(tmp_path, cluster.address, "cluster.rollout_workers=7")
     assert said == (
         "cluster.learners = 1 and cluster.rollout_workers = 7 need 8 CPUs, each process on one node, but there are "
@@ -48,8 +48,8 @@ def test_too_few_cpus_are_refused_with_what_is_there_and_what_is_needed(tmp_path
     ("nodes", "fits"),
     [
         ([{"CPU": 8.0, "GPU": 8.0}], True),
-        ([{"CPU": 8.0, "GPU": 5.0}, {"CPU": 8.0, "GPU": 1.0}], True),  # the worker of four GPUs goes where they are
-        ([{"CPU": 8.0, "GPU": 3.0}, {"CPU": 8.0, "GPU": 3.0}], False),  # six, but no four on one node
+        ([{"CPU": 8.0, "GPU": 5.0}, {"CPU": 8.0, "GPU": 1.0}], True),  # the worker with four GPUs goes first
+        ([{"CPU": 8.0, "GPU": 3.0}, {"CPU": 8.0, "GPU": 3.0}], False),  # six in all, but no four on one node
         ([{"CPU": 2.0, "GPU": 8.0}], False),
         ([{"CPU": 8.0}], False),
     ],
@@ -70,7 +70,7 @@ def test_without_rollout_workers_an_engine_shares_each_learners_bundle():
     assert demand.engine(1) == (1, {"CPU": 0.5, "GPU": 0.5})
 
 
-def test_each_process_gets_the_room_that_it_needs_by_what_it_runs(tmp_path):
+def test_each_process_gets_resources_by_what_it_runs(tmp_path):
     rollout = {"n": 4, "tensor_parallel": 4}
     workers = ["cluster.rollout_workers={vllm: 1, embedded: 2}", "cluster.reward_workers=1", "reward.workers=3"]
     config = runs.load(tmp_path, *workers, rollout=rollout)
@@ -82,19 +82,19 @@ def test_each_process_gets_the_room_that_it_needs_by_what_it_runs(tmp_path):
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("auto", 1), ("cuda", 1), ("cpu", 0)])
-def test_a_placed_reward_model_gets_a_gpu_where_others_have_theirs(tmp_path, device, gpus):
+def test_a_placed_reward_model_gets_a_gpu_if_learners_have_gpus(tmp_path, device, gpus):
     options = ["cluster.reward_workers=2", "reward.use={model:some/judge: 1.0}", f"reward.model.device={device}"]
     assert Demand.of(runs.load(tmp_path, *options), on_gpu=True).reward_workers == (room(gpus=gpus),) * 2
 
 
-def test_a_reward_model_on_a_gpu_by_its_number_is_refused_where_it_is_placed(tmp_path):
+def test_a_placed_reward_model_may_not_name_a_gpu_by_number(tmp_path):
     options = ["reward.use=model:some/judge", "reward.model.device=cuda:1"]
-    with pytest.raises(ClusterError, match=r"reward\.model\.device is cuda:1, but Ray chooses"):
+    with pytest.raises(ClusterError, match=r"reward\.model\.device is cuda:1, but Ray assigns GPUs"):
         Demand.of(runs.load(tmp_path, *options, "cluster.reward_workers=1"), on_gpu=True)
-    Demand.of(runs.load(tmp_path, *options), on_gpu=True)  # beside the trainer it is the user's affair
+    Demand.of(runs.load(tmp_path, *options), on_gpu=True)  # allowed for a judge that Ray does not place
 
 
-def test_a_model_in_a_relative_folder_is_found_by_processes_that_work_elsewhere(tmp_path, monkeypatch):
+def test_a_relative_model_path_is_made_absolute_for_actors(tmp_path, monkeypatch):
     from dapo.cluster.place import with_absolute_path
 
     config = runs.load(tmp_path, "model.path=model")
@@ -104,21 +104,21 @@ def test_a_model_in_a_relative_folder_is_found_by_processes_that_work_elsewhere(
     assert with_absolute_path(hub).model.path == "someone/some-model"
 
 
-def test_a_single_gpu_by_its_number_is_refused_on_a_cluster(tmp_path, driver):
-    with pytest.raises(ClusterError, match=r"model\.device is cuda:1, but Ray chooses"):
+def test_a_gpu_by_number_is_refused_on_a_cluster(tmp_path, driver):
+    with pytest.raises(ClusterError, match=r"model\.device is cuda:1, but Ray assigns GPUs"):
         wants_gpus(runs.load(tmp_path, "model.device=cuda:1"))
     assert not wants_gpus(runs.load(tmp_path, "model.device=auto"))
 
 
-def test_room_that_others_use_is_waited_for_and_then_named(driver):
+def test_a_busy_cluster_is_refused_after_the_timeout(driver):
     others = ray.util.placement_group([{"CPU": 2.0}] * 2)
     assert others.wait(30)
-    with pytest.raises(ClusterError, match=r"others use it: no room for 2 CPUs within 1 s"):
+    with pytest.raises(ClusterError, match=r"large enough but busy: 2 CPUs did not become free within 1 s"):
         Placement(Demand((room(),), (room(),)), timeout=1.0)
     ray.util.remove_placement_group(others)
 
 
-def test_what_left_with_a_node_is_named_until_it_is_back(driver):
+def test_resources_lost_with_a_node_are_reported_until_they_return(driver):
     extra = driver.add_node(num_cpus=3)
     demand = Demand((room(),) * 4, (room(),) * 3, (room(),))
     placement = Placement(demand, timeout=30.0)

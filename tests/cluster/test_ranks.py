@@ -1,4 +1,4 @@
-"""Runs of two processes under torchrun: what they train, how they end, and how they go on."""
+"""Runs of two processes under torchrun: what they train, how they stop, and how they resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dapo.errors import CheckpointError, ConfigError
 from dapo.store.database import RunDatabase
 from tests import runs
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -37,7 +37,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def sentences(text: str) -> list[str]:
-    """Ours, not torchrun's report of who has failed."""
+    """Return our error messages, without torchrun's own report."""
     return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
@@ -63,7 +63,7 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> Non
 def has_steps(run_dir: Path) -> bool:
     try:
         return bool(runs.figures(run_dir))
-    except CheckpointError:  # the database is not there yet, or just being made
+    except CheckpointError:  # the database does not exist yet, or is being created
         return False
 
 
@@ -79,8 +79,8 @@ def pid_of(rank: int, run_dir: Path) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
-def test_two_processes_train_what_one_trains_and_go_on_where_a_killed_one_left_off(tmp_path):
-    # Adam's first steps are the sign of the gradient where it is next to nothing: so small ones are taken.
+def test_two_processes_train_what_one_trains_and_resume_after_one_is_killed(tmp_path):
+    # Adam's first updates depend on the sign of gradients near zero, so a small learning rate keeps runs close.
     options = ["optim.lr=1e-5", "run.steps=5", "run.save_every=1"]
     one = runs.load(tmp_path, "run.name=one", *options)
     Trainer(one).run()
@@ -92,17 +92,16 @@ def test_two_processes_train_what_one_trains_and_go_on_where_a_killed_one_left_o
     code, _, err = finish(process)
     assert code != 0
     (sentence,) = sentences(err)
-    assert "another process of this run has ended without a word" in sentence
-    assert sentence.endswith("go on with --resume")
+    assert sentence == "error: another process of this run was killed or crashed; resume with --resume"
     code, out, err = finish(launch(*arguments, "--resume"))
     assert code == 0, err
-    assert out.count("5 steps,") == 1, "rank 0 alone speaks"
+    assert out.count("5 steps,") == 1, "only rank 0 prints"
     assert_same(one.run_dir, two, step=5)
     with RunDatabase.open_readonly(two / "run.db") as database:
         assert [event["kind"] for event in database.events()].count("resumed") == 1
 
 
-def test_asked_to_stop_the_run_ends_its_step_saves_and_goes_on_as_one_process(tmp_path):
+def test_a_stopped_run_finishes_its_step_saves_and_resumes_in_one_process(tmp_path):
     options = ["optim.lr=1e-5", "run.steps=6", "run.save_every=0", "rollout.mode=inflight"]
     options += ["model.lora.rank=2", "algorithm.kl_loss_coef=0.01"]
     reward = runs.REWARD.replace("letters =", "__import__('time').sleep(0.02)\n    letters =")
@@ -146,14 +145,14 @@ def test_a_mistake_on_any_rank_ends_all_of_them_with_one_sentence(tmp_path, faul
     code, _, err = finish(launch(str(script), faulty, "train", str(recipe)))
     assert code != 0
     assert sentences(err) == ["error: there is no room for this"]
-    assert str(ROOT / "dapo") not in err, "a traceback of ours"
+    assert str(ROOT / "dapo") not in err, "no traceback of ours"
     assert time.monotonic() - start < 100
 
 
-def test_processes_that_do_not_know_of_each_other_are_told_how_to_start(tmp_path, monkeypatch):
+def test_processes_that_would_each_train_alone_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="each of them would train alone; start them with -m dapo train"):
+    with pytest.raises(ConfigError, match="each would train alone; start them with -m dapo train"):
         Trainer(runs.load(tmp_path))
 
 
@@ -165,7 +164,7 @@ def test_processes_that_do_not_know_of_each_other_are_told_how_to_start(tmp_path
         ("data.max_response_length=4000", "the model's context is 512 tokens"),
     ],
 )
-def test_what_cannot_be_is_said_once(tmp_path, option, words):
+def test_a_configuration_error_is_printed_once(tmp_path, option, words):
     code, _, err = finish(launch("train", str(runs.recipe(tmp_path)), option))
     assert code != 0
     (sentence,) = sentences(err)

@@ -1,4 +1,4 @@
-"""A real model on three nodes: two learners, two rollout workers, a placed judge, and a reward that rises."""
+"""A real model on three nodes: with two learners, two rollout workers and a placed judge, the reward rises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cluster.test_runs import assert_accounts_balance
 pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
 ROOT = Path(__file__).parent.parent.parent
-# With vLLM where it is installed, as by `make test-cluster`: a small cache, and nothing compiled.
+# With vLLM if it is installed (`make test-cluster` does): a small cache, and no compilation.
 VLLM = [
     "cluster.rollout_workers={vllm: 1, embedded: 1}",
     "rollout.vllm={enforce_eager: true, kv_cache_memory_bytes: 268435456}",
@@ -23,7 +23,7 @@ WORKERS = VLLM if importlib.util.find_spec("vllm") else ["cluster.rollout_worker
 
 
 def shape(path: Path) -> list[tuple[str, str]]:
-    """Every table as it was made."""
+    """Return the SQL of every table."""
     with sqlite3.connect(path) as database:
         return database.execute("SELECT name, sql FROM sqlite_master ORDER BY name").fetchall()
 

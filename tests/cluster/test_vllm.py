@@ -1,4 +1,4 @@
-"""vLLM in a rollout worker: it samples what the learners learn, beside other engines, and is replaced if it dies."""
+"""vLLM in a rollout worker: it follows the learners' weights, works with other engines, and is replaced if it dies."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ VLLM = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 
 
 def load(tmp_path, *overrides: str) -> Config:
-    save_tiny(tmp_path / "model", hidden_size=128)  # heads of a size that vLLM's kernels know
+    save_tiny(tmp_path / "model", hidden_size=128)  # a head size that vLLM's kernels support
     return runs.load(tmp_path, *overrides, rollout={"n": 4, "vllm": VLLM})
 
 
 def assert_follows(config: Config, steps: int) -> None:
-    """A sampler that had kept the old weights would differ from the trainer after the first update."""
+    """Check that sampler and trainer agree. With old weights the sampler would differ after the first update."""
     assert_accounts_balance(config.run_dir, steps)
-    figures = runs.figures(config.run_dir)
-    assert all(figure["updates"] > 0 for figure in figures)
-    assert max(figure["logprob_gap/max"] for figure in figures) < 1e-3
+    steps_metrics = runs.figures(config.run_dir)
+    assert all(metrics["updates"] > 0 for metrics in steps_metrics)
+    assert max(metrics["logprob_gap/max"] for metrics in steps_metrics) < 1e-3
 
 
 def test_a_worker_with_vllm_follows_the_learner_step_by_step(tmp_path, driver):
@@ -44,7 +44,7 @@ def test_a_worker_with_vllm_follows_the_learner_step_by_step(tmp_path, driver):
 
 @pytest.fixture
 def larger(driver):
-    """One more node than other tests need."""
+    """The cluster with one more node."""
     extra = driver.add_node(num_cpus=2)
     yield driver
     driver.remove_node(extra)
@@ -74,8 +74,8 @@ def vllm_processes(actor) -> list[int]:
     return ray.get(actor.__ray_call__.remote(lambda self: [process.pid for process in self.engine.processes]))
 
 
-def test_vllm_killed_in_mid_generation_is_replaced_and_the_run_ends_right(tmp_path, driver):
-    """The worker around it lives on, and says that what it had is gone."""
+def test_vllm_killed_while_sampling_is_replaced_and_the_run_completes(tmp_path, driver):
+    """vLLM's processes die; the worker around them lives and reports the failure."""
     config = load(tmp_path, "run.steps=4", "rollout.engine=vllm", "cluster.rollout_workers=1")
 
     def prepare(trainer):

@@ -1,4 +1,4 @@
-"""The plan for N GPUs: its formulas against brute force and torch's own counts, its figures against measured ones."""
+"""The plan's parts: formulas compared with brute force and torch's FLOP counts, estimates with measurements."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def printed(config: Config, question: Question, width: int = 100) -> str:
 
 
 @pytest.mark.parametrize("name", list(shapes._KNOWN))
-def test_a_known_shape_has_the_parameters_that_transformers_builds(name):
+def test_a_known_shape_has_as_many_parameters_as_transformers_builds(name):
     shape = shapes._KNOWN[name]
     kind = {"qwen2.5": Qwen2Config, "qwen3": Qwen3Config}.get(name.partition("-")[0], LlamaConfig)
     fields = {field: getattr(shape, field) for field in shape.__dataclass_fields__}
@@ -57,7 +57,7 @@ def test_a_known_shape_has_the_parameters_that_transformers_builds(name):
     assert shape.parameters == pytest.approx(model.num_parameters(), rel=1e-3)  # norms and biases are not counted
 
 
-# As the model cards give them, in billions.
+# Parameters in billions, from the model cards.
 CARDS = {
     "Qwen/Qwen2.5-0.5B": 0.49, "Qwen/Qwen2.5-Math-1.5B": 1.54, "Qwen/Qwen2.5-3B": 3.09,
     "Qwen/Qwen2.5-7B-Instruct": 7.61,
@@ -69,12 +69,12 @@ CARDS = {
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_a_known_shape_has_the_parameters_of_the_model_card(name, monkeypatch):
+def test_a_known_shape_has_as_many_parameters_as_its_model_card_says(name, monkeypatch):
     monkeypatch.setattr(shapes, "_from_disk", lambda path: None)
     assert model_shape(name).parameters / 1e9 == pytest.approx(CARDS[name], rel=0.015)
 
 
-def test_a_folder_s_config_json_comes_before_the_table(tmp_path):
+def test_a_local_config_json_takes_precedence_over_the_table(tmp_path):
     folder = save_tiny(tmp_path / "qwen2.5-7b")
     built = tiny_llama().num_parameters()
     assert model_shape(str(folder)).parameters == pytest.approx(built, rel=0.02)
@@ -84,16 +84,18 @@ def test_mixtures_of_experts_and_unknown_names_are_refused_with_what_to_do(tmp_p
     folder = save_tiny(tmp_path / "mixture")
     config = (folder / "config.json").read_text().replace('"vocab_size"', '"num_experts": 8, "vocab_size"')
     (folder / "config.json").write_text(config)
-    with pytest.raises(ModelError, match=r"mixture: its shape is not known here; give a folder with the config\.json"):
+    with pytest.raises(
+        ModelError, match=r"mixture: the shape of this model is not known; give a folder with the config\.json"
+    ):
         model_shape(str(folder))
-    with pytest.raises(ModelError, match=r"did you mean a model like qwen2\.5-7b"):
+    with pytest.raises(ModelError, match=r"did you mean a model like qwen2\.5-7b\?"):
         model_shape("Qwen/Qwen2.6-7B")
 
 
 # Formulas
 
 
-def test_operations_of_average_sequences_are_those_that_are_counted_one_by_one_and_those_of_torch():
+def test_flops_from_averages_equal_those_counted_per_sequence_and_by_torch():
     model = tiny_llama()
     model.set_attn_implementation("eager")
     config, length = model.config, 6
@@ -105,15 +107,15 @@ def test_operations_of_average_sequences_are_those_that_are_counted_one_by_one_a
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.ones(3, length, dtype=torch.long), use_cache=False).logits.sum().backward()
     rotary = [sum(c.values()) for name, c in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
-    square = training_operations(shape, 3 * length, 3 * length, 3 * length**2)  # eager attention pairs all with all
+    square = training_operations(shape, 3 * length, 3 * length, 3 * length**2)  # eager attention computes all pairs
     assert square == counter.get_total_flops() - sum(rotary)
 
 
-def test_lengths_have_the_mean_that_was_asked_for_and_the_moments_of_a_sample():
+def test_lengths_have_the_requested_mean_and_the_moments_of_a_sample():
     lengths = Lengths.of(300, 1000)
     rng = np.random.default_rng(0)
     low, high, drawn = 1.0, 1e4, np.zeros(0)
-    for _ in range(40):  # the median whose cut-off sample has this mean
+    for _ in range(40):  # bisect the median of a sample with this mean after the cut
         median = (low + high) / 2
         drawn = np.minimum(1000, median * np.exp(0.8 * rng.standard_normal(100_000)))
         low, high = (median, high) if drawn.mean() < 300 else (low, median)
@@ -121,11 +123,11 @@ def test_lengths_have_the_mean_that_was_asked_for_and_the_moments_of_a_sample():
     assert lengths.mean_square == pytest.approx((drawn**2).mean(), rel=0.02)
     assert lengths.longest_of(50) == pytest.approx(drawn.reshape(-1, 50).max(axis=1).mean(), rel=0.02)
     assert lengths.longest_of(1e6) == pytest.approx(1000)
-    assert Lengths.of(256, 256).mean_age == pytest.approx(128, rel=1e-3)  # all of one length
+    assert Lengths.of(256, 256).mean_age == pytest.approx(128, rel=1e-3)  # all have the same length
 
 
 def sampled_seconds(sampler: Sampler, prompt: int, lengths: np.ndarray) -> float:
-    """Decode step by decode step, with a queue."""
+    """Simulate a round with a queue, from one finished response to the next."""
     queue, slots, seconds = lengths.tolist(), [], 0.0
     while queue or slots:
         while queue and len(slots) < sampler.slots:
@@ -138,17 +140,17 @@ def sampled_seconds(sampler: Sampler, prompt: int, lengths: np.ndarray) -> float
 
 
 @pytest.mark.parametrize("responses", [32, 128, 160, 256, 1000])
-def test_a_round_takes_about_as_long_as_one_that_is_played_through(responses):
+def test_the_time_of_a_round_is_close_to_that_of_a_simulation(responses):
     sampler, lengths = Sampler(MIDDLE, H200, False, 1, 128), Lengths.of(171, 1024)
     rng = np.random.default_rng(0)
-    played = [
+    simulated = [
         sampled_seconds(sampler, 128, np.clip((128 * np.exp(0.8 * rng.standard_normal(responses))).round(), 1, 1024))
         for _ in range(max(5, 3000 // responses))
     ]
-    assert round_seconds(sampler, lengths, 128, responses) == pytest.approx(np.mean(played), rel=0.08)
+    assert round_seconds(sampler, lengths, 128, responses) == pytest.approx(np.mean(simulated), rel=0.08)
 
 
-def test_a_collective_sends_what_the_others_hold_and_nothing_on_one_rank():
+def test_a_collective_transfers_what_other_ranks_hold_and_nothing_on_one_rank():
     assert collective_seconds(H200, 1, 1e12, 10) == 0
     within = 8e9 * 7 / 8 / (0.8 * 450e9) + 10 * 7 * 3e-6
     across = 8e9 * 15 / 16 / (0.8 * 8 * 50e9) + 10 * 15 * 3e-6
@@ -156,7 +158,7 @@ def test_a_collective_sends_what_the_others_hold_and_nothing_on_one_rank():
     assert collective_seconds(H200, 16, 8e9, 10) == pytest.approx(across)
 
 
-def test_peaks_are_those_that_mfu_is_measured_by():
+def test_peak_flops_are_those_used_for_mfu():
     names = {"h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3", "a100": "NVIDIA A100-SXM4-80GB", "l4": "NVIDIA L4",
              "b200": "NVIDIA B200", "l40s": "NVIDIA L40S", "rtx4090": "NVIDIA GeForce RTX 4090"}  # fmt: skip
     for name, device in names.items():
@@ -182,7 +184,7 @@ def test_decoding_is_as_fast_as_measured(shape, is_vllm, rows, response, rate, w
     assert rows / float(sampler.step_seconds(rows, 128 + response / 2)) == pytest.approx(rate, rel=within)
 
 
-def test_a_round_with_a_long_tail_is_as_fast_as_measured_which_nothing_was_fitted_to():
+def test_a_round_with_a_long_tail_is_as_fast_as_measured_without_being_fitted():
     rng = np.random.default_rng(0)
     lengths = np.clip((128 * np.exp(0.8 * rng.standard_normal(1024))).round(), 1, 1024)
     seconds = round_seconds(Sampler(MIDDLE, H200, False, 1, 256), Lengths.of(lengths.mean(), 1024), 128, 1024)
@@ -224,7 +226,7 @@ def test_activations_are_counted_as_the_policy_counts_them():
         assert activation_bytes(shape, recompute) == budget.activation_bytes(model, trunk, recompute=recompute)
 
 
-def test_training_state_is_sixteen_bytes_a_parameter_shared_by_the_learners():
+def test_training_state_is_sixteen_bytes_per_parameter_divided_by_the_learners():
     plan = planned(gpus=128)
     parts, share = plan.memory.parts, 32.76e9 / 128
     held = parts["masters and moments"][1] + parts["gradients"][1]
@@ -232,7 +234,7 @@ def test_training_state_is_sixteen_bytes_a_parameter_shared_by_the_learners():
     assert parts["sampler's weights"] == (pytest.approx(2 * 32.76e9 / plan.layout.tensor_parallel, rel=0.01), 0)
 
 
-def test_on_one_gpu_the_sampler_has_no_weights_of_its_own_and_separate_gpus_share_nothing():
+def test_one_gpu_has_a_single_copy_of_the_weights_and_dedicated_gpus_share_none():
     one = planned(ROOT / "recipes" / "gsm8k.yaml", gpus=1)
     assert "sampler's weights" not in one.memory.parts
     assert one.sync == 0

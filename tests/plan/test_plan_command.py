@@ -1,4 +1,4 @@
-"""The plan for N GPUs as a whole: what must hold for every recipe, what the command prints, and what it refuses."""
+"""The whole plan: properties of every recipe's plan, the output of `dapo plan`, and what it refuses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_more_gpus_are_never_slower_unless_the_network_or_the_host_is_named(reci
         try:
             plans.append(planned(ROOT / "recipes" / f"{recipe}.yaml", gpus, gpu))
         except DoesNotFit:
-            assert not plans, "it has fitted on fewer"
+            assert not plans, "it fits on fewer GPUs"
     for fewer, more in itertools.pairwise(plans):
         named = "network" in " ".join(advice(more)) or more.learning.limit in ("the network", "the host")
         assert more.seconds <= fewer.seconds * 1.001 or named, (fewer.layout.gpus, more.layout.gpus)
@@ -57,43 +57,43 @@ def test_longer_responses_and_a_lower_keep_rate_take_longer():
     assert [len(plan.work.rounds) for plan in (usual, rarer)] == [1, 2]
 
 
-def test_in_flight_sampling_has_no_tail_and_on_separate_gpus_both_sides_work_at_once():
+def test_in_flight_sampling_has_no_tail_and_dedicated_gpus_overlap_both_sides():
     overrides = ("rollout.mode=inflight", "algorithm.max_staleness=1")
     tails = [planned(gpus=1024, overrides=("rollout.mode=inflight", f"algorithm.max_staleness={i}")).sampling.tail
              for i in (1, 2, 100)]  # fmt: skip
     strict = planned(gpus=1024, overrides=("algorithm.max_staleness=1",)).sampling.tail
-    assert strict >= tails[0] > tails[1] > tails[2] == 0  # the longest must be done before it is too old
+    assert strict >= tails[0] > tails[1] > tails[2] == 0  # the longest must finish before it is stale
     turns, apart = planned(rollout_gpus=96), planned(overrides=overrides, rollout_gpus=96)
     sides = apart.sampling.seconds + apart.rewards, apart.reference + apart.learning.seconds
     assert apart.seconds == pytest.approx(max(sides) + apart.sync)
     assert turns.seconds == pytest.approx(sum(turns.phases.values()))
     text = printed(Config.load(PUBLISHED, overrides), Question(gpus="128", rollout_share=0.75))
-    assert "beside" in text
+    assert "overlapped" in text
     assert "cluster.learners=32 cluster.rollout_workers=96" in text
 
 
-def test_offloaded_state_takes_no_memory_on_the_gpu_and_costs_time():
-    usual, away = planned(gpus=32), planned(gpus=32, overrides=("cluster.learners=32", "cluster.offload=true"))
-    assert "masters and moments" not in away.memory.parts
-    assert away.learning.seconds >= usual.learning.seconds
-    with pytest.raises(DoesNotFit, match=r"; 16 such GPUs or cluster\.offload=true would do$"):
+def test_offloaded_state_takes_no_gpu_memory_and_costs_time():
+    usual, offloaded = planned(gpus=32), planned(gpus=32, overrides=("cluster.learners=32", "cluster.offload=true"))
+    assert "masters and moments" not in offloaded.memory.parts
+    assert offloaded.learning.seconds >= usual.learning.seconds
+    with pytest.raises(DoesNotFit, match=r"; 16 such GPUs or cluster\.offload=true would be enough$"):
         planned(gpus=8)
     assert planned(gpus=8, overrides=("cluster.learners=8", "cluster.offload=true")).seconds > usual.seconds
 
 
-def test_vllm_s_tensor_parallelizm_is_the_recipe_s_or_the_fastest_that_fits_on_gpus_of_its_own():
+def test_tensor_parallelism_is_that_of_the_recipe_or_the_fastest_that_fits():
     vllm = ("rollout.engine=vllm",)
     assert planned(overrides=vllm).layout.tensor_parallel == 1
     assert planned(overrides=(*vllm, "rollout.tensor_parallel=4"), rollout_gpus=64).layout.engines == 16
     plans = [planned(overrides=vllm, rollout_gpus=64, tensor_parallel=ways).seconds for ways in (1, 2, 4, 8)]
     assert planned(overrides=vllm, rollout_gpus=64).seconds == min(plans)
     short = (*vllm, "data.max_response_length=8192", "optim.max_tokens_per_micro_batch=0")
-    assert planned(overrides=short, gpu="a100", rollout_gpus=64).layout.tensor_parallel > 1  # of 67 GiB weights take 61
+    assert planned(overrides=short, gpu="a100", rollout_gpus=64).layout.tensor_parallel > 1  # weights take 61 of 67 GiB
 
 
-def test_what_is_generated_and_trained_follows_from_the_recipe():
+def test_generated_and_trained_tokens_follow_from_the_recipe():
     plan = planned(keep_rate=0.2, mean_response=1000)
-    assert plan.work.rounds == (1536.0, 1536.0)  # 1,536 x 0.2 are not enough, and no surplus is carried over
+    assert plan.work.rounds == (1536.0, 1536.0)  # 1,536 x 0.2 is not enough, and surplus is not carried over
     assert plan.work.generated_tokens == pytest.approx(2 * 1536 * 16 * 1000, rel=1e-3)
     assert (plan.work.trained_groups, plan.work.updates) == (512, 16)
     carried = workload(Config.load(PUBLISHED, ["algorithm.max_staleness=1"]), keep_rate=0.2)
@@ -110,7 +110,7 @@ def test_ranks_without_a_response_do_not_help():
     assert any("Only 512 of 4,096 learners" in sentence for sentence in advice(planned(gpus=4096)))
 
 
-def test_a_driver_is_waited_for_where_responses_are_short_and_groups_are_many():
+def test_many_groups_of_short_responses_are_bound_by_the_driver():
     sizes = ("data.train_batch_size=8192", "data.gen_batch_size=16384", "data.max_response_length=64")
     options = (*sizes, "reward.overlong_buffer.len=16")
     short = planned(gpus=1024, overrides=options, mean_response=16)
@@ -118,14 +118,14 @@ def test_a_driver_is_waited_for_where_responses_are_short_and_groups_are_many():
     assert planned(gpus=1024).sampling.driver == 0
     asked = Question(gpus="1024", mean_response=16)
     text = " ".join(printed(Config.load(PUBLISHED, options), asked).split())
-    assert "a driver that hands 333 groups a second to any number of engines" in text
+    assert "a driver that dispatches 333 groups per second to any number of engines" in text
 
 
 # The command
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
-def test_every_recipe_s_plan_fits_80_columns_and_says_what_is_measured_and_what_assumed(recipe):
+def test_the_plan_of_every_recipe_fits_80_columns_and_names_what_is_measured_and_assumed(recipe):
     config = Config.load(ROOT / "recipes" / f"{recipe}.yaml")
     gpus = "128" if "32b" in recipe else "1"
     for question in (Question(gpus=gpus), Question(gpus=f"{gpus},1024")):
@@ -134,7 +134,7 @@ def test_every_recipe_s_plan_fits_80_columns_and_says_what_is_measured_and_what_
         assert max(map(len, narrow.splitlines())) <= 80
         tables, narrow_tables = ([line.rstrip() for line in each.splitlines() if line[:1] == " "]
                                  for each in (text, narrow))  # fmt: skip
-        assert tables == narrow_tables  # nothing is wrapped or cut off
+        assert tables == narrow_tables  # no table is wrapped or cut off
         assert "Measured on one H200" in text
         assert "Assumed: log-normal lengths" in text
     assert "The bottleneck is" in printed(config, Question(gpus=gpus))
@@ -150,22 +150,22 @@ def test_the_memory_table_adds_up():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--gpu", "h10"], r"--gpu h10: known are .*; did you mean 'h100'\?"),
+        (["--gpu", "h10"], r"--gpu h10 is not known; choose from .*; did you mean 'h100'\?"),
         (["--gpus", "0"], "--gpus is 0, but must be at least 1"),
         (["--gpus", "many"], "--gpus many: expected a number such as 8"),
-        (["--gpus", "8", "--rollout-share", "0.99"], "of 8 GPUs 8 would sample only, and none would be left to train"),
+        (["--gpus", "8", "--rollout-share", "0.99"], "8 of 8 GPUs would only sample, which leaves none to train"),
         (["--gpus", "8", "--rollout-share", "1"], "--rollout-share is 1, but must be at least 0 and below 1"),
-        (["--mean-response", "30000"], "--mean-response is 30000, but must lie above 0 and not above 20480"),
-        (["--keep-rate", "0"], "--keep-rate is 0, but must lie above 0"),
+        (["--mean-response", "30000"], "--mean-response is 30000, but must be above 0 and at most 20480"),
+        (["--keep-rate", "0"], "--keep-rate is 0, but must be above 0"),
         (["--network", "0"], "--network is 0, but must be above 0"),
         (["--tensor-parallel", "3", "--gpus", "8"], "--tensor-parallel is 3, but must be"),
-        (["model.path=acme/rocket"], "model.path acme/rocket: its shape is not known here"),
-        (["model.dtype=float32"], "a plan is made for bfloat16"),
-        (["--gpus", "1"], r"does not fit: .*; 16 such GPUs would do$"),
-        (["--gpu", "rtx4090"], "more such GPUs would not help, a smaller data.max_response_length"),
+        (["model.path=acme/rocket"], "model.path acme/rocket: the shape of this model is not known"),
+        (["model.dtype=float32"], "plans are for bfloat16 only"),
+        (["--gpus", "1"], r"does not fit: .*; 16 such GPUs would be enough$"),
+        (["--gpu", "rtx4090"], "more such GPUs would not help, but a smaller data.max_response_length"),
     ],
 )
-def test_wrong_questions_get_one_sentence(arguments, sentence):
+def test_wrong_options_are_refused_with_one_sentence(arguments, sentence):
     result = CliRunner().invoke(app, ["plan", str(PUBLISHED), *arguments])
     assert isinstance(result.exception, ConfigError | ModelError)
     assert result.exception.exit_code == 2
@@ -173,7 +173,7 @@ def test_wrong_questions_get_one_sentence(arguments, sentence):
     assert "\n" not in str(result.exception)
 
 
-def test_among_several_numbers_those_that_do_not_fit_are_named():
+def test_a_comparison_names_the_numbers_of_gpus_that_do_not_fit():
     text = printed(Config.load(PUBLISHED), Question(gpus="128,8"))
     assert [line.split()[0] for line in text.splitlines() if re.match(r" +\d", line)] == ["8", "128"]
     assert "does not fit" in text
@@ -181,23 +181,23 @@ def test_among_several_numbers_those_that_do_not_fit_are_named():
 
 
 @pytest.mark.parametrize("block", re.findall(r"```\n\$ dapo (plan .*?)```", PAGE.read_text(encoding="utf-8"), re.S))
-def test_the_tables_of_the_page_are_what_the_command_prints(block, monkeypatch):
+def test_the_tables_in_the_docs_are_what_the_command_prints(block, monkeypatch):
     command, shown = block.split("\n\n", 1)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "100")
     result = CliRunner().invoke(app, command.replace("\\\n", " ").split(), catch_exceptions=False)
-    there = [line.rstrip() for line in result.output.splitlines() if line.strip()]
-    assert [line.rstrip() for line in shown.splitlines() if line.strip()] == there
+    printed_lines = [line.rstrip() for line in result.output.splitlines() if line.strip()]
+    assert [line.rstrip() for line in shown.splitlines() if line.strip()] == printed_lines
 
 
-def test_constants_stand_in_one_place_with_their_origin():
+def test_constants_are_listed_by_origin():
     source = (ROOT / "dapo" / "plan" / "hardware.py").read_text()
     assert source.index("# MEASURED") < source.index("READING =") < source.index("# ASSUMED") < source.index("NODE =")
 
 
-def test_without_a_number_the_plan_is_for_the_cluster_of_the_recipe():
+def test_without_a_number_of_gpus_the_plan_is_for_the_cluster_of_the_recipe():
     options = ["rollout.engine=vllm", "rollout.tensor_parallel=4", "cluster.learners=64", "cluster.rollout_workers=16"]
     answers = (CliRunner().invoke(app, ["plan", str(PUBLISHED), *more]).output for more in ([], options))
-    plain, split = (" ".join(answer.split()) for answer in answers)  # lines are as long as the terminal is wide
+    plain, split = (" ".join(answer.split()) for answer in answers)  # undo line wrapping
     assert "128 x h200" in plain and "in turns with 128 learners" in plain
     assert "128 x h200" in split and "64 learners" in split
