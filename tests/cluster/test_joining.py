@@ -113,7 +113,7 @@ def test_too_large_a_run_is_one_sentence_and_exit_code_2_and_leaves_nothing_behi
 def test_vllm_that_is_missing_is_told_before_ray_is_started(tmp_path, cluster):
     done = train(tmp_path, cluster.address, "rollout.engine=vllm", "cluster.rollout_workers=1")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (
-        2, "error: the recipe has vLLM sample, but vLLM is not installed: pip install 'dapo[vllm]'"
+        2, "error: rollout.engine is vllm, but vLLM is not installed: pip install 'dapo[vllm]'"
     )  # fmt: skip
     assert "Joining" not in done.stderr
 

@@ -1,7 +1,7 @@
 """The key/value cache of the decoder for CPUs, and decode attention over it.
 
-A prompt's keys and values are stored once for all responses to it. Each response has a slot for its own tokens. The active
-responses always occupy the first slots, so that a decode step reads the cache in place.
+A prompt's keys and values are stored once for all responses to it. Each response has a slot for its own tokens. The
+active responses always occupy the first slots, so that a decode step reads the cache in place.
 
 Shapes: B responses in the batch, Hkv key/value heads, G query heads per key/value head, D head size, P prompt tokens.
 """
@@ -27,7 +27,7 @@ class CachedPrompt:
 
 
 class ResponseCache:
-    """Keys and values of the responses' own tokens: one tensor [2, layers, slots, Hkv, capacity, D] that grows as needed."""
+    """Keys and values of the responses' own tokens: one growing tensor [2, layers, slots, Hkv, capacity, D]."""
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.storage = torch.empty(2, layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device)
@@ -114,7 +114,7 @@ class DecodeAttention:
         self.bias = self._bias(lengths_B, torch.tensor(prompt_lengths, device=device))
 
     def _bias(self, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
-        """Return [B, 1, 1, prompt span + own span]: -inf beyond the prompt's end and beyond the response's own tokens."""
+        """Return [B, 1, 1, prompt span + own span]: -inf beyond the end of the prompt and of the own tokens."""
         device = lengths_B.device
         prompt_padding = torch.arange(self.stack.span, device=device)[None, :] >= prompt_lengths_B[:, None]
         # Not >=: the new token, at index `length`, sees itself.

@@ -85,7 +85,7 @@ class EagerDecoder:
         return len(response.tokens)
 
     def remove(self, responses: Sequence[Response]) -> None:
-        """Remove responses, and move the last ones into the gaps: the active ones stay in the first slots of the cache."""
+        """Remove responses and move the last ones into the gaps, so that the active ones stay in the first slots."""
         gone = set(responses)
         for row in reversed(range(len(self.active))):
             if self.active[row] in gone:

@@ -29,9 +29,9 @@ BURST = 8  # steps per burst: with more, finished rows idle for longer; with few
 MAX_CONCURRENT = 1024
 # Batch sizes that a graph is captured for; a batch is padded to the next one.
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, *range(1024, 1 << 16, 512))
-# A finished row takes part until the burst ends, and writes its last token to the cache at index `limit`. Where that index
-# would begin a page that the row does not have, `limit` is a multiple of PAGE, so of BURST: the row finished in the last
-# step of the burst, and writes nothing more.
+# A finished row takes part until the burst ends. One that has reached its limit then writes its last token to the
+# cache, at index `limit`. If that index began a page that the row does not have, `limit` would be a multiple of PAGE,
+# and so of BURST. Then the row finished in the last step of its burst, and nothing more is written.
 assert PAGE % BURST == 0
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length"}
 
@@ -124,8 +124,8 @@ class PagedDecoder:
     def room(self, waiting: Iterable[Response]) -> int:
         """Count the responses that can start now.
 
-        Each needs a row, a page for its first tokens, and pages for its prompt unless another response has brought them.
-        One free page per active response is kept back, so that those can grow. An idle decoder always admits one.
+        Each needs a row, a page for its first tokens, and pages for its prompt unless that is cached. One free page per
+        active response is kept back, so that those can grow. An idle decoder always admits one.
         """
         free_pages, free_rows = len(self.store.free) - len(self.active), len(self.free_rows)
         seen: set[SharedPrompt] = set()
@@ -294,8 +294,8 @@ class PagedDecoder:
         When pages run out, the youngest responses are preempted and start again later. The oldest always progress.
         """
         rows = np.array([row.index for row in self.active.values()], np.int32)
-        # The newest own token is not in the cache yet: step k writes index own - 1 + k, and the last one, k = steps - 1,
-        # writes own + steps - 2. The last token of a response is never written, so `limits - 1` bounds the index.
+        # The newest own token is not in the cache yet: step k = 0, 1, ... writes index own - 1 + k, the last step index
+        # own + steps - 2. The last token of a response need not be written, so `limits - 1` bounds the index.
         last_written = np.minimum(self.status.own_lengths[rows] + steps - 2, self.limits[rows] - 1)
         missing_pages = last_written // PAGE + 1 - self.own_pages[rows]
         if not (missing_pages > 0).any():

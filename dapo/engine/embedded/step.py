@@ -80,8 +80,8 @@ class DecodeStep:
     def _graph(self, bucket: int, params: SamplingParams) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
         """Return the graph of one step, captured when a batch size is first needed.
 
-        With truncation (top-p, top-k) the graph ends at the logits and drawing follows outside of it. Sorting inside the
-        graph would keep its memory for as long as the graph lives.
+        With truncation (top-p, top-k) the graph ends at the logits, and drawing follows outside of it. Sorting inside
+        the graph would hold its memory for as long as the graph lives.
         """
         key = bucket, None if _is_truncated(params) else params
         if key not in self.graphs:
