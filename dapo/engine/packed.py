@@ -1,4 +1,4 @@
-"""Weights as plain arrays: what a shared store keeps once per node, and what every process on it reads in place."""
+"""Weights as plain byte arrays, which a shared object store keeps once per node and all its processes read in place."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from torch import Tensor
 
 
 class Packed(NamedTuple):
+    """One tensor as bytes."""
+
     dtype: str
     shape: tuple[int, ...]
     values: np.ndarray  # uint8: NumPy has no bfloat16
 
 
 def packed(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Packed]:
+    """Return named tensors as byte arrays in main memory."""
     return {name: _pack(tensor.detach().cpu()) for name, tensor in weights}
 
 
 def unpacked(weights: Mapping[str, Packed]) -> Iterator[tuple[str, Tensor]]:
-    """Views of the very memory: only to be read."""
+    """Yield the tensors as views of the arrays. They are read-only: other processes share the memory."""
     for name, (dtype, shape, values) in weights.items():
-        with warnings.catch_warnings():  # that nothing may be written there is known
+        with warnings.catch_warnings():  # torch warns that the array is not writable
             warnings.simplefilter("ignore", UserWarning)
             yield name, torch.from_numpy(values).view(getattr(torch, dtype)).view(shape)
 

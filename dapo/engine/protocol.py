@@ -1,4 +1,4 @@
-"""What every engine offers: groups go in, finished rollouts come out as they finish."""
+"""The protocol of every engine: groups go in, and rollouts come out as they finish."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -7,22 +7,24 @@ from dapo.types import Request, Rollout
 
 
 class Engine(Protocol):
-    def submit(self, requests: Sequence[Request]) -> None: ...
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue groups to sample. Returns at once."""
+        ...
 
     def poll(self) -> list[Rollout]:
-        """What finished since the last call; empty only when nothing is left to do."""
+        """Return the rollouts that finished since the last call. Waits for one; empty only if nothing is in flight."""
         ...
 
     def cancel(self, serials: Iterable[int]) -> int:
-        """Forget these groups' unfinished rollouts; returns the number of tokens they had generated."""
+        """Drop the unfinished rollouts of these groups. Returns the number of tokens that they had generated."""
         ...
 
     def sync_weights(self, version: int) -> None:
-        """From now on sample from the policy's weights of this version. What is in flight goes on with them."""
+        """Sample from this version of the policy's weights from now on. Rollouts in flight continue with them."""
         ...
 
     def figures(self) -> dict[str, float]:
-        """How busy the engine was since the last call, by metric name."""
+        """Return metrics of how busy the engine was since the last call."""
         ...
 
     def close(self) -> None: ...

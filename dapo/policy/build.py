@@ -1,4 +1,4 @@
-"""Build the policy that learns from a configuration: its model, adapters and reference; whole, or one rank's shard."""
+"""Build a policy from a configuration, with its model, adapters and reference: whole, or one rank's shard."""
 
 from __future__ import annotations
 
@@ -19,39 +19,42 @@ from dapo.policy.sharding import emptied, rank_device
 
 
 def model_source(config: Config, saved: Path | None) -> ModelConfig:
-    """Where a run's weights come from. Adapters lie on the weights that they were trained on, not on a merged model."""
+    """Return where to load weights from: the checkpoint `saved`, or with adapters always the original model.
+
+    Adapters belong to the weights that they were trained on. A checkpoint has them merged.
+    """
     if saved is None or config.model.lora.rank > 0:
         return config.model
     return config.model.model_copy(update={"path": str(saved)})
 
 
 def build_policy(config: Config, saved: Path | None = None) -> tuple[LoadedModel, Policy]:
-    """The policy, with its model. Where this process is one of several of torch.distributed, its part of the policy."""
+    """Return the loaded model and the policy. In a torch.distributed group, return this rank's shard of the policy."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        return _build_shared(config, saved)
+        return _build_sharded(config, saved)
     loaded = load_model(model_source(config, saved))
     reference = load_model(config.model).model.requires_grad_(False) if _needs_second_model(config) else None
     return loaded, Policy(_to_train(loaded.model, config), config, reference)
 
 
-def _build_shared(config: Config, saved: Path | None) -> tuple[LoadedModel, ShardedPolicy]:
-    """The model that is returned has no weights: it is what a whole copy of the policy's can be made of."""
+def _build_sharded(config: Config, saved: Path | None) -> tuple[LoadedModel, ShardedPolicy]:
+    """Return the policy, and a model without weights as a template for a full copy."""
     device = rank_device(config.model.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Shards are cut from weights in CPU memory, so that no GPU need ever hold all of them.
+    # Weights are sharded from CPU memory, so that no GPU ever holds all of them.
     dtype = str(resolve_dtype(config.model.dtype, device)).removeprefix("torch.")
     place = {"dtype": dtype, "device": "cpu"}
     loaded = _load_once(model_source(config, saved).model_copy(update=place))
     blank = emptied(loaded.model, "meta")
     policy = ShardedPolicy(_to_train(loaded.model, config), config, device=device)
-    if _needs_second_model(config):  # read when the first one is no longer whole anywhere
-        policy.hold_to(_load_once(config.model.model_copy(update=place)).model.requires_grad_(False))
+    if _needs_second_model(config):  # loaded only now, when no rank holds the first model whole
+        policy.add_reference(_load_once(config.model.model_copy(update=place)).model.requires_grad_(False))
     return replace(loaded, model=blank), policy
 
 
 def _load_once(source: ModelConfig) -> LoadedModel:
-    """Rank 0 reads the weights. The others wait for it, and get its model without them."""
+    """Load the weights on rank 0 only. The other ranks wait, and get the model on the meta device."""
     loaded = load_model(source) if dist.get_rank() == 0 else None
     box: list[Any] = [loaded and (emptied(loaded.model, "meta"), loaded.stop_ids)]
     dist.broadcast_object_list(box)
@@ -62,13 +65,14 @@ def _load_once(source: ModelConfig) -> LoadedModel:
 
 
 def _needs_second_model(config: Config) -> bool:
-    """Adapters can be switched off instead."""
+    """Return whether the reference is a model of its own. With adapters, they are switched off instead."""
     return config.needs_reference and config.model.lora.rank == 0
 
 
 def _to_train(model: Any, config: Config) -> Any:
-    torch.manual_seed(config.run.seed)  # adapters start from random numbers; nothing else draws from it
+    """Add adapters if configured, and check that the model can be trained."""
+    torch.manual_seed(config.run.seed)  # for the adapters' initial values; nothing else uses this generator
     ready = add_adapters(model, config.model.lora) if config.model.lora.rank > 0 else model
-    if causal_lm(ready).device.type != "meta":  # the other ranks have nothing to compute with
+    if causal_lm(ready).device.type != "meta":  # ranks other than 0 have no weights to check
         check_model(causal_lm(ready), config.data.max_prompt_length + config.data.max_response_length)
     return ready

@@ -1,7 +1,8 @@
-"""Forward and backward of small micro-batches as CUDA graphs: launched one by one, their kernels wait for the host.
+"""Forward and backward of small micro-batches as CUDA graphs.
 
-A micro-batch is copied into tensors of a fixed size, of which there are a few; the rest of them is padding that counts
-for nothing. Weights and the sums of their gradients stay where they are, so that a graph stays valid.
+Launched one by one, the kernels of a small micro-batch wait for the host. A graph needs inputs of a fixed size: a
+micro-batch is copied into buffers of the next larger size, and the padding has weight zero in the loss. Weights and
+gradient sums keep their addresses, so a graph stays valid.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from dapo.model.varlen import FixedSegments, FixedSize, Layout, VarlenAttention
 from dapo.policy.head import HeadResult
 from dapo.policy.packing import Batch
 
+# Tokens that a graph is captured for.
 _SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-_LONGEST = 4096  # queries or keys of one segment: longer ones keep the GPU busy anyway
-_WORTH_IT = 3e13  # operations: about as many as a large GPU does while the host launches the kernels of one pass
+_MAX_SEGMENT = 4096  # queries or keys; longer segments keep the GPU busy without a graph
+_MAX_FLOPS = 3e13  # of one pass: about what a large GPU computes while the host launches the kernels
 
 Backward = Callable[[Batch, AttentionPlan], HeadResult]
 
@@ -34,19 +36,21 @@ class _Captured:
 
 
 class CapturedBackward:
+    """Runs `backward` on a micro-batch by replaying a CUDA graph."""
+
     def __init__(self, backward: Backward, parameters: int, device: torch.device) -> None:
         self.backward = backward
         self.device = device
-        self.sizes = [size for size in _SIZES if 6.0 * parameters * size <= _WORTH_IT]
+        self.sizes = [size for size in _SIZES if 6.0 * parameters * size <= _MAX_FLOPS]
         self.captured: dict[tuple[FixedSize, bool], _Captured] = {}
         self.pool = GraphPool()
 
     def __call__(self, batch: Batch) -> HeadResult | None:
-        """None where the batch is too large to gain from it."""
+        """Return the result, or None if the batch is too large to gain from a graph."""
         layout = Layout.of(batch.families)
         needed = max(len(batch.tokens_T), len(batch.targets_R))
         tokens = next((size for size in self.sizes if size >= needed), None)
-        if tokens is None or max(layout.longest) > _LONGEST:
+        if tokens is None or max(layout.longest) > _MAX_SEGMENT:
             return None
         key = FixedSize.of(layout, tokens), batch.ref_logprobs_R is not None
         if key not in self.captured:
@@ -55,10 +59,10 @@ class CapturedBackward:
         captured.segments.fill(layout)
         _copy(batch, captured.batch)
         captured.graph.replay()
-        return _own(captured.result, len(batch.targets_R))
+        return _copied(captured.result, len(batch.targets_R))
 
     def _capture(self, size: FixedSize, has_reference: bool) -> _Captured:
-        """On a batch of padding: its gradient is zero, so that running it changes nothing."""
+        """Capture on a batch of padding. Capturing runs it, and its gradient is zero."""
         batch = _padding(size.tokens, has_reference, self.device)
         segments = FixedSegments(size, self.device)
         plan = VarlenAttention(segments)
@@ -86,7 +90,7 @@ def _padding(size: int, has_reference: bool, device: torch.device) -> Batch:
 
 
 def _copy(batch: Batch, fixed: Batch) -> None:
-    """What is beyond the end becomes zero: padding weighs nothing in the loss."""
+    """Copy a micro-batch into the fixed buffers and zero the rest, which then has no weight in the loss."""
     for part in fields(Batch):
         source, target = getattr(batch, part.name), getattr(fixed, part.name)
         if isinstance(target, Tensor):
@@ -94,8 +98,8 @@ def _copy(batch: Batch, fixed: Batch) -> None:
             target[len(source) :].zero_()
 
 
-def _own(result: HeadResult, tokens: int) -> HeadResult:
-    """The next replay writes over the graph's own results."""
+def _copied(result: HeadResult, tokens: int) -> HeadResult:
+    """Copy a result out of the graph's buffers, which the next replay overwrites, without the padding."""
     return HeadResult(
         loss=result.loss.clone(),
         logprobs_R=result.logprobs_R[:tokens].clone(),

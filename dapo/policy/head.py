@@ -1,7 +1,7 @@
-"""From hidden states to loss and back in chunks: the [tokens x vocabulary] logits of a whole batch never exist.
+"""The head's loss and gradient in chunks, so that the [tokens x vocabulary] logits of a whole batch never exist.
 
-The loss of a token depends on its own log-probability alone, so its gradient is known as soon as the chunk's logits
-are: forward and backward of the head happen in one pass, and the logits are computed once.
+The loss of a token depends only on its own log-probability. So its gradient is known as soon as the chunk's logits are:
+forward and backward of the head are one pass, and the logits are computed once.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ from dapo.kernels.head import logits_gradient, logprobs_and_entropy
 from dapo.model.products import add_weight_grad, wide_product
 
 CHUNK_TOKENS = 256
-_GPU_CHUNK_BYTES = 1 << 31  # of float32 logits: a GPU is kept busy by larger chunks
+_GPU_CHUNK_BYTES = 1 << 31  # of float32 logits; it takes larger chunks to keep a GPU busy
 
-# (log-probabilities of a chunk, the chunk's slice of the batch) -> (weighted loss, to be summed; figures per token)
+# (log-probabilities of a chunk, the chunk's slice of the batch) -> (weighted loss, summed; metrics per token)
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 
 
-def picked(hidden_T: Tensor, predictors_R: Tensor) -> Tensor:
-    """The hidden states that predict. The first tokens of a group's responses have one in common: its gradient is the
-    sum of theirs, which bf16 would round at every step."""
+def gather_predictors(hidden_T: Tensor, predictors_R: Tensor) -> Tensor:
+    """Return the hidden state that predicts each response token.
+
+    The first tokens of a group's responses share one. Its gradient is the sum of theirs, which is taken in float32:
+    in bf16 every addition would round.
+    """
     if hidden_T.dtype != torch.bfloat16:
         return hidden_T.index_select(0, predictors_R)
-    return _Pick.apply(hidden_T, predictors_R)
+    return _GatherPredictors.apply(hidden_T, predictors_R)
 
 
-class _Pick(Function):
+class _GatherPredictors(Function):
+    """`index_select` of bf16 whose backward sums in float32."""
+
     @staticmethod
     def forward(ctx: Any, hidden_T: Tensor, predictors_R: Tensor) -> Tensor:
         ctx.save_for_backward(predictors_R)
@@ -57,7 +62,7 @@ class HeadResult:
 def fused_head_loss(
     hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss, weight_grad: Tensor | None
 ) -> tuple[HeadResult, Tensor]:
-    """Adds the gradient of the head's weight to `weight_grad`, where given, and returns that of the hidden states."""
+    """Return the result and the gradient of the hidden states. Adds that of the head's weight to `weight_grad`."""
     grad_hidden_R = torch.empty_like(hidden_R)
     parts: list[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] = []
     hidden_R = hidden_R.detach()
@@ -87,7 +92,7 @@ def fused_head_loss(
 def head_loss(
     hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss
 ) -> tuple[Tensor, HeadResult]:
-    """As `fused_head_loss`, for who lets autograd hand on the gradients: of the hidden states, and of the weight."""
+    """Compute the same as `fused_head_loss`, but return a loss whose backward passes the gradients to autograd."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     weight_grad = torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
     result, grad_hidden_R = fused_head_loss(hidden_R, weight.detach(), targets_R, temperature, loss, weight_grad)
@@ -95,7 +100,7 @@ def head_loss(
 
 
 class _WithGradients(Function):
-    """A loss whose gradients are known already."""
+    """A loss with precomputed gradients."""
 
     @staticmethod
     def forward(
@@ -112,6 +117,7 @@ class _WithGradients(Function):
 
 @torch.no_grad()
 def chunked_logprobs(hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
+    """Return the log-probability of each target token, without gradients."""
     parts = []
     for chunk in _chunks(hidden_R, weight):
         logits = wide_product(hidden_R[chunk], weight.t())
@@ -126,7 +132,7 @@ def _chunks(hidden_R: Tensor, weight: Tensor) -> Iterator[slice]:
 
 
 class _Distribution:
-    """What the model says of a chunk's next tokens. It takes over the memory of the logits."""
+    """The distribution of a chunk's next tokens. Works in place: the logits passed in are overwritten."""
 
     def __init__(self, logits: Tensor, targets: Tensor, temperature: float) -> None:
         self.targets, self.temperature = targets, temperature
@@ -143,7 +149,7 @@ class _Distribution:
         self.entropy = -(self.probabilities * logits).sum(-1)
 
     def gradient(self, grad_logprobs: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of the logits. Can be asked for once."""
+        """Return the gradient of the logits: grad * (one-hot - probabilities) / temperature. Can be called once."""
         if grad_logprobs.is_cuda:
             out = torch.empty(self.logits.shape, dtype=dtype, device=self.logits.device)
             logits_gradient(self.logits, self.normalizer, self.targets, grad_logprobs, self.temperature, out)

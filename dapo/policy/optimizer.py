@@ -15,10 +15,11 @@ from dapo.model.trunk import Weight
 
 
 class Optimizer:
-    """At a learning rate of 1e-6 a bf16 weight rounds its update to nothing, so bf16 weights have fp32 masters.
+    """AdamW over fp32 master weights. At a learning rate of 1e-6 an update of a bf16 weight would round to nothing.
 
-    Their gradients are summed in fp32 too: as soon as autograd has one, it moves over to the master. Those of `joined`
-    weights never see autograd: whoever computes them adds to the sums that `open_grads` lays out.
+    Gradients of bf16 weights are summed in fp32 too: a hook adds each one to the master's gradient as soon as autograd
+    has computed it. The gradients of `joined` weights do not pass through autograd: the code that computes
+    them adds them to the buffers that `open_grads` provides.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Optimizer:
         self.config = config
         self.joined = joined
         self._sums: list[Tensor] = []
-        self._views: list[tuple[Tensor, Tensor]] = []  # master, its part of a sum
+        self._views: list[tuple[Tensor, Tensor]] = []  # master, its slice of a joined gradient
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.masters = [p if p.dtype != torch.bfloat16 else p.detach().float().clone() for p in self.parameters]
@@ -51,14 +52,17 @@ class Optimizer:
         return self.config.lr * min(1.0, step / warmup) if warmup else self.config.lr
 
     def grad_of(self, parameter: Tensor) -> Tensor | None:
-        """The tensor that sums this parameter's gradient, or None where it is not trained."""
+        """Return the tensor that sums this parameter's gradient, or None if it is not trained."""
         master = self._master_of.get(parameter)  # pyright: ignore[reportArgumentType]
         if master is not None and master.grad is None:
             master.grad = torch.zeros_like(master)
         return None if master is None else master.grad
 
     def open_grads(self) -> None:
-        """Zeros for the joined weights' gradients, of which the masters' are views, always at the same place."""
+        """Zero the gradient buffers of the joined weights. The masters' gradients are views of them.
+
+        The buffers keep their addresses between updates, as CUDA graphs require.
+        """
         if not self.joined:
             return
         if not self._sums:
@@ -84,10 +88,10 @@ class Optimizer:
             holder.grad = None
 
     def step(self, trainer_step: int) -> float:
-        """One update; returns the gradient norm before clipping. A norm that is not finite changes nothing."""
+        """Make one update and return the gradient norm before clipping. If it is not finite, change nothing."""
         grads = [master.grad for master in self.masters if master.grad is not None]
         total = torch.nn.utils.get_total_norm(grads)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # of all shards
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # over all shards
         if not math.isfinite(norm):
             return norm
         if norm > self.config.grad_clip:
@@ -102,12 +106,12 @@ class Optimizer:
 
     @property
     def bytes_to_come(self) -> int:
-        """Gradients of an update, and the moments before the first one."""
+        """Bytes that the next update will allocate: gradients, and before the first update also the moments."""
         trained = sum(map(held_bytes, self.masters))
         return trained if self.adam.state else 3 * trained
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat and named, so that safetensors can hold it."""
+        """Return the state as a flat dictionary of named tensors, as safetensors requires."""
         state: dict[str, Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             for key, value in self.adam.state.get(master, {}).items():
@@ -129,5 +133,5 @@ class Optimizer:
 
 
 def held_bytes(tensor: Tensor) -> int:
-    """On this rank, where the tensor is in shards."""
+    """Return the bytes of a tensor on this rank."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes

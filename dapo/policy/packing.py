@@ -1,4 +1,4 @@
-"""From groups to padding-free micro-batches in which each prompt is computed once for all its responses."""
+"""Packing of groups into micro-batches without padding, in which a prompt is computed once for all its responses."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from dapo.types import Group, Rollout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """A micro-batch: T packed tokens to compute, R response tokens to learn from.
+    """A micro-batch: T packed input tokens, R response tokens to learn from.
 
-    A response's last token is never an input, and its first one is predicted by the prompt's last hidden state, which
-    all responses to that prompt share.
+    A response's last token is never an input. Its first token is predicted by the prompt's last hidden state, which all
+    responses to that prompt share.
     """
 
     tokens_T: Tensor
     positions_T: Tensor
     families: tuple[Family, ...]
-    rollouts: tuple[Rollout, ...]  # in the order of their tokens in the R tensors; none: a filler, to be forgotten
+    rollouts: tuple[Rollout, ...]  # in the order of the R tensors; empty for a filler, whose result is ignored
     predictors_R: Tensor  # index of the hidden state that predicts the token
     targets_R: Tensor
     advantages_R: Tensor
     old_logprobs_R: Tensor
     ref_logprobs_R: Tensor | None
-    weights_R: Tensor  # what each token's loss counts for in the whole mini-batch
-    is_current_R: Tensor  # sampled by the very weights that the update starts from
+    weights_R: Tensor  # of each token's loss in the loss of the whole mini-batch
+    is_current_R: Tensor  # whether the token's group was sampled by the weights that the update starts from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,11 +51,12 @@ class _Item:
 
     @property
     def inputs(self) -> int:
+        """Response tokens that are inputs: all but the last."""
         return len(self.rollout) - 1
 
 
 def mini_batches(groups: Sequence[Group], size: int, seed: int, step: int, epoch: int) -> list[list[Group]]:
-    """Cut into near-equal parts of whole groups, at most `size` each, shuffled from (seed, step, epoch)."""
+    """Shuffle groups by (seed, step, epoch) and split them into near-equal parts of at most `size` groups."""
     if not groups:
         return []
     order = np.random.default_rng((seed, step, epoch)).permutation(len(groups))
@@ -74,10 +75,11 @@ def micro_batches(
     rank: int = 0,
     ranks: int = 1,
 ) -> list[Batch]:
-    """Pack the trained rollouts of one mini-batch. The counts behind the weights are those of all of them.
+    """Pack the trained rollouts of one mini-batch into micro-batches of at most `max_tokens` inputs.
 
-    `like` gives the device, and float64 where the model computes in it; else figures are float32. Of several ranks each
-    gets about the same number of tokens, and exactly the same number of micro-batches.
+    Token weights use the counts of the whole mini-batch, so the gradient does not depend on the split. Tensors are on
+    the device of `like`, in float32, or in float64 if `like` is. Each rank gets about the same number of tokens and
+    exactly the same number of micro-batches.
     """
     pairs = [(group, i) for group in groups for i in np.flatnonzero(group.trains)]
     total_tokens = sum(len(group.rollouts[i]) for group, i in pairs)
@@ -96,7 +98,7 @@ def micro_batches(
 def reference_batches(
     groups: Sequence[Group], max_tokens: int, like: Tensor, *, rank: int = 0, ranks: int = 1
 ) -> list[Batch]:
-    """Pack every rollout of these groups, trained or not, only to compute log-probabilities."""
+    """Pack every rollout of these groups, trained or not, to compute log-probabilities only."""
     items = [_Item(group, i, 0.0, False) for group in groups for i in range(len(group.rollouts))]
     return _packed(items, max_tokens, like, True, rank, ranks)
 
@@ -106,15 +108,18 @@ def _packed(
 ) -> list[Batch]:
     if ranks == 1:
         return [_pack(part, like, share_prompts) for part in _cut(items, max_tokens, share_prompts)]
-    cuts = [list(_cut(share, max_tokens, share_prompts)) for share in _shares(items, ranks, share_prompts)]
+    cuts = [list(_cut(share, max_tokens, share_prompts)) for share in _split_over_ranks(items, ranks, share_prompts)]
     own = cuts[rank] if rank < len(cuts) else []
     batches = [_pack(part, like, share_prompts) for part in own]
     missing = max(map(len, cuts), default=0) - len(own)
     return batches + [_filler(items, like)] * missing
 
 
-def _shares(items: list[_Item], ranks: int, share_prompts: bool) -> list[list[_Item]]:
-    """At most one share per rank, the largest as small as it can be with equal prompts side by side."""
+def _split_over_ranks(items: list[_Item], ranks: int, share_prompts: bool) -> list[list[_Item]]:
+    """Split items into at most one share per rank, with the smallest possible largest share.
+
+    Binary search for the smallest limit at which `_cut` needs no more than `ranks` parts.
+    """
     if not items:
         return []
     most = sum(item.inputs + len(item.group.prompt.tokens) for item in items)
@@ -125,15 +130,21 @@ def _shares(items: list[_Item], ranks: int, share_prompts: bool) -> list[list[_I
 
 
 def _filler(items: list[_Item], like: Tensor) -> Batch:
-    """Something small to compute that counts for nothing: what ranks do together, all of them must do."""
+    """Return a small micro-batch of weight zero, for a rank that has fewer micro-batches than others.
+
+    Forward and backward are collective, so all ranks must run the same number of them.
+    """
     smallest = min(items, key=lambda item: item.inputs + len(item.group.prompt.tokens))
     batch = _pack([replace(smallest, weight=0.0, is_current=False)], like, share_prompts=True)
-    # Where an advantage is not finite, a weight of zero alone would not silence it.
+    # A weight of zero times an advantage that is not finite would be NaN.
     return replace(batch, rollouts=(), advantages_R=torch.zeros_like(batch.advantages_R))
 
 
 def _cut(items: list[_Item], max_tokens: int, share_prompts: bool) -> Iterator[list[_Item]]:
-    """Parts of at most `max_tokens` inputs (a single longer rollout stands alone), equal prompts side by side."""
+    """Cut items into parts of at most `max_tokens` inputs, with equal prompts side by side.
+
+    A single rollout that is longer than that is a part of its own.
+    """
     first_seen: dict[tuple[int, ...], int] = {}
     for item in items:
         first_seen.setdefault(item.group.prompt.tokens, len(first_seen))
@@ -154,6 +165,7 @@ def _cut(items: list[_Item], max_tokens: int, share_prompts: bool) -> Iterator[l
 
 
 def _pack(items: list[_Item], like: Tensor, share_prompts: bool) -> Batch:
+    """Lay out prompt, response 1, ..., response n of each prompt one after the other."""
     device, dtype = like.device, torch.promote_types(like.dtype, torch.float32)
     families: list[Family] = []
     tokens: list[np.ndarray] = []
@@ -170,6 +182,7 @@ def _pack(items: list[_Item], like: Tensor, share_prompts: bool) -> Batch:
             inputs = item.inputs
             tokens.append(item.rollout.tokens[:-1])
             positions.append(np.arange(length, length + inputs))
+            # Token 0 is predicted by the prompt's last token, token i by token i - 1 of the response.
             predictors.append(np.concatenate([[start + length - 1], np.arange(cursor, cursor + inputs)]))
             responses.append((cursor, inputs))
             cursor += inputs
@@ -191,6 +204,7 @@ def _pack(items: list[_Item], like: Tensor, share_prompts: bool) -> Batch:
 
 
 def _by_prompt(items: list[_Item], share_prompts: bool) -> Iterator[tuple[tuple[int, ...], list[_Item]]]:
+    """Yield each prompt with the consecutive items that share it."""
     members: list[_Item] = []
     for item in items:
         if members and (not share_prompts or members[-1].group.prompt.tokens != item.group.prompt.tokens):
@@ -210,5 +224,6 @@ def _tensor(parts: Sequence[np.ndarray], dtype: torch.dtype, device: torch.devic
 
 
 def _per_token(items: list[_Item], values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Repeat one value per rollout for each of its tokens."""
     spread = np.repeat(np.array(values), [len(item.rollout) for item in items])
     return torch.from_numpy(spread).to(device=device, dtype=dtype)

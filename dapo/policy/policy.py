@@ -1,4 +1,4 @@
-"""The model that learns: one update per mini-batch, and the log-probabilities of the reference it may be held to."""
+"""The model that learns: one update per mini-batch, and the log-probabilities of an optional reference model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dapo.model.meter import peak_flops, training_flops
 from dapo.model.trunk import joined_weights, trunk_of
 from dapo.policy.budget import Budget
 from dapo.policy.captured import CapturedBackward
-from dapo.policy.head import ChunkLoss, HeadResult, chunked_logprobs, fused_head_loss, picked
+from dapo.policy.head import ChunkLoss, HeadResult, chunked_logprobs, fused_head_loss, gather_predictors
 from dapo.policy.optimizer import Optimizer, held_bytes
 from dapo.policy.packing import Batch, micro_batches, mini_batches, reference_batches
 from dapo.policy.protocol import UpdateResult
@@ -35,13 +35,16 @@ from dapo.types import Group
 MAX_NON_FINITE_STEPS = 3
 Values = TypeVar("Values")
 
-REFERENCE_TOKENS = 4096  # computed at once where no gradient is needed
+REFERENCE_TOKENS = 4096  # per micro-batch, where no gradient is needed
 
 
 class Policy:
-    """Owns the trained weights and the optimizer. `reference` is a frozen model, or None where adapters can be off."""
+    """Owns the trained weights and the optimizer.
 
-    rank, ranks = 0, 1  # of the processes that learn together
+    `reference` is a frozen model. With adapters it is None: the reference is the model with its adapters off.
+    """
+
+    rank, ranks = 0, 1
 
     def __init__(self, model: Any, config: Config, reference: Any | None = None, *, share_prompts: bool = True) -> None:
         self.model = model
@@ -50,12 +53,12 @@ class Policy:
         self.config = config
         self.share_prompts = share_prompts
         self.weight = head_weight(self.causal_lm)
-        self.like = self.weight  # has the device and the precision of what is computed
+        self.like = self.weight  # a tensor with the device and the dtype to compute in
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.trunk = trunk_of(self.causal_lm)
         joined = joined_weights(self.trunk, self.weight)
         self.optimizer = Optimizer(trainable, config.optim, joined)
-        self.cache_bytes = 0  # of the sampler, which an update may have where memory is short
+        self.cache_bytes = 0  # of the sampler's cache, which an update may use when memory is short
         self.captured: CapturedBackward | None = None
         if joined and self.weight.is_cuda:
             parameters = sum(parameter.numel() for _, parameter in trainable)
@@ -70,24 +73,23 @@ class Policy:
         )
 
     def memory_plan(self, cache_bytes: int) -> str | None:
-        """What a GPU's memory will hold, in words; None where there is no GPU."""
         if not self.weight.is_cuda:
             return None
         weights = sum(map(held_bytes, self.model.parameters()))
         masters = sum(held_bytes(m) for m in self.optimizer.masters if m.dtype != self.weight.dtype)
         trained = sum(map(held_bytes, self.optimizer.masters))
         moments = 3 * trained + masters
-        again = ", activations computed twice" if self.budget.recompute else ""
-        again += ", in the memory of the cache, which is given back and taken every step" * self.budget.needs_cache
+        remarks = ", activations are recomputed" if self.budget.recompute else ""
+        remarks += ", the cache is freed for each update" * self.budget.needs_cache
         return (
             f"weights {weights / 2**30:.1f} GiB, optimizer and gradients {moments / 2**30:.1f} GiB, "
-            f"key/value cache {cache_bytes / 2**30:.1f} GiB; an update computes up to {self.budget.max_tokens:,} "
-            f"tokens at once{again}"
+            f"key/value cache {cache_bytes / 2**30:.1f} GiB; up to {self.budget.max_tokens:,} tokens per "
+            f"micro-batch{remarks}"
         )
 
     @cached_property
     def budget(self) -> Budget:
-        """Made when the first update sees how much memory is free."""
+        """The memory budget of an update, computed from the free memory when it is first needed."""
         to_come = self.optimizer.bytes_to_come
         return Budget.of(self.causal_lm, self.trunk, self.config.optim, to_come, self.cache_bytes)
 
@@ -96,7 +98,7 @@ class Policy:
         return self.budget.needs_cache
 
     def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
-        """All mini-batches and epochs over one batch of groups that `version` of the weights is about to learn from."""
+        """Run all epochs and mini-batches over one batch, each mini-batch with one optimizer step."""
         tally = Tally()
         size, seed = self.config.mini_batch_size, self.config.run.seed
         parts = [
@@ -105,22 +107,22 @@ class Policy:
             for part in mini_batches(groups, size, seed, step, epoch)
         ]
         for index, (epoch, part) in enumerate(parts):
-            self._update_once(part, step, version, tally, is_first=index == 0, record=epoch == 0)
+            self._update_mini_batch(part, step, version, tally, is_first=index == 0, record=epoch == 0)
             if tally.stop:
                 break
         metrics = tally.metrics(self.optimizer.learning_rate(step))
-        return UpdateResult(metrics, self._collected(tally.token_stats), tally.stop, tuple(tally.notes))
+        return UpdateResult(metrics, self._gather(tally.token_stats), tally.stop, tuple(tally.notes))
 
-    def _update_once(
+    def _update_mini_batch(
         self, groups: list[Group], step: int, version: int, tally: Tally, *, is_first: bool, record: bool
     ) -> None:
-        """One optimizer step over a mini-batch, micro-batch by micro-batch."""
+        """Make one optimizer step on a mini-batch, micro-batch by micro-batch."""
         results = self._gradients(groups, version, tally)
-        # Only here does the host look at what was computed: micro-batches follow each other without waiting for it.
+        # The host reads results only here, so that the GPU runs all micro-batches without waiting for it.
         part = Tally()
         for batch, result in results:
             part.count(batch, result, is_first=is_first, record=record)
-        self._agree(part)
+        self._reduce(part)
         tally.add(part)
         loss = part.loss
         if is_first and self._gap_is_too_wide(tally):
@@ -135,15 +137,18 @@ class Policy:
         tally.losses.append(loss)
         tally.norms.append(norm)
 
-    def _agree(self, part: Tally) -> None:
-        """Where several learn together: add the figures up, so that all decide alike."""
+    def _reduce(self, part: Tally) -> None:
+        """Sum a tally over all ranks, so that all make the same decisions. Nothing to do for one process."""
 
-    def _collected(self, found: dict[tuple[int, int], Values]) -> dict[tuple[int, int], Values]:
-        """Where several learn together: what each has found, rollout by rollout, where it will be asked for."""
+    def _gather(self, found: dict[tuple[int, int], Values]) -> dict[tuple[int, int], Values]:
+        """Gather the values per rollout of all ranks on rank 0. Nothing to do for one process."""
         return found
 
     def _gradients(self, groups: list[Group], version: int, tally: Tally) -> list[tuple[Batch, HeadResult]]:
-        """Of a whole mini-batch. What does not fit into memory is cut into halves; the gradient is the same."""
+        """Compute the gradients of a mini-batch. On running out of memory, start over with half the tokens at once.
+
+        The gradient does not depend on the split.
+        """
         while True:
             self.optimizer.zero_grad()
             self.optimizer.open_grads()
@@ -157,7 +162,7 @@ class Policy:
                         f"a single response of {largest} tokens with its prompt does not fit into the GPU's memory; "
                         "lower rollout.kv_memory_fraction, or data.max_response_length"
                     ) from error
-            tally.notes.append(f"an update ran out of memory with {largest} tokens at once; from now on {largest // 2}")
+            tally.notes.append(f"an update ran out of memory with {largest} tokens per micro-batch; now {largest // 2}")
             self.budget = replace(self.budget, max_tokens=max(1, largest // 2))
             torch.cuda.empty_cache()
 
@@ -183,8 +188,7 @@ class Policy:
         return packed_plan(model, batch.families, batch.positions_T)
 
     def _forward_backward(self, batch: Batch, plan: AttentionPlan) -> HeadResult:
-        """Forward through trunk and head, and the gradient of the weighted loss added to every parameter's."""
-
+        """Run a micro-batch through trunk and head, and add the gradient of its weighted loss to every parameter's."""
         hidden_R = self._hidden(self.causal_lm, batch, plan)
         temperature, weight_grad = self.config.rollout.temperature, self.optimizer.grad_of(self.weight)
         result, grad_hidden_R = fused_head_loss(
@@ -207,18 +211,17 @@ class Policy:
 
     def _hidden(self, model: Any, batch: Batch, plan: AttentionPlan) -> Tensor:
         hidden_T = hidden_states(model, batch.tokens_T, batch.positions_T, plan, recompute=self.budget.recompute)
-        return picked(hidden_T, batch.predictors_R)
+        return gather_predictors(hidden_T, batch.predictors_R)
 
     @torch.no_grad()
     def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
-        """Per group the reference's log-probabilities of every rollout's tokens."""
         found: dict[tuple[int, int], np.ndarray] = {}
         with self._reference_model() as model:
             for batch in reference_batches(groups, REFERENCE_TOKENS, self.like, rank=self.rank, ranks=self.ranks):
                 logprobs_R = self._logprobs(model, batch)
                 for rollout, values in by_rollout(batch.rollouts, logprobs_R) if batch.rollouts else ():
                     found[rollout.serial, rollout.index] = values
-        found = self._collected(found)
+        found = self._gather(found)
         if self.rank > 0:
             return []
         return [tuple(found[group.serial, r.index] for r in group.rollouts) for group in groups]
@@ -233,12 +236,12 @@ class Policy:
             yield self.reference if self.reference is not None else self.causal_lm
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights as they are now, adapters merged; those that are tied come once."""
+        """Yield all current weights with adapters merged. Tied weights come once."""
         return files.distinct(self.causal_lm, merged(self.model))
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights, moments and master copies; the tokenizer and the trainer's state are small beside them."""
+        """Bytes of weights, moments and master copies. Tokenizer and trainer state are small in comparison."""
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         pairs = zip(self.optimizer.parameters, self.optimizer.masters, strict=True)
         return weights + sum(m.numel() * m.element_size() * (2 if m is p else 3) for p, m in pairs)
@@ -250,7 +253,6 @@ class Policy:
         self.optimizer.load_state_dict(files.read(self.model, folder, str(self.weight.device)))
 
     def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:
-        """The share of the GPU's peak rate that the update's operations took; empty where the peak is not known."""
         if not self.like.is_cuda or not batch:
             return {}
         peak = peak_flops(torch.cuda.get_device_name(self.like.device), self.like.dtype)
@@ -272,7 +274,7 @@ class Policy:
         if tally.gap > limit:
             tally.stop = (
                 f"the sampler's log-probabilities differ from the trainer's by {tally.gap:.4f} on average, more than "
-                f"algorithm.max_logprob_gap = {limit}: the importance ratio would be wrong from the start"
+                f"algorithm.max_logprob_gap = {limit}: the importance ratios would be wrong from the start"
             )
         return tally.gap > limit
 
@@ -282,6 +284,6 @@ class Policy:
         if self.non_finite_in_a_row >= MAX_NON_FINITE_STEPS:
             tally.stop = (
                 f"{MAX_NON_FINITE_STEPS} optimizer steps in a row had a loss or gradient that is not finite "
-                f"(loss {loss}, gradient norm {norm}); the weights are unchanged since, "
-                "try a lower optim.lr or look at the rewards"
+                f"(loss {loss}, gradient norm {norm}) and were skipped; "
+                "lower optim.lr, or check the rewards"
             )

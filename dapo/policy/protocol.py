@@ -1,4 +1,4 @@
-"""What the trainer asks of whatever learns: one process with all weights, or many that share them."""
+"""The protocol of a learner: one process with all weights, or several ranks that share them."""
 
 from __future__ import annotations
 
@@ -15,55 +15,57 @@ from dapo.types import Group, TokenStats
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateResult:
+    """The outcome of one call of `Learner.update`."""
+
     metrics: dict[str, float]
-    token_stats: dict[tuple[int, int], TokenStats]
-    stop: str | None = None  # why the run cannot go on, if it cannot
-    notes: tuple[str, ...] = ()  # what a person should know of it
+    token_stats: dict[tuple[int, int], TokenStats]  # by (serial, index)
+    stop: str | None = None  # why the run must stop; None: it continues
+    notes: tuple[str, ...] = ()  # messages for the user
 
 
 class Learner(Protocol):
     @property
     def non_finite_in_a_row(self) -> int:
-        """Optimizer steps that were left out, up to now."""
+        """Consecutive optimizer steps skipped because a loss or gradient was not finite, up to now."""
         ...
 
     @non_finite_in_a_row.setter
     def non_finite_in_a_row(self, value: int) -> None: ...
 
     def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
-        """All mini-batches and epochs over one batch of groups that `version` of the weights is about to learn from."""
+        """Run all epochs and mini-batches over one batch. `version` is that of the weights before the first update."""
         ...
 
     def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
-        """Per group the reference's log-probabilities of every rollout's tokens."""
+        """Return, for each group, the reference's log-probabilities of each rollout's tokens."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights as they are now, one by one, under the names and in the precision of the saved model."""
+        """Yield all current weights, one by one, with the names and the precision of the saved model."""
         ...
 
     def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:
-        """The share of the GPU's peak rate that the update's operations took; empty where the peak is not known."""
+        """Return the model FLOPs utilization of the update; empty if the GPU's peak rate is unknown."""
         ...
 
     @property
     def needs_cache(self) -> bool:
-        """Whether an update can only be computed in the memory of the sampler's cache."""
+        """Whether an update needs the memory of the sampler's key/value cache."""
         ...
 
     def memory_plan(self, cache_bytes: int) -> str | None:
-        """What a GPU's memory will hold, in words; None where there is no GPU."""
+        """Describe in words what the GPU's memory will hold; None without a GPU."""
         ...
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What a checkpoint of these weights and their optimizer takes on disk, about."""
+        """Approximate size on disk of a checkpoint of the weights and the optimizer."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer into a checkpoint that is being made."""
+        """Write weights and optimizer into the folder of a new checkpoint."""
         ...
 
     def restore(self, folder: Path) -> None:
-        """Take over a checkpoint's optimizer and adapters; all other weights were loaded from there to start with."""
+        """Load a checkpoint's optimizer and adapters. All other weights were loaded when the policy was built."""
         ...

@@ -1,7 +1,7 @@
-"""A policy that several processes share: FSDP2 holds the weights in shards, and each rank computes its part of a batch.
+"""A policy over several processes: FSDP2 shards the weights, and each rank computes its part of a batch.
 
-One object per rank of an initialized `torch.distributed` group. Every method is collective: all ranks call it with the
-same arguments, and what it returns counts on rank 0.
+There is one object per rank of an initialized `torch.distributed` group. Every method is collective: all ranks call it
+with the same arguments, and the result of rank 0 is the one to use.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from dapo.policy.head import HeadResult, head_loss
 from dapo.policy.optimizer import held_bytes
 from dapo.policy.packing import Batch
 from dapo.policy.policy import Policy
-from dapo.policy.sharding import Root, shard, whole
+from dapo.policy.sharding import Root, gather_full, shard
 from dapo.policy.tally import Tally
 from dapo.types import Group
 
 Values = TypeVar("Values")
 
-_SMALL = 4  # parts of the tokens that should fit at once, in the first mini-batch
+_FIRST_DIVISOR = 4  # the first mini-batch is computed with the budget divided by this, to measure memory safely
 
 
 class ShardedPolicy(Policy):
-    """`model` and `reference`, in the precision to compute in, are cut into shards in place.
+    """Shards `model` and `reference` in place. Their dtype is the one to compute in.
 
-    Their weights are those of rank 0; of the others' models only the shapes are used, which need have no memory.
+    Weights come from rank 0. On other ranks only the shapes are used, so those models can be on the meta device.
     """
 
     def __init__(self, model: Any, config: Config, reference: Any | None = None, device: Any = "cpu") -> None:
@@ -55,19 +55,19 @@ class ShardedPolicy(Policy):
         self.recompute = asked == "always" or (asked == "auto" and self.device.type == "cuda")
         self.root = self._sharded(causal_lm(model), config, recompute=self.recompute)
         self.reference_root = self.root
-        self.fixed_bytes: int | None = None  # that an update takes for however few tokens, once that was seen
+        self.fixed_bytes: int | None = None  # memory of an update apart from its tokens, once measured
         super().__init__(model, config)
         self.like = torch.empty((), device=self.device, dtype=self.compute)
         if reference is not None:
-            self.hold_to(reference)
+            self.add_reference(reference)
 
-    def hold_to(self, reference: Any) -> None:
-        """Where there are no adapters that could be switched off."""
+    def add_reference(self, reference: Any) -> None:
+        """Set the reference model, needed unless adapters can be switched off."""
         self.reference, self.reference_root = reference, self._sharded(reference, self.config, recompute=False)
 
     def _sharded(self, model: Any, config: Config, *, recompute: bool) -> Root:
         root = shard(model, self.device, self.compute, recompute=recompute, offload=config.cluster.offload)
-        trunk_of(model)  # now that its weights are float32: as transformers computes it, whatever the device
+        trunk_of(model)  # chosen now, while the weights are float32 shards: always the trunk of transformers
         return root
 
     @cached_property
@@ -82,32 +82,34 @@ class ShardedPolicy(Policy):
             self.cache_bytes,
             recompute=self.recompute,
         )
-        fewest, needs_cache = self._least(found.max_tokens), bool(-self._least(-int(found.needs_cache)))
-        return replace(found, max_tokens=fewest, needs_cache=needs_cache)
+        # All ranks use the smallest budget, and free the cache if any of them needs it (max = -min of the negatives).
+        fewest, needs_cache = self._min_over_ranks(found.max_tokens), -self._min_over_ranks(-int(found.needs_cache))
+        return replace(found, max_tokens=fewest, needs_cache=bool(needs_cache))
 
-    def _least(self, value: int) -> int:
-        """Over all ranks."""
+    def _min_over_ranks(self, value: int) -> int:
         box = torch.tensor(value, device=self.device)
         dist.all_reduce(box, dist.ReduceOp.MIN)
         return int(box)
 
     def _gradients(self, groups: list[Group], version: int, tally: Tally) -> list[tuple[Batch, HeadResult]]:
-        """Of this rank's part of a mini-batch.
+        """Compute the gradients of this rank's part of a mini-batch.
 
-        A rank that runs out of memory leaves the others waiting within a layer, from where there is no way back. So it
-        is seen to beforehand: the first mini-batch is computed in small parts, and what they take is looked at.
+        A rank that runs out of memory cannot recover, because the others wait for it in the middle of a layer. So
+        memory is measured in advance: the first mini-batch is computed in small parts, and the budget shrinks if they
+        take more than estimated.
         """
         watches = self.like.is_cuda and not self.config.optim.max_tokens_per_micro_batch  # the same on all ranks
         is_first = watches and self.fixed_bytes is None
         if is_first:
-            self.fixed_bytes = self._computed(self._cut(groups[:1], version, 1)[:1])[1]
-        batches = self._cut(groups, version, self.budget.max_tokens // (_SMALL if is_first else 1))
-        results, used = self._computed(batches)
+            self.fixed_bytes = self._run_batches(self._cut(groups[:1], version, 1)[:1])[1]
+        batches = self._cut(groups, version, self.budget.max_tokens // (_FIRST_DIVISOR if is_first else 1))
+        results, used = self._run_batches(batches)
         if self.fixed_bytes is not None:
-            self._look_back(max(len(batch.tokens_T) for batch in batches), used - self.fixed_bytes, tally)
+            self._shrink_budget(max(len(batch.tokens_T) for batch in batches), used - self.fixed_bytes, tally)
         return results
 
     def _cut(self, groups: list[Group], version: int, max_tokens: int) -> list[Batch]:
+        """Pack micro-batches of at most `max_tokens`, whatever the budget."""
         budget = self.budget
         self.budget = replace(budget, max_tokens=max(1, max_tokens))
         try:
@@ -115,8 +117,8 @@ class ShardedPolicy(Policy):
         finally:
             self.budget = budget
 
-    def _computed(self, batches: list[Batch]) -> tuple[list[tuple[Batch, HeadResult]], int]:
-        """With the bytes of the GPU that it took beside the gradients."""
+    def _run_batches(self, batches: list[Batch]) -> tuple[list[tuple[Batch, HeadResult]], int]:
+        """Return the results, and the peak bytes of GPU memory that they took besides the gradients."""
         self.optimizer.zero_grad()
         on_gpu, before = self.like.is_cuda, 0
         if on_gpu:
@@ -127,18 +129,20 @@ class ShardedPolicy(Policy):
         except torch.cuda.OutOfMemoryError as error:
             largest = max(len(batch.tokens_T) for batch in batches)
             raise ModelError(
-                f"an update ran out of GPU memory with {largest} tokens at once on rank {self.rank}; set "
+                f"an update ran out of GPU memory with {largest} tokens per micro-batch on rank {self.rank}; set "
                 f"optim.max_tokens_per_micro_batch to {largest // 2}, or lower rollout.kv_memory_fraction"
             ) from error
         grads = (master.grad for master in self.optimizer.masters)
         kept = sum(held_bytes(grad) for grad in grads if grad is not None and grad.is_cuda)
         return results, torch.cuda.max_memory_allocated(self.device) - before - kept if on_gpu else 0
 
-    def _look_back(self, tokens: int, used: int, tally: Tally) -> None:
-        """If `tokens` at once took more on any rank than was counted for them, all compute fewer from now on."""
-        fewest = self._least(self.budget.measured(tokens, used))
+    def _shrink_budget(self, tokens: int, used: int, tally: Tally) -> None:
+        """Lower the budget of all ranks if `tokens` took more memory than estimated on any of them."""
+        fewest = self._min_over_ranks(self.budget.tokens_that_fit(tokens, used))
         if fewest < self.budget.max_tokens:
-            tally.notes.append(f"an update takes more memory than was counted; from now on {fewest} tokens at once")
+            tally.notes.append(
+                f"an update takes more memory than estimated; micro-batches now have at most {fewest} tokens"
+            )
             self.budget = replace(self.budget, max_tokens=fewest)
 
     def _backward(self, batch: Batch) -> HeadResult:
@@ -147,7 +151,7 @@ class ShardedPolicy(Policy):
             temperature, weight = self.config.rollout.temperature, head_weight(self.causal_lm)
             return head_loss(hidden_R, weight, batch.targets_R, temperature, self._chunk_loss(batch))
 
-        # Within the root's forward the model looks whole, and of the precision that is computed in.
+        # Inside the root's forward the weights outside of the layers are gathered, in the compute dtype.
         loss, result = self.root(run)
         loss.backward()
         return result
@@ -155,13 +159,20 @@ class ShardedPolicy(Policy):
     def _logprobs(self, model: Any, batch: Batch) -> Tensor:
         logprobs_R = self.reference_root(partial(super()._logprobs, model, batch))
         assert isinstance(self.reference_root, FSDPModule)
-        self.reference_root.reshard()  # which otherwise happens in the backward pass
+        self.reference_root.reshard()  # without a backward pass nothing else does
         return logprobs_R
 
-    def _agree(self, part: Tally) -> None:
-        names = sorted(part.sums)
-        figures = [part.loss, part.tokens, part.computed, part.gap_sum, part.gap_tokens, *(part.sums[n] for n in names)]
-        sums, largest = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (figures, part.gap_max))
+    def _reduce(self, part: Tally) -> None:
+        names = sorted(part.sums)  # the same order on all ranks
+        counters = [
+            part.loss,
+            part.tokens,
+            part.computed,
+            part.gap_sum,
+            part.gap_tokens,
+            *(part.sums[n] for n in names),
+        ]
+        sums, largest = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (counters, part.gap_max))
         dist.all_reduce(sums)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         part.loss, tokens, computed, part.gap_sum, gap_tokens, *totals = sums.tolist()
@@ -169,7 +180,7 @@ class ShardedPolicy(Policy):
         part.gap_max = float(largest)
         part.sums |= dict(zip(names, totals, strict=True))
 
-    def _collected(self, found: dict[tuple[int, int], Values]) -> dict[tuple[int, int], Values]:
+    def _gather(self, found: dict[tuple[int, int], Values]) -> dict[tuple[int, int], Values]:
         parts: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
         dist.gather_object(found, parts)
         return {key: value for part in parts or () for key, value in part.items()}
@@ -181,23 +192,23 @@ class ShardedPolicy(Policy):
         where = "CPU memory" if self.config.cluster.offload else "memory"
         return (
             f"{self.ranks} ranks, each with {(shards + 3 * rest) / 2**30:.1f} GiB of weights, optimizer and gradients "
-            f"in {where} and {cache_bytes / 2**30:.1f} GiB of key/value cache; an update computes up to "
-            f"{self.budget.max_tokens:,} tokens at once on each"
+            f"in {where} and {cache_bytes / 2**30:.1f} GiB of key/value cache; up to "
+            f"{self.budget.max_tokens:,} tokens per micro-batch on each"
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole on every rank, one by one, in the precision that is computed in."""
+        """Yield full weights, one by one, on every rank and in the compute dtype."""
         for name, tensor in files.distinct(self.causal_lm, merged(self.model)):
-            yield name, whole(tensor, self.device, self.compute)
+            yield name, gather_full(tensor, self.device, self.compute)
 
     def save(self, folder: Path) -> None:
-        """The model by rank 0, the optimizer by each its own part. `folder` must be the same place for all."""
+        """Write the model on rank 0, and each rank's shard of the optimizer. All ranks must see the same `folder`."""
         state: dict[str, Tensor] = {}
         for name, tensor in merged(self.model).items():
-            full = whole(tensor, self.device, self.compute)
+            full = gather_full(tensor, self.device, self.compute)
             if self.rank == 0:
                 state[name] = full.cpu()
-        adapters = {n: whole(t, self.device, t.dtype).cpu() for n, t in adapter_state(self.model).items()}
+        adapters = {n: gather_full(t, self.device, t.dtype).cpu() for n, t in adapter_state(self.model).items()}
         if self.rank == 0:
             save_dense(self.causal_lm, state, folder)
             if adapters:
@@ -205,7 +216,7 @@ class ShardedPolicy(Policy):
         shardfiles.write(self._optimizer_state(), folder)
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        """As one process has it: beside weights in bf16 there are float32 masters."""
+        """Return the state that a single process would have: with bf16 weights it includes the float32 masters."""
         state = self.optimizer.state_dict()
         if self.compute == torch.bfloat16:
             named = zip(self.optimizer.names, self.optimizer.masters, strict=True)
@@ -216,13 +227,13 @@ class ShardedPolicy(Policy):
     def restore(self, folder: Path) -> None:
         if isinstance(self.model, PeftModel):
             self._restore_adapters(load_file(folder / files.ADAPTERS))
-        there = shardfiles.names(folder)
+        saved = shardfiles.names(folder)
         state: dict[str, Tensor] = {}
         for name, master in zip(self.optimizer.names, self.optimizer.masters, strict=True):
             for key in ("exp_avg", "exp_avg_sq", "master"):
-                if f"{key}/{name}" in there:
+                if f"{key}/{name}" in saved:
                     state[f"{key}/{name}"] = torch.zeros_like(master.detach())
-            if f"step/{name}" in there:
+            if f"step/{name}" in saved:
                 state[f"step/{name}"] = torch.zeros((), device=master.device)
         shardfiles.read_into(state, folder)
         for name, master in zip(self.optimizer.names, self.optimizer.masters, strict=True):

@@ -1,4 +1,4 @@
-"""FSDP2 around a causal LM: every layer's weights, and those outside of the layers, lie in shards on all ranks."""
+"""FSDP2 around a causal LM: the weights of each layer, and those outside of the layers, are sharded over all ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Root(nn.Module):
-    """Runs a function while the weights outside of the layers are whole: embedding, last norm and head.
+    """Runs a function while the weights outside of the layers (embedding, last norm, head) are gathered.
 
-    The head's loss is not part of the model's own forward, and a head that is tied is the embedding: so both are in
-    the root's group, and the root's forward is whatever needs them.
+    The model's own forward does not include the head's loss, and a tied head is the embedding. So both belong to the
+    root, and the root's forward is any function that needs them.
     """
 
     def __init__(self, causal_lm: nn.Module) -> None:
@@ -39,28 +39,29 @@ class Root(nn.Module):
 
 
 def backend(on_gpu: bool) -> str:
-    """Of torch.distributed. Objects, and shards that rest in CPU memory, travel by gloo in any case."""
+    """Return the backend of torch.distributed. Objects and shards in CPU memory always travel by gloo."""
     return "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
 
 
 def rank_device(name: str) -> torch.device:
-    """Where this rank computes: of several GPUs it has that of its place on the machine."""
+    """Return the device of this rank: the GPU with its local rank, or the CPU."""
     device = resolve_device(name)
     if device.type == "cpu":
         return device
-    own, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if own >= there or name.startswith("cuda:"):
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= gpus or name.startswith("cuda:"):
         raise ModelError(
             f"model.device is '{name}', but each of the {dist.get_world_size()} learners needs a GPU of its own, and "
-            f"there are {there} here; set model.device to cuda with enough GPUs, or to cpu"
+            f"there are {gpus} here; set model.device to cuda with enough GPUs, or to cpu"
         )
-    return torch.device("cuda", own)
+    return torch.device("cuda", local_rank)
 
 
 def emptied(model: Model, device: torch.device | str) -> Model:
-    """A copy of the model whose weights are yet to be written; tied ones stay tied.
+    """Copy a model with uninitialized weights; tied ones stay tied.
 
-    Buffers are copied. Those of a model without memory stay real: some are in no file, such as rotary frequencies.
+    Buffers are copied with their values, also to a copy on the meta device, because some of them, such as rotary
+    frequencies, are in no file.
     """
     weights: dict[int, Any] = {
         id(old): nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
@@ -71,8 +72,8 @@ def emptied(model: Model, device: torch.device | str) -> Model:
 
 
 def shard(causal_lm: Any, device: torch.device, compute: torch.dtype, *, recompute: bool, offload: bool) -> Root:
-    """Cut the weights into shards in place; the shards are the float32 masters. Rank 0's weights are what counts."""
-    weights = _taken_out(causal_lm)
+    """Shard the weights of rank 0 over all ranks, in place. The shards are float32: they are the master weights."""
+    weights = _move_to_meta(causal_lm)
     in_cpu_memory = offload and device.type == "cuda"
     narrow = compute == torch.bfloat16
     options: dict[str, Any] = {
@@ -92,20 +93,20 @@ def shard(causal_lm: Any, device: torch.device, compute: torch.dtype, *, recompu
     _fill(causal_lm, weights, device)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            # Token weights have the counts of all ranks in them, so that gradients are added, not averaged.
+            # The loss is already divided by the token counts of all ranks, so gradients are summed, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
 
 
 def _layers(causal_lm: Any) -> list[nn.Module]:
-    """What transformers says must stay on one device: the decoder layers."""
+    """Return the decoder layers: the modules that transformers says must not be split."""
     kinds = set(causal_lm._no_split_modules or ())
     return [module for module in causal_lm.modules() if type(module).__name__ in kinds]
 
 
-def _taken_out(model: nn.Module) -> dict[str, Tensor]:
-    """Leaves shapes without memory in the model, in float32 at least. Returns what was there, on rank 0."""
+def _move_to_meta(model: nn.Module) -> dict[str, Tensor]:
+    """Replace the weights by meta tensors of at least float32. Returns the old ones, with values on rank 0 only."""
     old = dict(model.named_parameters())
     shapes = {
         weight: nn.Parameter(
@@ -122,17 +123,17 @@ def _taken_out(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _fill(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Rank 0 shows one weight after the other to all, and each keeps its part: nobody has more than one whole."""
+    """Broadcast the weights of rank 0 one by one. Each rank keeps its shard and holds at most one whole weight."""
     for name, shards in model.named_parameters():
         weight = weights.pop(name)
-        seen = torch.empty_like(weight, device=device) if weight.is_meta else weight.to(device).contiguous()
-        dist.broadcast(seen, 0)
+        full = torch.empty_like(weight, device=device) if weight.is_meta else weight.to(device).contiguous()
+        dist.broadcast(full, 0)
         assert isinstance(shards, DTensor)
-        part = distribute_tensor(seen, shards.device_mesh, shards.placements, src_data_rank=None)
+        part = distribute_tensor(full, shards.device_mesh, shards.placements, src_data_rank=None)
         shards.to_local().copy_(part.to_local())
 
 
-def whole(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Of a shard, the whole tensor on every rank; narrowed before it travels."""
+def gather_full(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Gather the full tensor on every rank. It is cast to `dtype` first, so that fewer bytes travel."""
     moved = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
     return moved.full_tensor() if isinstance(moved, DTensor) else moved

@@ -1,4 +1,4 @@
-"""What one update found out, added up token by token."""
+"""Sums over the tokens of an update, from which its metrics are computed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dapo.types import Rollout, TokenStats
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over the tokens of one whole update, so that every figure is a mean over tokens."""
+    """Sums of one update, or of one mini-batch of it. Every metric is a mean over tokens, not over micro-batches."""
 
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    loss: float = 0.0  # of the mini-batch at hand
+    loss: float = 0.0  # of one mini-batch
     tokens: int = 0
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    gap_sum: float = 0.0
+    gap_sum: float = 0.0  # |sampler - trainer| log-probability, over tokens of the current weights
     gap_max: float = 0.0
     gap_tokens: int = 0
-    skipped: int = 0
+    skipped: int = 0  # optimizer steps that were not finite
     stop: str | None = None
-    computed: int = 0  # tokens through the trunk
+    computed: int = 0  # tokens that went through the trunk
     notes: list[str] = field(default_factory=list)
     token_stats: dict[tuple[int, int], TokenStats] = field(default_factory=dict)
 
@@ -37,8 +37,9 @@ class Tally:
         return self.gap_sum / max(self.gap_tokens, 1)
 
     def count(self, batch: Batch, result: HeadResult, *, is_first: bool, record: bool) -> None:
-        if not batch.rollouts:
-            self.sums |= {name: self.sums[name] for name in ("entropy", *result.metrics)}  # all ranks have the same
+        """Add one micro-batch. The gap is measured in the first mini-batch, token statistics are kept if `record`."""
+        if not batch.rollouts:  # a filler adds only the names, because all ranks must reduce the same sums
+            self.sums |= {name: self.sums[name] for name in ("entropy", *result.metrics)}
             return
         self.loss += float(result.loss)
         self.tokens += len(batch.targets_R)
@@ -57,7 +58,7 @@ class Tally:
                 self.token_stats[rollout.serial, rollout.index] = TokenStats(logprob, entropy)
 
     def add(self, part: Tally) -> None:
-        """A mini-batch to the whole update."""
+        """Add a mini-batch to the update."""
         for name, value in part.sums.items():
             self.sums[name] += value
         self.tokens += part.tokens
@@ -85,6 +86,7 @@ class Tally:
 
 
 def by_rollout(rollouts: Sequence[Rollout], values_R: Tensor) -> Iterator[tuple[Rollout, np.ndarray]]:
+    """Split values per response token into one array per rollout."""
     values = values_R.detach().float().cpu().numpy()
     ends = np.cumsum([len(rollout) for rollout in rollouts])
     yield from zip(rollouts, np.split(values, ends[:-1]), strict=True)

@@ -113,7 +113,7 @@ def test_a_run_that_is_too_large_exits_with_code_2_one_sentence_and_no_files(tmp
 def test_missing_vllm_is_reported_before_ray_is_started(tmp_path, cluster):
     done = train(tmp_path, cluster.address, "rollout.engine=vllm", "cluster.rollout_workers=1")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (
-        2, "error: the recipe has vLLM sample, but vLLM is not installed: pip install 'dapo[vllm]'"
+        2, "error: rollout.engine is vllm, but vLLM is not installed: pip install 'dapo[vllm]'"
     )  # fmt: skip
     assert "Joining" not in done.stderr
 

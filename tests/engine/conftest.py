@@ -1,4 +1,4 @@
-"""One engine of each kind for all tests of a session: vLLM takes its time to start."""
+"""One engine of each kind, shared by all tests of a session because vLLM is slow to start."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CACHE_BYTES = 64 << 20
 
 @dataclass(eq=False)
 class Subject:
-    """An engine under test, and the model that is being trained beside it."""
+    """An engine under test, and the model being trained."""
 
     engine: Engine
     model: Any
     version: int = 0
 
     def change(self, scale: float = 0.1) -> None:
-        """An update of all weights, as far as the engine can tell."""
+        """Change all weights at random and tell the engine, as an update would."""
         generator = torch.Generator().manual_seed(self.version)
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -63,12 +63,12 @@ def open_vllm(directory: Path, model: Any, **timing: Any) -> Engine:
     return VllmEngine(options, STOP, tiny_tokenizer(), lambda: model.state_dict().items(), **timing)
 
 
-# Whatever samples belongs here, and is then held to tests/engine/test_contract.py.
+# Every engine belongs here, and is then tested by tests/engine/test_contract.py.
 ENGINES: dict[str, Callable[[Path, Any], Engine]] = {"embedded": open_embedded, "vllm": open_vllm}
 
 
 def tiny_pair(folder: Path, kind: str = "llama", **shape: Any) -> tuple[Path, Any]:
-    """A saved model and the trainer's copy of it; with heads of a size that vLLM's kernels know."""
+    """Save a tiny model and return its directory and the trainer's copy. Its head size is one that vLLM supports."""
     directory = save_tiny(folder / "model", kind, **{"hidden_size": 128} | shape)
     model = load_model(ModelConfig(path=str(directory), device="cpu")).model.requires_grad_(False)
     model.set_attn_implementation(ATTENTION_NAME)

@@ -1,4 +1,4 @@
-"""What every engine keeps to, whoever computes: the trainer relies on nothing else."""
+"""The contract of every engine. The trainer relies on nothing else."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_response_ends_with_its_stop_token_or_at_the_limit(subject):
     assert {rollout.finish_reason for rollout in found.values()} == {"stop", "length"}
 
 
-def test_a_stop_token_that_is_the_only_one_allowed_counts_as_stop(subject):
+def test_a_stop_token_at_a_limit_of_one_token_counts_as_stop(subject):
     found = drain(subject.engine, *groups(8, 8, SamplingParams(max_tokens=1), seed=3))
     assert all(len(rollout) == 1 for rollout in found.values())
     assert all((r.finish_reason == "stop") == (r.tokens[0] in STOP) for r in found.values())
@@ -105,7 +105,7 @@ def test_the_text_is_the_tokens_without_special_ones(subject):
         assert rollout.text == tokenizer.decode([t for t in rollout.tokens.tolist() if t >= len(SPECIALS)])
 
 
-def test_a_serial_draws_the_same_again_and_every_other_serial_index_and_phase_something_else(subject):
+def test_a_serial_draws_the_same_tokens_again_and_other_serials_indices_and_phases_draw_others(subject):
     params = SamplingParams(max_tokens=10)
     (prompt,) = prompts(1, seed=5)
     ask = [Request(7, prompt, 3, params), Request(8, prompt, 3, params)]
@@ -127,7 +127,7 @@ def test_no_rollout_is_lost_or_comes_twice_when_groups_arrive_in_bursts(subject)
     check_logprobs(subject, requests[:10], by_key([r for r in rollouts if r.serial < 10]))
 
 
-def test_a_cancelled_group_leaves_and_the_others_are_as_without_it(subject):
+def test_a_cancelled_group_leaves_and_the_others_are_unaffected(subject):
     requests = groups(6, 4, SamplingParams(max_tokens=40), seed=7)
     expected = drain(subject.engine, *requests)
     subject.engine.submit(requests)
@@ -154,7 +154,7 @@ def test_everything_can_be_cancelled_at_once(subject):
 
 def test_a_weight_update_is_visible_in_the_next_sample(subject):
     params = SamplingParams(temperature=0, max_tokens=12)
-    long = prompts(1, seed=9, longest=2)[0] * 150  # what a cache may have kept of it must not be used again
+    long = prompts(1, seed=9, longest=2)[0] * 150  # a prefix cache must not keep any of it
     requests = [*groups(4, 2, params, seed=9), Request(9, long, 2, params)]
     before = drain(subject.engine, *requests)
     subject.change()
@@ -166,8 +166,8 @@ def test_a_weight_update_is_visible_in_the_next_sample(subject):
     check_logprobs(subject, requests, after)
 
 
-def test_what_is_under_way_goes_on_with_the_new_weights_and_says_from_where(subject):
-    requests = groups(8, 8, SamplingParams(max_tokens=200), seed=10)  # more than are decoded at once
+def test_rollouts_in_flight_continue_with_the_new_weights_and_record_the_switch(subject):
+    requests = groups(8, 8, SamplingParams(max_tokens=200), seed=10)  # more than MAX_CONCURRENT
     subject.engine.submit(requests)
     early = subject.engine.poll()
     subject.change()
@@ -182,7 +182,7 @@ def test_what_is_under_way_goes_on_with_the_new_weights_and_says_from_where(subj
     assert all(set(rollout.versions) == {old, new} for rollout in switched)
 
 
-def test_figures_say_how_busy_it_was_since_they_were_last_asked_for(subject):
+def test_metrics_cover_the_time_since_the_last_call(subject):
     subject.engine.figures()
     drain(subject.engine, *groups(4, 4, SamplingParams(max_tokens=10), seed=11))
     busy, idle = subject.engine.figures(), subject.engine.figures()

@@ -1,3 +1,5 @@
+"""The embedded engine with each of its decoders, against plain transformers."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -26,14 +28,14 @@ from tests.tiny import (
 
 @pytest.fixture(params=["eager", "paged", "paged and fused"])
 def engine_for(request):
-    """Every test runs with the decoder for CPUs and with the one for GPUs, whose kernels have twins in PyTorch."""
+    """Return a builder of engines with the decoder for CPUs, and with the one for GPUs over its PyTorch kernels."""
 
     def build(model, *, stop=(EOS_ID,), seed=0, max_concurrent=64, pages=400):
         model.set_attn_implementation(ATTENTION_NAME)
         engine = EmbeddedEngine(model, tiny_tokenizer(), frozenset(stop), seed, max_concurrent)
         if "fused" in request.param and model not in _TRUNKS:
             if not can_fuse(model):
-                pytest.skip("transformers computes this one")
+                pytest.skip("this architecture has no fused trunk")
             _TRUNKS[model] = FusedTrunk.of(model)
         if "paged" in request.param:
             engine.decoder = PagedDecoder(model, frozenset(stop), max_concurrent, max_length=128, pages=pages)
@@ -116,7 +118,7 @@ def test_a_rollout_does_not_depend_on_what_else_is_in_flight(engine_for):
         assert alone[4, index].tokens.tolist() == together[4, index].tokens.tolist()
 
 
-def test_two_groups_of_the_same_prompt_and_two_phases_draw_different_numbers(engine_for):
+def test_groups_of_the_same_prompt_and_phases_draw_different_tokens(engine_for):
     model = tiny_llama()
     (prompt,) = prompts(1)
     params = SamplingParams(max_tokens=10)
@@ -126,7 +128,7 @@ def test_two_groups_of_the_same_prompt_and_two_phases_draw_different_numbers(eng
     assert len(set(texts)) == 6
 
 
-def test_the_seed_decides(engine_for):
+def test_the_same_seed_draws_the_same_tokens_and_another_seed_others(engine_for):
     model = tiny_llama()
     request = Request(0, prompts(1)[0], 4, SamplingParams(max_tokens=10))
     first, again, other = (drain(engine_for(model, seed=seed), request) for seed in (3, 3, 4))
@@ -144,7 +146,7 @@ def test_the_prompt_of_a_group_is_computed_once(engine_for, monkeypatch):
         lambda ids, f=model.model.embed_tokens.forward: seen.append(ids.numel()) or f(ids),
     )
     if not isinstance(engine_for(model).decoder, EagerDecoder):
-        pytest.skip("counts the steps of the other decoder; test_paged.py has its own")
+        pytest.skip("counts the tokens of the decoder for CPUs; test_paged.py has its own")
     first, second = (4, 5, 6, 7, 8, 9), (10, 11, 12, 13)
     params = SamplingParams(max_tokens=3)
     drain(
@@ -153,7 +155,7 @@ def test_the_prompt_of_a_group_is_computed_once(engine_for, monkeypatch):
         Request(1, second, 5, params),
         Request(2, first, 5, params),
     )
-    # 10 distinct prompt tokens; then each of 15 responses feeds back all but its last token.
+    # 10 distinct prompt tokens; then each of 15 responses takes all but its last token as input.
     assert sum(seen) == len(first) + len(second) + 15 * 2
 
 
@@ -172,7 +174,7 @@ def test_a_weight_update_is_visible_in_the_next_sample(engine_for):
     assert np.array_equal(after[0, 0].tokens, fresh[0, 0].tokens)
 
 
-def test_a_cancelled_group_leaves_and_the_others_are_as_without_it(engine_for):
+def test_a_cancelled_group_leaves_and_the_others_are_unaffected(engine_for):
     model = tiny_llama()
     questions = prompts(3, seed=5)
     params = SamplingParams(max_tokens=30)
@@ -182,23 +184,23 @@ def test_a_cancelled_group_leaves_and_the_others_are_as_without_it(engine_for):
     with torch.no_grad():
         engine._start_waiting()
         engine.decoder.advance()
-    drawn = [engine.decoder.drawn(response) for response in engine.active]
+    drawn = [engine.decoder.tokens_drawn(response) for response in engine.active]
     assert len(set(drawn)) == 1 and drawn[0] in (2, BURST)
     assert engine.cancel([0]) == 2 * drawn[0]
     assert engine.cancel([99]) == 0
-    found = {(r.serial, r.index): r for r in iter_polls(engine)}
+    found = {(r.serial, r.index): r for r in poll_all(engine)}
     assert set(found) == {(1, 0), (1, 1), (2, 0), (2, 1)}
     expected = drain(engine_for(model, stop=(), max_concurrent=4), *requests)
     assert all(np.array_equal(found[key].tokens, expected[key].tokens) for key in found)
     assert not engine.prompts
 
 
-def iter_polls(engine):
+def poll_all(engine):
     while finished := engine.poll():
         yield from finished
 
 
-def test_a_stop_token_as_the_very_first_and_at_the_limit_counts_as_stop(engine_for):
+def test_a_stop_token_counts_as_stop_when_it_is_the_first_and_when_it_is_at_the_limit(engine_for):
     model = tiny_llama()
     everything = tuple(range(132))
     found = drain(engine_for(model, stop=everything), Request(0, (5, 6), 3, SamplingParams(max_tokens=4)))

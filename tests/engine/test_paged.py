@@ -1,4 +1,4 @@
-"""The decoder for GPUs, here with its kernels' twins in PyTorch: pages, bursts, and what happens when memory ends."""
+"""The decoder for GPUs, tested on a CPU with the PyTorch twins of its kernels: pages, bursts, and preemption."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dapo.engine.embedded import paged
+from dapo.engine.embedded import step
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.embedded.paged import BURST, PagedDecoder
 from dapo.kernels.piece_attention import PAGE
@@ -70,15 +70,15 @@ def test_the_prompt_of_a_group_is_computed_and_stored_once(monkeypatch):
     with torch.no_grad():
         engine._start_waiting()
     assert computed[0] == (PAGE + 9) + 29  # all but the last tokens, once
-    assert computed[1:] == [16] * 3  # fifteen places in the next larger graph
-    assert free - len(engine.decoder.store.free) == (2 + 1) + 15  # pages of the prompts, one for each response
+    assert computed[1:] == [16] * 3  # fifteen responses, padded to the next batch size
+    assert free - len(engine.decoder.store.free) == (2 + 1) + 15  # pages of the two prompts, and one for each response
     while engine.poll():
         pass
     assert len(engine.decoder.store.free) == free
     assert sorted(engine.decoder.free_rows) == list(range(1, 65))
 
 
-def test_when_pages_run_out_the_youngest_start_again_and_every_rollout_is_the_same():
+def test_when_pages_run_out_the_youngest_restart_and_every_rollout_is_the_same():
     model = tiny_llama()
     params = SamplingParams(max_tokens=3 * PAGE)
     requests = [Request(i, prompt(10, seed=i), 4, params) for i in range(4)]
@@ -93,7 +93,7 @@ def test_when_pages_run_out_the_youngest_start_again_and_every_rollout_is_the_sa
     assert len(engine.decoder.store.free) == 14
 
 
-def test_long_prompts_of_responses_that_made_room_do_not_keep_their_pages():
+def test_the_prompt_of_preempted_responses_gives_its_pages_back():
     model = tiny_llama()
     params = SamplingParams(max_tokens=2 * PAGE)
     requests = [Request(i, prompt(2 * PAGE + 1, seed=i), 2, params) for i in range(4)]
@@ -105,28 +105,28 @@ def test_long_prompts_of_responses_that_made_room_do_not_keep_their_pages():
     assert len(engine.decoder.store.free) == 7
 
 
-def test_a_single_response_that_just_fits_is_drawn_to_its_end():
+def test_a_single_response_that_just_fits_is_decoded_to_its_end():
     model = tiny_llama()
     engine = paged_engine(model, stop=(), max_length=PAGE + 40, pages=1 + 3)
     found = drain(engine, *(Request(i, prompt(PAGE, seed=i), 2, SamplingParams(max_tokens=41)) for i in range(2)))
     assert all(len(rollout) == 41 for rollout in found.values())
 
 
-def test_finished_rows_are_replaced_between_bursts_and_figures_say_how_busy_it_was():
+def test_finished_rows_are_replaced_between_bursts_and_metrics_report_the_occupancy():
     model = tiny_llama()
     engine = paged_engine(model, stop=(), max_concurrent=4)
     lengths = [3, 9, 17, 40, 5, 5, 30, 2]
     requests = [Request(i, prompt(6), 1, SamplingParams(max_tokens=n)) for i, n in enumerate(lengths)]
     found = drain(engine, *requests)
     assert [len(found[i, 0]) for i in range(len(lengths))] == lengths
-    figures = engine.figures()
-    assert figures["engine/batch_occupancy"] == sum(lengths) / (4 * figures["engine/decode_steps"])
-    assert figures["engine/decode_steps"] <= 2 * 40 + 2 * BURST
-    assert 0 < figures["engine/kv_occupancy"] < 1
+    metrics = engine.figures()
+    assert metrics["engine/batch_occupancy"] == sum(lengths) / (4 * metrics["engine/decode_steps"])
+    assert metrics["engine/decode_steps"] <= 2 * 40 + 2 * BURST
+    assert 0 < metrics["engine/kv_occupancy"] < 1
     assert engine.figures()["engine/decode_steps"] == 0
 
 
-def test_responses_under_way_go_on_with_new_weights_and_remember_when():
+def test_responses_in_flight_continue_with_new_weights_and_record_the_switch():
     model = tiny_llama()
     params = SamplingParams(max_tokens=3 * BURST)
     request = Request(0, prompt(12), 2, params)
@@ -160,7 +160,7 @@ def test_evaluation_may_be_greedy_or_truncated(params):
     assert all(np.array_equal(eager[key].tokens, paged[key].tokens) for key in eager)
 
 
-def test_the_cache_can_be_given_back_between_rounds():
+def test_the_cache_can_be_released_between_rounds():
     model = tiny_llama()
     request = Request(0, prompt(PAGE + 5), 3, SamplingParams(max_tokens=PAGE + 9))
     engine = paged_engine(model, stop=())
@@ -174,7 +174,7 @@ def test_the_cache_can_be_given_back_between_rounds():
 
 
 def crowded():
-    """An engine in which the responses of group 1 have just made room for those of group 0."""
+    """Return an engine in which the responses of group 1 have just been preempted in favor of group 0."""
     engine = paged_engine(tiny_llama(), stop=(), max_concurrent=4, pages=1 + 5)
     params = SamplingParams(max_tokens=3 * PAGE)
     engine.submit([Request(i, prompt(10), 2, params) for i in range(2)])
@@ -182,11 +182,11 @@ def crowded():
         while engine.decoder.restarts == 0:
             engine.decoder.advance()
             engine._start_waiting()
-            engine._put_back(engine.decoder.displaced())
+            engine._requeue(engine.decoder.take_preempted())
     return engine
 
 
-def test_a_response_that_made_room_can_be_cancelled():
+def test_a_preempted_response_can_be_cancelled():
     engine = crowded()
     assert {response.request.serial for response in engine.waiting} == {1}
     engine.cancel([1])
@@ -196,20 +196,20 @@ def test_a_response_that_made_room_can_be_cancelled():
     assert {rollout.serial for rollout in found} == {0}
 
 
-def test_a_response_that_made_room_starts_again_from_a_prompt_of_the_new_weights():
+def test_a_preempted_response_restarts_from_a_prompt_prefilled_with_the_new_weights():
     engine = crowded()
     (old,) = {response.prompt for response in engine.active}
     engine.sync_weights(1)
     with torch.no_grad():
         engine.decoder.model.lm_head.weight.mul_(0.5)
-    displaced = [*engine.waiting]
-    assert all(response.prompt is not old for response in displaced)
+    preempted = [*engine.waiting]
+    assert all(response.prompt is not old for response in preempted)
     found = {}
     while finished := engine.poll():
         found |= {(rollout.serial, rollout.index): rollout for rollout in finished}
     twin = plain.plain_copy(engine.decoder.model, torch.float32)
     started_later = [rollout for rollout in found.values() if rollout.weight_version == 1]
-    # Also one that made room after the change, while another response keeps the old prompt.
+    # At least one more is preempted after the change, while another response still uses the old prompt.
     assert {(rollout.serial, rollout.index) for rollout in started_later} > {(1, 0), (1, 1)}
     for rollout in started_later:
         assert rollout.switches == ()
@@ -220,13 +220,13 @@ def test_a_response_that_made_room_starts_again_from_a_prompt_of_the_new_weights
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"top_p": 0.7}, {"top_k": 3}])
-def test_replayed_graphs_draw_the_same(params, monkeypatch):
-    """With a stand-in for CUDA graphs."""
+def test_replayed_graphs_draw_the_same_tokens(params, monkeypatch):
+    """Uses a stand-in for CUDA graphs."""
     questions = [prompt(length, seed=length) for length in (1, 3, 40, PAGE + 5, 2 * PAGE)]
     requests = [Request(i, q, 3, SamplingParams(max_tokens=9 + i, **params)) for i, q in enumerate(questions)]
     expected = drain(paged_engine(tiny_llama(), stop=()), *requests)
     monkeypatch.setattr(GraphPool, "capture", capture)
-    monkeypatch.setattr(paged, "_can_capture", lambda model: True)
+    monkeypatch.setattr(step, "_can_capture", lambda model: True)
     model = tiny_llama()
     trunk._TRUNKS[model] = trunk.FusedTrunk.of(model)
     engine = paged_engine(model, stop=(), max_concurrent=7)
@@ -236,5 +236,5 @@ def test_replayed_graphs_draw_the_same(params, monkeypatch):
         assert all(np.array_equal(found[key].tokens, expected[key].tokens) for key in expected)
         for key, rollout in expected.items():
             np.testing.assert_allclose(found[key].logprobs, rollout.logprobs, atol=1e-5)
-    assert engine.decoder.prefill.captured and engine.decoder.graphs
+    assert engine.decoder.prefill.captured and engine.decoder.decode_step.graphs
     assert engine.figures()["engine/graph_replays"] > 0

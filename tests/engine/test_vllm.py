@@ -1,4 +1,4 @@
-"""vLLM in particular: its processes, its weights under way, and what is told before it is started."""
+"""The vLLM engine: its processes, weight changes in flight, and the errors raised before it starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 
 class Installed(Distribution):
-    """Some version of vLLM, as its metadata would have it."""
+    """The metadata of some installed version of vLLM."""
 
     def __init__(self, version: str, torch_version: str) -> None:
         self.text = f"Name: vllm\nVersion: {version}\nRequires-Dist: torch=={torch_version}\n"
@@ -44,34 +44,34 @@ class Installed(Distribution):
         raise NotImplementedError
 
 
-def test_without_vllm_the_way_to_get_it_is_told(monkeypatch):
+def test_without_vllm_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(_vllm_args.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^the recipe has vLLM sample, but vLLM is not installed: pip install"):
+    with pytest.raises(ConfigError, match=r"^rollout.engine is vllm, but vLLM is not installed: pip install"):
         _vllm_args.require_vllm()
 
 
 @pytest.mark.parametrize(
     ("version", "torch_version", "message"),
     [
-        ("0.31.0", torch.__version__, r"^vLLM 0.31.0 is installed, but 0.32 is needed"),
+        ("0.31.0", torch.__version__, r"^vLLM 0.31.0 is installed, but 0.32 is required"),
         ("0.32.1", "1.2.3", r"^vLLM 0.32.1 was built for torch 1.2.3, but torch .* is installed"),
     ],
 )
-def test_versions_that_do_not_go_together_are_told(monkeypatch, version, torch_version, message):
+def test_versions_that_do_not_fit_together_are_refused(monkeypatch, version, torch_version, message):
     monkeypatch.setattr(_vllm_args.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(_vllm_args, "_distribution", lambda name: Installed(version, torch_version))
     with pytest.raises(ConfigError, match=message):
         _vllm_args.require_vllm()
 
 
-def test_the_torch_that_vllm_was_built_for_may_be_any_build_of_it(monkeypatch):
+def test_any_build_of_the_torch_that_vllm_was_built_for_is_accepted(monkeypatch):
     monkeypatch.setattr(_vllm_args.importlib.util, "find_spec", lambda name: object())
     public = torch.__version__.split("+")[0]
     monkeypatch.setattr(_vllm_args, "_distribution", lambda name: Installed("0.32.0", f"{public}+other"))
     _vllm_args.require_vllm()
 
 
-def test_more_gpus_than_there_are_is_told(tmp_path):
+def test_more_gpus_than_there_are_is_refused(tmp_path):
     config = runs.load(tmp_path, "rollout.engine=vllm", "rollout.tensor_parallel=64")
     with pytest.raises(ConfigError, match=r"^rollout.tensor_parallel is 64, but PyTorch finds \d+ GPUs here$"):
         check_vllm(config, tmp_path)
@@ -126,18 +126,18 @@ def refused(config: Config, directory: Path, extra: dict, kind: type[DapoError],
         ("cuda:0", 2, 2, ("memory", None)),
     ],
 )
-def test_weights_travel_by_where_the_learner_and_vllm_are(learner, count, tensor_parallel, expected):
-    assert _vllm_args.placed(torch.device(learner), count, tensor_parallel) == expected
+def test_the_transport_depends_on_where_the_learner_and_vllm_are(learner, count, tensor_parallel, expected):
+    assert _vllm_args.choose_transport(torch.device(learner), count, tensor_parallel) == expected
 
 
-def test_a_head_that_is_the_embedding_is_sent_once_and_a_part_of_a_tensor_is_not_the_whole():
+def test_a_tied_head_is_sent_once_and_a_slice_is_not_mistaken_for_its_tensor():
     table, joined = torch.randn(4, 3), torch.randn(2, 3, 3)
     sent = _distinct([("embed", table), ("q", joined[0]), ("all", joined), ("k", joined[1]), ("head", table)])
     assert list(sent) == ["embed", "q", "all", "k"]
 
 
-def test_tokens_under_way_are_drawn_from_the_weights_that_their_version_names(vllm_subject):
-    """Also what the new weights see of the old ones' tokens is their own: the cache is computed anew."""
+def test_tokens_in_flight_are_drawn_from_the_weights_that_their_version_names(vllm_subject):
+    """The cache is recomputed: the new weights see their own keys and values for tokens that the old ones drew."""
     requests = groups(8, 8, SamplingParams(max_tokens=200), seed=20)
     old = plain.plain_copy(vllm_subject.model, torch.float32)
     vllm_subject.engine.submit(requests)
@@ -156,7 +156,7 @@ def test_tokens_under_way_are_drawn_from_the_weights_that_their_version_names(vl
         np.testing.assert_allclose(rollout.logprobs, expected, atol=1e-4)
 
 
-def test_a_version_that_drew_no_token_of_a_response_is_counted_all_the_same(vllm_subject):
+def test_a_version_that_drew_no_token_of_a_response_still_counts(vllm_subject):
     engine, before = vllm_subject.engine, vllm_subject.version
     engine.submit(groups(8, 8, SamplingParams(max_tokens=200), seed=21))
     early = engine.poll()
@@ -175,8 +175,8 @@ def test_the_size_of_the_cache_is_what_vllm_was_given(vllm_subject):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_is_meant_for_the_run_does_not_reach_vllm(vllm_subject, number):
-    """Ctrl-C goes to all processes of a terminal, a batch system's end to all of a job: the run ends its step first."""
+def test_signals_meant_for_the_run_do_not_reach_vllm(vllm_subject, number):
+    """Ctrl-C reaches all processes of a terminal, a batch system's SIGTERM all of a job. The run ends its step."""
     for process in vllm_subject.engine.processes:
         process.send_signal(number)
     time.sleep(0.5)
@@ -184,7 +184,7 @@ def test_what_is_meant_for_the_run_does_not_reach_vllm(vllm_subject, number):
 
 
 def test_a_sync_that_hangs_times_out_with_an_explanation_and_leaves_no_process(tmp_path):
-    """On the way: a model whose head is its embedding takes over new weights, too."""
+    """Also tests that a model with a tied head loads new weights."""
     directory, model = tiny_pair(tmp_path, "qwen2", tie_word_embeddings=True)
     engine = open_vllm(directory, model, sync_seconds=20)
     try:
@@ -199,14 +199,14 @@ def test_a_sync_that_hangs_times_out_with_an_explanation_and_leaves_no_process(t
             np.testing.assert_allclose(rollout.logprobs, expected.numpy(), atol=1e-4)
         engine.processes[-1].suspend()
         engine.sync_seconds = 2
-        with pytest.raises(EngineError, match=r"did not take over the weights of version 2 within 2 seconds"):
+        with pytest.raises(EngineError, match=r"did not load the weights of version 2 within 2 seconds"):
             engine.sync_weights(2)
         assert not any(process.is_running() for process in engine.processes)
     finally:
         engine.close()
 
 
-def test_vllm_that_dies_while_it_samples_is_told_in_one_sentence(tmp_path):
+def test_vllm_that_dies_while_it_samples_is_reported_in_one_sentence(tmp_path):
     engine = open_vllm(*tiny_pair(tmp_path))
     try:
         engine.submit(groups(40, 8, SamplingParams(max_tokens=200)))
@@ -224,7 +224,7 @@ TRAINING = "from dapo.cli import main; import sys; sys.argv = ['dapo', 'train', 
 
 @needs_vllm
 @pytest.mark.timeout(1200)  # vLLM starts twice
-def test_a_run_samples_with_vllm_and_when_it_is_killed_vllm_ends_too_and_the_run_can_go_on(tmp_path):
+def test_a_killed_run_takes_vllm_with_it_and_can_be_resumed(tmp_path):
     options = {"engine": "vllm", "vllm": {"enforce_eager": True, "kv_cache_memory_bytes": CACHE_BYTES}}
     tiny_pair(tmp_path)  # where the recipe expects its model
     recipe = runs.recipe(tmp_path, run={"steps": 10_000, "save_every": 2, "dir": str(tmp_path)}, rollout=options)
@@ -254,12 +254,12 @@ def test_a_run_samples_with_vllm_and_when_it_is_killed_vllm_ends_too_and_the_run
 
 
 def vllm_processes(parent: int) -> list[psutil.Process]:
-    """vLLM names its processes."""
+    """Return the processes below `parent` that vLLM has named."""
     return [p for p in psutil.Process(parent).children(recursive=True) if p.name().startswith("VLLM")]
 
 
 def wait_until(is_so, seconds: float) -> None:
     end = time.monotonic() + seconds
     while not is_so():
-        assert time.monotonic() < end, "it did not happen in time"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""vLLM on a GPU: every way that weights travel there, sleep, and a run that learns and samples in turns."""
+"""vLLM on a GPU: every transport of weights, sleep, and a run that learns and samples in turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-ROUNDING = 0.08  # of a log-probability of a tiny random model in bfloat16, on average
+ROUNDING = 0.08  # bound on the mean rounding error of a tiny random model's log-probabilities in bfloat16
 
 
 @pytest.fixture(scope="module", params=["memory", "ipc", "nccl"])
@@ -36,7 +36,7 @@ def on_gpu(request, tmp_path_factory) -> Iterator[Subject]:
         directory, SEED, MAX_LENGTH, MAX_CONCURRENT, dtype="bfloat16", memory_fraction=0.2,
         extra={"enforce_eager": True}, transport=request.param, devices=[0],
     )  # fmt: skip
-    # NCCL refuses two processes on one GPU, unless they seem to be on two machines.
+    # NCCL refuses two processes on one GPU unless they appear to be on two machines.
     alone = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
     before = dict(os.environ)
     os.environ.update(alone | {"NCCL_HOSTID": "sampler"})
@@ -51,7 +51,7 @@ def on_gpu(request, tmp_path_factory) -> Iterator[Subject]:
 
 
 def change(subject: Subject) -> None:
-    """An update of all weights, by far more than rounding."""
+    """Change all weights by far more than rounding, and sync."""
     generator = torch.Generator("cuda").manual_seed(subject.version)
     with torch.no_grad():
         for parameter in subject.model.parameters():
@@ -62,7 +62,7 @@ def change(subject: Subject) -> None:
 
 
 def gap(subject: Subject, requests, found) -> float:
-    """Mean difference to the log-probabilities of the weights as they are now, in float32."""
+    """Return the mean difference to the log-probabilities of the current weights in float32."""
     twin = plain.plain_copy(subject.model, torch.float32).cpu()
     questions = {request.serial: request.prompt for request in requests}
     gaps = []
@@ -79,13 +79,13 @@ def test_every_update_arrives_whole(on_gpu):
         before = drain(on_gpu.engine, *requests)
         assert gap(on_gpu, requests, before) < ROUNDING
         change(on_gpu)
-        assert gap(on_gpu, requests, before) > 5 * ROUNDING  # or the test below could not fail
+        assert gap(on_gpu, requests, before) > 5 * ROUNDING  # otherwise the check below could not fail
         after = drain(on_gpu.engine, *requests)
         assert gap(on_gpu, requests, after) < ROUNDING
         assert {rollout.weight_version for rollout in after.values()} == {on_gpu.version}
 
 
-def test_what_is_under_way_goes_on_with_the_new_weights(on_gpu):
+def test_rollouts_in_flight_continue_with_the_new_weights(on_gpu):
     requests = groups(8, 8, SamplingParams(max_tokens=200), seed=10)
     on_gpu.engine.submit(requests)
     early = on_gpu.engine.poll()
@@ -95,7 +95,7 @@ def test_what_is_under_way_goes_on_with_the_new_weights(on_gpu):
     assert any(rollout.switches for rollout in found.values())
 
 
-def test_asleep_it_gives_the_memory_back_and_awake_it_samples_as_before(on_gpu):
+def test_sleep_frees_the_memory_and_sampling_is_the_same_after_it(on_gpu):
     requests = groups(6, 4, SamplingParams(temperature=0, max_tokens=12), seed=2)
     before = drain(on_gpu.engine, *requests)
     awake = torch.cuda.mem_get_info()[0]
@@ -119,6 +119,6 @@ def test_a_run_learns_and_samples_in_turns_on_one_gpu(tmp_path):
         trainer.run()
     finally:
         trainer.close()
-    figures = runs.figures(config.run_dir)
-    assert all(figure["updates"] > 0 and figure["engine/sync_s"] > 0 for figure in figures)
-    assert max(figure["logprob_gap/mean"] for figure in figures) < 0.05
+    steps = runs.figures(config.run_dir)
+    assert all(step["updates"] > 0 and step["engine/sync_s"] > 0 for step in steps)
+    assert max(step["logprob_gap/mean"] for step in steps) < 0.05

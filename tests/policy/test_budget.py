@@ -1,3 +1,5 @@
+"""The memory budget of an update, and what happens when memory runs out anyway."""
+
 from __future__ import annotations
 
 import pytest
@@ -16,7 +18,7 @@ from tests.tiny import tiny_llama
 
 
 class OnGpu:
-    """A tiny model that says it is on a GPU with so much memory; nothing is computed with it."""
+    """A tiny model that pretends to be on a GPU with `free` bytes. It is never run."""
 
     def __init__(self, monkeypatch, free: int) -> None:
         self.model = tiny_llama().to(torch.bfloat16)
@@ -37,37 +39,37 @@ class _Cuda:
 GIB = 2**30
 
 
-def test_on_a_cpu_it_is_what_the_option_says_or_a_default():
+def test_on_a_cpu_the_budget_is_the_option_or_a_default():
     model = tiny_llama()
     assert Budget.of(model, PlainTrunk(model), OptimConfig(), 0) == Budget(4096)
     assert Budget.of(model, PlainTrunk(model), OptimConfig(max_tokens_per_micro_batch=77), 0) == Budget(77)
 
 
-def test_on_a_gpu_it_follows_the_free_memory_and_what_is_still_to_come(monkeypatch):
+def test_on_a_gpu_the_budget_follows_the_free_memory_and_what_the_update_will_allocate(monkeypatch):
     gpu = OnGpu(monkeypatch, free=100 * GIB)
-    assert gpu.budget() == Budget(budget._MOST_TOKENS)
+    assert gpu.budget() == Budget(budget._MAX_TOKENS)
     per_token = activation_bytes(gpu.model, gpu.trunk, recompute=False)
     wanted = 40_000
     spare = (wanted + 0.5) * per_token
-    gpu = OnGpu(monkeypatch, free=int((spare + budget._HEAD_BYTES + 3 * GIB) / budget._SHARE))
+    gpu = OnGpu(monkeypatch, free=int((spare + budget._HEAD_BYTES + 3 * GIB) / budget._USABLE))
     found = gpu.budget(to_come=3 * GIB)
     assert abs(found.max_tokens - wanted) <= 1 and not found.recompute
 
 
-def test_what_an_update_took_makes_it_smaller_where_that_is_more_than_was_counted():
-    counted = Budget(60_000, room=60 * GIB)
+def test_the_budget_shrinks_if_an_update_took_more_memory_than_estimated():
+    estimate = Budget(60_000, room=60 * GIB)
     fixed = budget._HEAD_BYTES
-    for used in (fixed // 2, fixed + 15_000 * GIB // 1000):  # little was computed, and as much as was counted
-        assert counted.measured(15_000, used) == 60_000
-    assert counted.measured(15_000, fixed + 2 * 15_000 * GIB // 1000) == 30_000
-    assert Budget(1, room=0.0).measured(100, fixed + GIB) == 1
+    for used in (fixed // 2, fixed + 15_000 * GIB // 1000):  # less than a chunk of logits, and exactly the estimate
+        assert estimate.tokens_that_fit(15_000, used) == 60_000
+    assert estimate.tokens_that_fit(15_000, fixed + 2 * 15_000 * GIB // 1000) == 30_000
+    assert Budget(1, room=0.0).tokens_that_fit(100, fixed + GIB) == 1
 
 
-def test_where_too_few_tokens_fit_activations_are_computed_twice_unless_forbidden(monkeypatch):
+def test_if_too_few_tokens_fit_activations_are_recomputed_unless_forbidden(monkeypatch):
     probe = OnGpu(monkeypatch, free=0)
     per_token = activation_bytes(probe.model, probe.trunk, recompute=False)
     assert activation_bytes(probe.model, probe.trunk, recompute=True) < per_token
-    gpu = OnGpu(monkeypatch, free=int((budget._HEAD_BYTES + 5000 * per_token) / budget._SHARE))
+    gpu = OnGpu(monkeypatch, free=int((budget._HEAD_BYTES + 5000 * per_token) / budget._USABLE))
     assert gpu.budget().recompute
     assert gpu.budget().max_tokens > 5000
     never = gpu.budget(recompute_activations="never")
@@ -77,8 +79,8 @@ def test_where_too_few_tokens_fit_activations_are_computed_twice_unless_forbidde
     assert OnGpu(monkeypatch, free=100 * GIB).budget(recompute_activations="always").recompute
 
 
-def test_where_hardly_anything_fits_the_update_has_the_memory_of_the_cache(monkeypatch):
-    gpu = OnGpu(monkeypatch, free=int((budget._HEAD_BYTES + 1000) / budget._SHARE))
+def test_if_hardly_anything_fits_the_update_takes_the_memory_of_the_cache(monkeypatch):
+    gpu = OnGpu(monkeypatch, free=int((budget._HEAD_BYTES + 1000) / budget._USABLE))
     assert gpu.budget().max_tokens == 1
     found = gpu.budget(cache_bytes=GIB)
     assert found.needs_cache and found.max_tokens > budget._ENOUGH_TOKENS
@@ -87,7 +89,7 @@ def test_where_hardly_anything_fits_the_update_has_the_memory_of_the_cache(monke
 
 def test_an_update_that_runs_out_of_memory_is_done_in_halves_with_the_same_result(monkeypatch):
     groups = random_groups(3, 5, 4)
-    # The limit is far above what there is: halving the limit alone would change nothing.
+    # The limit is far above the size of the batch, so halving the limit alone would change nothing.
     plain, short = (Policy(for_dapo(tiny_llama()), config(optim__max_tokens_per_micro_batch=9999)) for _ in range(2))
     expected = plain.update(groups, step=1, version=0)
     backward, sizes = short._backward, []
@@ -119,7 +121,7 @@ def test_a_single_response_that_does_not_fit_is_an_error_in_one_sentence(monkeyp
         policy.update(random_groups(3, 2, 4), step=1, version=0)
 
 
-def test_models_that_name_their_inner_width_otherwise_have_a_budget(monkeypatch):
+def test_models_with_another_name_for_their_inner_width_have_a_budget(monkeypatch):
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=40))
     assert activation_bytes(gpt2, PlainTrunk(gpt2), recompute=False) > 0
     assert inner_width(gpt2.config) == 64

@@ -1,4 +1,4 @@
-"""Updates replayed from fixed sizes, with a stand-in for CUDA graphs and for flash attention's way back."""
+"""Updates replayed as graphs of fixed size, with stand-ins for CUDA graphs and for the backward of flash attention."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def gradients(policy, groups):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("build", [tiny_llama, tiny_qwen3])
-def test_a_replayed_update_has_the_gradient_and_the_figures_of_an_ordinary_one(build, tied):
+def test_a_replayed_update_has_the_gradient_and_the_metrics_of_an_ordinary_one(build, tied):
     tie = lambda: build(tie_word_embeddings=tied)  # noqa: E731
     eager, captured = fused_policy(tie), captured_policy(tie)
-    for seed, count in ((3, 5), (4, 2), (3, 5), (5, 7)):  # smaller ones after larger ones, and one again
+    for seed, count in ((3, 5), (4, 2), (3, 5), (5, 7)):  # smaller after larger, and one repeated
         groups = random_groups(seed, count, 4)
         expected, expected_grads = gradients(eager, groups)
         found, grads = gradients(captured, groups)
@@ -68,7 +68,7 @@ def test_a_replayed_update_has_the_gradient_and_the_figures_of_an_ordinary_one(b
     assert len(captured.captured.captured) < 4
 
 
-def test_with_a_reference_in_the_loss_it_is_another_graph_with_the_same_result():
+def test_a_loss_with_a_reference_has_a_graph_of_its_own_and_the_same_result():
     options = {"algorithm__kl_loss_coef": 0.1}
     eager, captured = fused_policy(**options), captured_policy(**options)
     groups = random_groups(3, 4, 4, with_reference=True)
@@ -89,7 +89,7 @@ def test_whole_updates_leave_the_same_weights():
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
-def test_what_is_large_or_long_is_not_captured():
+def test_large_micro_batches_are_not_captured():
     policy = captured_policy()
     assert policy.captured is not None
     policy.captured.sizes = [8]
@@ -105,8 +105,8 @@ def test_the_fused_update_is_that_of_plain_transformers():
     groups = random_groups(3, 5, 4)
     plain_model = for_dapo(tiny_llama())
     plain = Policy(plain_model, config())
-    monkey = fused_policy()
-    first, second = plain.update(groups, 1, 0), monkey.update(groups, 1, 0)
+    fused = fused_policy()
+    first, second = plain.update(groups, 1, 0), fused.update(groups, 1, 0)
     assert second.metrics["grad_norm"] == pytest.approx(first.metrics["grad_norm"], rel=1e-4)
-    for one, other in zip(plain_model.parameters(), monkey.model.parameters(), strict=True):
+    for one, other in zip(plain_model.parameters(), fused.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""Opening a policy in several processes: who reads the weights, who has which, and how much memory that takes."""
+"""Building a policy in several processes: who reads the weights, who holds which, and how much memory that takes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 
 def no_weights_here(*arguments: Any, **options: Any) -> Any:
-    raise AssertionError("a rank other than 0 reads weights")
+    raise AssertionError("a rank other than 0 read weights")
 
 
 def open_policies(folder: Path) -> dict[str, Any]:
-    """Policies with a reference, as a run opens them, and what each rank then has."""
+    """Build policies with a reference as a run does, and return what each rank then holds."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
         modeling_utils.safe_open = no_weights_here  # pyright: ignore[reportPrivateImportUsage]
     found = {}
@@ -56,10 +56,10 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def test_one_rank_alone_reads_weights_and_all_of_them_compute_with_what_it_has_read(tmp_path):
+def test_only_rank_0_reads_weights_and_all_ranks_compute_with_them(tmp_path):
     for name in SOURCES:
         save_tiny(tmp_path / name, "qwen2", vocab_size=133, tie_word_embeddings=name == "tied")
-    # As transformers has it: weights that are there and differ are not tied, whatever the configuration says.
+    # In transformers, weights that are saved and differ are not tied, whatever the configuration says.
     options = json.loads((tmp_path / "says it is tied" / "config.json").read_text())
     (tmp_path / "says it is tied" / "config.json").write_text(json.dumps(options | {"tie_word_embeddings": True}))
     one, two = open_policies(tmp_path), ranks.run(2, tmp_path / "ranks", open_policies, tmp_path)
@@ -78,10 +78,10 @@ def test_one_rank_alone_reads_weights_and_all_of_them_compute_with_what_it_has_r
 
 
 def memory_to_open(folder: Path) -> list[float]:
-    """Of each rank, in bytes: how much more it holds at the worst moment than before."""
+    """Return for each rank by how many bytes its peak memory exceeds its memory before."""
     options = {**FREE, **SHORT}
-    build_policy(config(**options, model__path=str(folder / "tiny")))  # whatever is imported and set up once
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    build_policy(config(**options, model__path=str(folder / "tiny")))  # imports and one-time setup
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = resident("VmRSS")
     policy = build_policy(config(**options, model__path=str(folder / "large")))[1]
     peak = resident("VmHWM") - before
@@ -90,16 +90,17 @@ def memory_to_open(folder: Path) -> list[float]:
 
 
 def resident(key: str) -> float:
+    """Return a size in bytes from /proc/self/status."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return 1024.0 * int(line.split()[1])
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the peak")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure peak memory")
 def test_ranks_that_read_nothing_never_hold_the_whole_model(tmp_path):
     save_tiny(tmp_path / "tiny")
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
     size = (save_tiny(tmp_path / "large", vocab_size=8000, **shape) / "model.safetensors").stat().st_size
     assert size > 150e6
     first, second = ranks.run(2, tmp_path / "ranks", memory_to_open, tmp_path)
-    assert first > size, "rank 0 has read all of it, or this measures nothing"
-    assert 0.5 * size < second < 0.9 * size, "its half, one whole weight, and what malloc keeps"
+    assert first > size, "rank 0 reads the whole model, so its peak must show it"
+    assert 0.5 * size < second < 0.9 * size, "rank 1 holds its half, one whole weight, and what malloc keeps"

@@ -1,4 +1,4 @@
-"""Learning in shards, with real processes: every figure is that of one process that has all the weights."""
+"""The sharded policy in real processes: every result equals that of one process with all the weights."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ CASES: dict[str, dict[str, Any]] = {
     "reference": {"algorithm__kl_loss_coef": 0.1, **FREE},
     "adapters": {"lora": 3, "algorithm__kl_loss_coef": 0.1, **FREE},
     "bf16": {"dtype": torch.bfloat16, **FREE},
-    "not finite": {"spoilt": True, **FREE},
+    "not finite": {"non_finite": True, **FREE},
     "gap": {},
 }
 
 
-def build(kind: type[Policy], *, tied=True, lora=0, dtype=torch.float32, groups=(1, 5, 4), spoilt=False, **options):
-    """A policy whose sizes do not divide by the number of ranks, and groups to learn from."""
+def build(kind: type[Policy], *, tied=True, lora=0, dtype=torch.float32, groups=(1, 5, 4), non_finite=False, **options):
+    """Return a policy whose sizes are not divisible by the number of ranks, and groups to learn from."""
     make = lambda seed: for_dapo(  # noqa: E731
         tiny_qwen3(seed, tie_word_embeddings=tied, vocab_size=133, intermediate_size=70).to(dtype)
     )
@@ -49,17 +49,17 @@ def build(kind: type[Policy], *, tied=True, lora=0, dtype=torch.float32, groups=
     if lora:
         torch.manual_seed(3)
         model = add_adapters(model, LoraConfig(rank=lora))
-        for name, parameter in model.named_parameters():  # B starts at zero, where A has no gradient
+        for name, parameter in model.named_parameters():  # B starts at zero, and then A has no gradient
             if "lora_B" in name:
                 parameter.data.normal_(std=0.1)
     reference = make(1).requires_grad_(False) if cfg.needs_reference and not lora else None
     policy = kind(model, cfg, reference)
     made = random_groups(*groups)
-    if spoilt:
+    if non_finite:
         made = [replace(g, advantages=np.full_like(g.advantages, np.inf)) for g in made]
     if cfg.needs_reference:
         found = policy.reference_logprobs(made)
-        if isinstance(policy, ShardedPolicy):  # rank 0 has them
+        if isinstance(policy, ShardedPolicy):  # only rank 0 has them
             box = [found]
             torch.distributed.broadcast_object_list(box)
             found = box[0]
@@ -68,12 +68,12 @@ def build(kind: type[Policy], *, tied=True, lora=0, dtype=torch.float32, groups=
 
 
 def learn(kind: type[Policy], case: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of the first mini-batch, and all that is left after an update."""
+    """Return the gradients of the first mini-batch, and the state after an update."""
     policy, groups = build(kind, **case)
     part = Tally()
     for batch, result in policy._gradients(groups, 0, part):
         part.count(batch, result, is_first=True, record=False)
-    policy._agree(part)
+    policy._reduce(part)
     named = list(zip(policy.optimizer.names, policy.optimizer.masters, strict=True))
     grads = {name: full(master.grad) for name, master in named if master.grad is not None}
     policy.optimizer.zero_grad()
@@ -109,14 +109,14 @@ def found(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("bf16", "not finite", "gap")])
-def test_gradients_weights_and_figures_are_those_of_one_process_for_any_number_of_ranks(expected, found, case):
+def test_gradients_weights_and_metrics_are_those_of_one_process_for_any_number_of_ranks(expected, found, case):
     one, many = expected[case], found[case]
     assert many["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
     assert many["grads"].keys() == one["grads"].keys()
     assert any(grad.abs().max() > 1e-3 for grad in one["grads"].values())
     for name, grad in one["grads"].items():
         torch.testing.assert_close(many["grads"][name], grad, atol=1e-5, rtol=1e-4, msg=lambda t, n=name: f"{n}: {t}")
-        # Where the gradient is next to nothing, Adam's first step is its sign, and rounding decides that.
+        # Adam's first step is the sign of the gradient. For a tiny gradient, rounding decides the sign.
         steady = grad.abs() > 1e-5
         torch.testing.assert_close(many["weights"][name][steady], one["weights"][name][steady], atol=1e-5, rtol=0)
     for name, tensor in one["exported"].items():
@@ -125,7 +125,7 @@ def test_gradients_weights_and_figures_are_those_of_one_process_for_any_number_o
     assert many["exported"].keys() == one["exported"].keys()
     assert many["metrics"].keys() == one["metrics"].keys()
     for name, value in one["metrics"].items():
-        if name != "tokens/computed":  # a prompt whose answers are on two ranks is computed on both
+        if name != "tokens/computed":  # a prompt whose responses are on two ranks is computed on both
             assert many["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert many["stats"].keys() == one["stats"].keys()
     for key, stats in one["stats"].items():
@@ -166,7 +166,7 @@ def test_all_ranks_see_the_gap_of_all_tokens(expected, found):
 
 
 @pytest.mark.parametrize(("count", "budget"), [(2, 30), (3, 4096), (4, 12), (7, 40)])
-def test_every_rollout_is_packed_once_in_equally_many_micro_batches_of_balanced_size(count, budget):
+def test_every_rollout_is_packed_once_and_ranks_get_equally_many_micro_batches_of_balanced_size(count, budget):
     groups = random_groups(4, 9, 6)
     shares = [
         micro_batches(groups, "token-mean", budget, 0, torch.empty(0), rank=rank, ranks=count) for rank in range(count)
@@ -178,32 +178,32 @@ def test_every_rollout_is_packed_once_in_equally_many_micro_batches_of_balanced_
     tokens = [sum(len(batch.tokens_T) for batch in share if batch.rollouts) for share in shares]
     whole = sum(len(b.tokens_T) for b in micro_batches(groups, "token-mean", 10**9, 0, torch.empty(0)))
     longest = max(len(g.prompt.tokens) + len(r) for g in groups for r in g.rollouts)
-    if budget == 4096:  # with small micro-batches prompts are repeated, which is not what is shared out
+    if budget == 4096:  # small micro-batches repeat prompts, which the balancing does not count
         assert max(tokens) <= whole / count + longest
 
 
-def look_back() -> list[Any]:
+def shrink_budget() -> list[Any]:
     policy, _ = build(ShardedPolicy, **FREE)
     policy.budget = Budget(1000, room=1000 * 2.0**20)
-    taken = 2**32 + (100 << 20) * (1 + policy.rank)  # what was counted on rank 0, twice that on rank 1
+    taken = 2**32 + (100 << 20) * (1 + policy.rank)  # the estimate on rank 0, twice that on rank 1
     tally = Tally()
-    policy._look_back(100, taken, tally)
+    policy._shrink_budget(100, taken, tally)
     found: list[Any] = [None] * policy.ranks
     torch.distributed.all_gather_object(found, (policy.budget.max_tokens, len(tally.notes)))
     return found
 
 
-def test_a_rank_that_needs_more_memory_than_was_counted_makes_all_of_them_compute_less_at_once(tmp_path):
-    assert ranks.run(2, tmp_path, look_back) == [(500, 1), (500, 1)]
+def test_if_one_rank_needs_more_memory_than_estimated_all_ranks_use_smaller_micro_batches(tmp_path):
+    assert ranks.run(2, tmp_path, shrink_budget) == [(500, 1), (500, 1)]
 
 
-def test_offload_is_refused_where_nothing_is_shared():
+def test_offload_is_refused_for_a_single_learner():
     with pytest.raises(ConfigError, match=r"cluster.offload is for weights that several processes share"):
         config(cluster__offload=True)
 
 
 def on_gpu(offload: bool) -> dict[str, Any]:
-    """Gradients of both kinds of policy in bf16 on one GPU, and the log-probabilities that belong to them."""
+    """Return gradients, metrics and weights of both kinds of policy in bf16 on one GPU."""
     torch.cuda.set_device(0)
     options = {"cluster__learners": 2, "cluster__offload": offload, **FREE}
     policies = {
@@ -242,8 +242,8 @@ KINDS: dict[str, dict[str, Any]] = {
 SHORT = {"model__device": "cpu", "data__max_prompt_length": 64, "data__max_response_length": 64}
 
 
-def go_on(start: Path, folder: Path, is_saved: bool) -> dict[str, Any]:
-    """Take up what is saved in `start`, learn, save in `folder`; the optimizer's state and the weights at both ends."""
+def resume_and_update(start: Path, folder: Path, is_saved: bool) -> dict[str, Any]:
+    """Resume from `start`, make an update, save in `folder`. Returns optimizer state and weights before and after."""
     found = {}
     for name, options in KINDS.items():
         place = folder / name
@@ -266,15 +266,15 @@ def everything(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: full(tensor) for name, tensor in (*state.items(), *policy.weights())}
 
 
-def test_a_run_goes_on_with_any_other_number_of_ranks_from_exactly_where_it_was(tmp_path):
+def test_a_run_resumes_exactly_with_any_other_number_of_ranks(tmp_path):
     save_tiny(tmp_path / "model", vocab_size=133)
     ends = {}
     for before, count in (("", 1), ("1", 2), ("2", 3), ("3", 1)):
         start, place = tmp_path / f"after {before}", tmp_path / f"after {count}"
         if count == 1:
-            found = go_on(start, place, bool(before))
+            found = resume_and_update(start, place, bool(before))
         else:
-            found = ranks.run(count, tmp_path / f"ranks {count}", go_on, start, place, bool(before))
+            found = ranks.run(count, tmp_path / f"ranks {count}", resume_and_update, start, place, bool(before))
         for name in KINDS:
             if before:
                 assert found[name]["before"].keys() == ends[name].keys()

@@ -1,4 +1,4 @@
-"""The packed update against plain padded transformers in float64."""
+"""The packed update, compared with plain padded transformers in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import dapo.model.attention as attention
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.config import Config
-from dapo.policy.head import picked
+from dapo.policy.head import gather_predictors
 from dapo.policy.policy import Policy
 from dapo.types import Group, Score
 from tests import make, plain
@@ -38,7 +38,7 @@ def for_dapo(model):
 def random_groups(
     seed: int, count: int, n: int, *, overlong_filter: bool = False, with_reference: bool = False
 ) -> list[Group]:
-    """Prompts of mixed lengths (some the same), responses of mixed lengths, made-up old log-probabilities."""
+    """Return groups of mixed lengths, some with equal prompts, with random old log-probabilities."""
     rng = np.random.default_rng(seed)
     prompts = [tuple(rng.integers(4, 130, rng.integers(1, 12)).tolist()) for _ in range(max(1, count - 1))]
     groups = []
@@ -202,7 +202,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_three_in_a_row_stop
     assert not policy.optimizer.adam.state
 
 
-def test_a_finite_step_between_resets_the_count():
+def test_a_finite_step_resets_the_count_of_non_finite_ones():
     groups = random_groups(7, 3, 4)
     bad = [
         Group(
@@ -232,7 +232,7 @@ def test_groups_of_an_older_version_do_not_count_in_the_gap():
 
 @pytest.mark.parametrize("changes", [{"weight_version": 4}, {"weight_version": 4, "switches": (1,)}])
 def test_groups_with_a_single_older_token_do_not_count_in_the_gap(changes):
-    """The first responses are of the current weights: one must look at all of them."""
+    """Only the last response has an older token, so all of them must be checked."""
     current = [
         replace(g, rollouts=tuple(replace(r, weight_version=5) for r in g.rollouts)) for g in random_groups(8, 3, 4)
     ]
@@ -301,6 +301,6 @@ def test_gradients_of_a_shared_predictor_add_up_in_float32():
     hidden = torch.randn(3, 4).to(torch.bfloat16).requires_grad_()
     predictors = torch.tensor([1] * 300 + [2])
     upstream = torch.full((301, 4), 1.0, dtype=torch.bfloat16)
-    picked(hidden, predictors).backward(upstream)
-    # One by one in bf16 the sum would stop at 256, where adding 1 rounds to nothing.
+    gather_predictors(hidden, predictors).backward(upstream)
+    # In bf16 the sum would stop at 256, where adding 1 rounds to nothing.
     assert hidden.grad.tolist() == [[0.0] * 4, [300.0] * 4, [1.0] * 4]

@@ -1,4 +1,4 @@
-"""From a configuration to the embedded engine."""
+"""Build the embedded engine from a configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dapo.model.loading import LoadedModel
 
 
 def embedded_engine(config: Config, loaded: LoadedModel, model: torch.nn.Module, reserved: int = 0) -> EmbeddedEngine:
-    """Samples from `model`; `reserved` bytes of its device are for others."""
+    """Return an engine that samples from `model` and leaves `reserved` bytes of its device to others."""
     on_gpu = loaded.model.device.type == "cuda"
     return EmbeddedEngine(
         model,

@@ -1,4 +1,4 @@
-"""Decoding step by step, as on a CPU: every step looks at its results before the next one starts."""
+"""The decoder for CPUs: it decodes step by step, and looks at the results of each step before the next one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dapo.model.meter import head_size, key_heads
 from dapo.model.products import wide_product
 from dapo.types import FinishReason, SamplingParams
 
-_PREFILL_TOKENS = 8192
+_PREFILL_TOKENS = 8192  # at most, in one forward pass
 
 
 class EagerDecoder:
-    """The active responses are the first slots of the cache, in order."""
+    """Decodes the active responses together. Response `active[i]` has slot i of the cache."""
 
-    cache_bytes = 0
+    cache_bytes = 0  # nothing is held permanently
 
     def __init__(self, causal_lm: Any, stop_ids: frozenset[int], max_concurrent: int) -> None:
         self.model = causal_lm
@@ -37,7 +37,7 @@ class EagerDecoder:
         self.device, self.dtype = weight.device, weight.dtype
         shape = config.num_hidden_layers, key_heads(config), head_size(config)
         self.cache = ResponseCache(*shape, self.dtype, self.device)
-        self.steps, self.places = 0, 0
+        self.steps, self.occupied = 0, 0  # `occupied`: active responses, summed over the steps
 
     def release_cache(self) -> None:
         pass
@@ -49,13 +49,13 @@ class EagerDecoder:
         return min(self.max_concurrent - len(self.active), sum(1 for _ in waiting))
 
     def start(self, newcomers: Sequence[Response]) -> list[Finished]:
-        """The first token of each newcomer follows from its prompt's last hidden state."""
+        """Prefill prompts and draw the first token of each newcomer from its prompt's last hidden state."""
         if not newcomers:
             return []
         prompts = list(dict.fromkeys(response.prompt for response in newcomers))
         self._prefill([prompt for prompt in prompts if prompt.cached is None])
-        place = {prompt: i for i, prompt in enumerate(prompts)}
-        rows = torch.tensor([place[response.prompt] for response in newcomers], device=self.device)
+        row = {prompt: i for i, prompt in enumerate(prompts)}
+        rows = torch.tensor([row[response.prompt] for response in newcomers], device=self.device)
         hidden = torch.stack([prompt.cached.last_hidden for prompt in prompts])
         self._draw(newcomers, wide_product(hidden, head_weight(self.model).t())[rows])
         self.active += newcomers
@@ -65,27 +65,27 @@ class EagerDecoder:
         if not self.active:
             return []
         self.steps += 1
-        self.places += len(self.active)
+        self.occupied += len(self.active)
         lengths = [len(response.tokens) - 1 for response in self.active]  # the newest token is not in the cache yet
         self.cache.reserve(len(self.active), max(lengths) + 1)
         stack = self._stack()
-        places = {prompt: place for place, prompt in enumerate(stack.prompts)}
+        index = {prompt: i for i, prompt in enumerate(stack.prompts)}
         lengths_B = torch.tensor(lengths, device=self.device)
         tokens_B = torch.tensor([response.tokens[-1] for response in self.active], device=self.device)
         prompts_B = torch.tensor([response.prompt.length for response in self.active], device=self.device)
-        plan = DecodeAttention(self.cache, stack, lengths_B, [places[response.prompt] for response in self.active])
+        plan = DecodeAttention(self.cache, stack, lengths_B, [index[response.prompt] for response in self.active])
         hidden = hidden_states(self.model, tokens_B, lengths_B + prompts_B, plan)
         self._draw(self.active, wide_product(hidden, head_weight(self.model).t()))
         return self._collect()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         pass
 
-    def drawn(self, response: Response) -> int:
+    def tokens_drawn(self, response: Response) -> int:
         return len(response.tokens)
 
     def remove(self, responses: Sequence[Response]) -> None:
-        """Close the gaps from the back, so that the active rows stay the first slots of the cache."""
+        """Remove responses and move the last ones into the gaps, so that the active ones stay in the first slots."""
         gone = set(responses)
         for row in reversed(range(len(self.active))):
             if self.active[row] in gone:
@@ -94,22 +94,22 @@ class EagerDecoder:
                     self.cache.move(len(self.active), row, len(last.tokens) - 1)
                     self.active[row] = last
 
-    def forget(self, prompt: SharedPrompt) -> None:
+    def free_prompt(self, prompt: SharedPrompt) -> None:
         prompt.cached = None
 
-    def displaced(self) -> list[Response]:
+    def take_preempted(self) -> list[Response]:
         return []
 
-    def release(self) -> None:
+    def release_idle(self) -> None:
         self.cache.release()
         self.stacked = None
 
     def figures(self) -> dict[str, float]:
-        figures = {"engine/decode_steps": float(self.steps)}
+        metrics = {"engine/decode_steps": float(self.steps)}
         if self.steps:
-            figures["engine/batch_occupancy"] = self.places / (self.steps * self.max_concurrent)
-        self.steps, self.places = 0, 0
-        return figures
+            metrics["engine/batch_occupancy"] = self.occupied / (self.steps * self.max_concurrent)
+        self.steps, self.occupied = 0, 0
+        return metrics
 
     def _prefill(self, prompts: list[SharedPrompt]) -> None:
         batch: list[SharedPrompt] = []
@@ -138,11 +138,14 @@ class EagerDecoder:
             )
 
     def _stack(self) -> PromptStack:
-        """The prompts of the active responses; made anew only when one is missing, or most are no longer needed."""
+        """Return the prompts of the active responses, stacked.
+
+        The stack is rebuilt only if a prompt is missing from it, or if at least half of its prompts are unused.
+        """
         needed = dict.fromkeys(response.prompt for response in self.active)
-        there = self.stacked.prompts if self.stacked is not None else ()
-        if self.stacked is None or not needed.keys() <= set(there) or 2 * len(needed) <= len(there):
-            # Scores and sums in float32 at least, as the training kernels have them.
+        stacked = self.stacked.prompts if self.stacked is not None else ()
+        if self.stacked is None or not needed.keys() <= set(stacked) or 2 * len(needed) <= len(stacked):
+            # Attention scores and sums are at least float32, as in the training kernels.
             self.stacked = PromptStack([*needed], torch.promote_types(self.dtype, torch.float32))
         return self.stacked
 

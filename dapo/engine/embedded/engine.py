@@ -1,4 +1,4 @@
-"""The embedded engine: continuous batching on the very module that is being trained."""
+"""The embedded engine: continuous batching on the module that is being trained."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from dapo.kernels.sampler import row_key
 from dapo.model.forward import head_weight
 from dapo.types import FinishReason, Request, Rollout, SamplingParams
 
+# Defaults where the caller gives none.
 _EAGER_CONCURRENT = 64
 _MAX_LENGTH = 4096
 
 
 class EmbeddedEngine:
-    """Samples from `causal_lm` as it is: finished responses leave, waiting ones enter, a prompt is prefilled once.
+    """Samples from the current weights of `causal_lm`. Finished responses leave the batch and waiting ones enter.
 
-    `max_concurrent` 0: as many as serve the device well. `max_length` is the longest prompt with its response; on a
-    GPU the key/value cache takes at most `kv_memory_fraction` of the memory that is free beside `reserved` bytes.
+    A prompt is prefilled once for all its responses. `max_concurrent` 0 means a default for the device. `max_length` is
+    the length of the longest prompt with its response. On a GPU the key/value cache takes at most `kv_memory_fraction`
+    of the free memory that is left after `reserved` bytes.
     """
 
     def __init__(
@@ -62,16 +64,16 @@ class EmbeddedEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that the key/value cache holds for good; on a CPU it grows and shrinks as needed."""
+        """Bytes that the key/value cache holds permanently; 0 on a CPU, where it grows and shrinks."""
         return self.decoder.cache_bytes
 
     def release_cache(self) -> None:
-        """Give the cache's memory back until something is sampled again; graphs are then captured anew."""
+        """Free the cache until something is sampled again. CUDA graphs are then captured again."""
         assert not self.active and not self.waiting
         self.decoder.release_cache()
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile and capture now what would otherwise be when it is first needed. On a CPU there is nothing to do."""
+        """Compile kernels and capture CUDA graphs ahead of the first request. Does nothing on a CPU."""
         self.decoder.prepare(_kind(params))
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -81,8 +83,9 @@ class EmbeddedEngine:
             for index in range(request.n):
                 key = row_key(self.seed, request.phase, request.serial, index)
                 self.waiting.append(Response(request, prompt, index, key))
+        # One step draws for the whole batch.
         kinds = {_kind(response.request.params) for response in [*self.waiting, *self.active]}
-        assert len(kinds) <= 1, "all groups in flight are drawn with the same temperature and truncation"
+        assert len(kinds) <= 1, "all groups in flight must have the same temperature and truncation"
 
     @torch.no_grad()
     def poll(self) -> list[Rollout]:
@@ -90,33 +93,33 @@ class EmbeddedEngine:
         while not finished and (self.active or self.waiting):
             finished += self.decoder.advance()
             finished += self._start_waiting()
-            self._put_back(self.decoder.displaced())
+            self._requeue(self.decoder.take_preempted())
         for response, _ in finished:
-            self._leave_prompt(response.prompt)
+            self._release_prompt(response.prompt)
         if not self.active and not self.waiting:
-            self.decoder.release()
+            self.decoder.release_idle()
         texts = self._texts([response.tokens for response, _ in finished])
         return [self._rollout(*found, text) for found, text in zip(finished, texts, strict=True)]
 
     def cancel(self, serials: Iterable[int]) -> int:
         gone = set(serials)
-        self.decoder.settle()
+        self.decoder.wait()
         stopped = [response for response in self.active if response.request.serial in gone]
-        tokens = sum(self.decoder.drawn(response) for response in stopped)
+        tokens = sum(self.decoder.tokens_drawn(response) for response in stopped)
         self.decoder.remove(stopped)
         never_started = [response for response in self.waiting if response.request.serial in gone]
         self.waiting = deque(response for response in self.waiting if response.request.serial not in gone)
         for response in [*stopped, *never_started]:
-            self._leave_prompt(response.prompt)
+            self._release_prompt(response.prompt)
         return tokens
 
     def sync_weights(self, version: int) -> None:
-        """What is under way goes on with the new weights, its cached keys and values being those of the old."""
-        assert version == self.version + 1 or not self.active, "one switch stands for one version"
-        self.decoder.settle()
+        """Continue with the new weights. Responses in flight keep the keys and values that the old weights computed."""
+        assert version == self.version + 1 or not self.active, "one entry of `switches` stands for one version"
+        self.decoder.wait()
         for response in self.active:
-            response.switches.append(self.decoder.drawn(response))
-        # Newcomers must not start from what the old weights made of their prompt.
+            response.switches.append(self.decoder.tokens_drawn(response))
+        # Responses that have not started get fresh prompts: they must not start from the old weights' keys and values.
         old, self.prompts = self.prompts, {}
         for response in self.waiting:
             response.prompt.users -= 1
@@ -124,7 +127,7 @@ class EmbeddedEngine:
             response.prompt.users += 1
         for prompt in old.values():
             if prompt.users == 0:
-                self.decoder.forget(prompt)
+                self.decoder.free_prompt(prompt)
         self.version = version
 
     def figures(self) -> dict[str, float]:
@@ -132,7 +135,7 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         self.cancel({response.request.serial for response in [*self.active, *self.waiting]})
-        self.decoder.release()
+        self.decoder.release_idle()
 
     def _start_waiting(self) -> list[Finished]:
         newcomers = [self.waiting.popleft() for _ in range(self.decoder.room(self.waiting))]
@@ -140,24 +143,31 @@ class EmbeddedEngine:
             response.version = self.version
         return self.decoder.start(newcomers)
 
-    def _put_back(self, displaced: Sequence[Response]) -> None:
-        """They start again with the weights of then, so not from what older ones made of their prompt."""
-        for response in displaced:
+    def _requeue(self, preempted: Sequence[Response]) -> None:
+        """Put preempted responses back at the front of the queue.
+
+        They restart with the weights of that time, so they leave a prompt that older weights have prefilled.
+        """
+        for response in preempted:
             prompt = self.prompts.setdefault(response.prompt.tokens, SharedPrompt(response.prompt.tokens))
             prompt.users += 1
-            self._leave_prompt(response.prompt)
+            self._release_prompt(response.prompt)
             response.prompt = prompt
-        self.waiting.extendleft(reversed(displaced))
+        self.waiting.extendleft(reversed(preempted))
 
-    def _leave_prompt(self, prompt: SharedPrompt) -> None:
+    def _release_prompt(self, prompt: SharedPrompt) -> None:
+        """Count one user less, and free the prompt's cache with the last one."""
         prompt.users -= 1
         if prompt.users == 0:
             if self.prompts.get(prompt.tokens) is prompt:
                 del self.prompts[prompt.tokens]
-            self.decoder.forget(prompt)
+            self.decoder.free_prompt(prompt)
 
     def _texts(self, tokens: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        """Without special tokens; several at once by the tokenizer's own threads, which is several times as fast."""
+        """Decode to text without special tokens.
+
+        A fast tokenizer decodes all responses at once in its own threads, which is several times as fast.
+        """
         if self.decode_batch is not None:
             return self.decode_batch([np.asarray(ids).tolist() for ids in tokens], skip_special_tokens=True)
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
@@ -176,4 +186,5 @@ class EmbeddedEngine:
 
 
 def _kind(params: SamplingParams) -> SamplingParams:
+    """Return what responses in one batch must have in common: everything but the length limit."""
     return replace(params, max_tokens=1)

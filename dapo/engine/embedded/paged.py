@@ -1,8 +1,7 @@
-"""Decoding in bursts, as on a GPU: one step, from embedding to drawn token, is one captured graph.
+"""The decoder for GPUs: it decodes in bursts of steps, and the host looks at the results only between two bursts.
 
-All state of a response lives on the device in its *row*: tokens, log-probabilities, lengths, pages, whether it has
-finished. A step reads and advances it there; the host looks only after a burst of steps, takes finished rows out and
-gives their places to waiting responses. While a burst runs, the host turns the last one's results into rollouts.
+After a burst, finished rows leave the batch and waiting responses take their positions. While a burst runs on the
+device, the host turns the results of the last one into rollouts.
 """
 
 from __future__ import annotations
@@ -15,38 +14,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dapo.engine.embedded.pages import PagedAttention, PageStore, longest_pages, pages_for
+from dapo.engine.embedded.pages import PageStore, longest_pages, pages_for
 from dapo.engine.embedded.prefill import Prefill
 from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt
+from dapo.engine.embedded.step import PADDING_ROW, DecodeStep
 from dapo.errors import ModelError
-from dapo.kernels.decode_attention import PagedState
-from dapo.kernels.draw import DrawState, draw_and_advance
+from dapo.kernels.draw import DrawState
 from dapo.kernels.piece_attention import PAGE
-from dapo.model.forward import free_memory, head_weight, hidden_states
-from dapo.model.graphs import GraphPool
+from dapo.model.forward import free_memory, head_weight
 from dapo.model.meter import head_size, key_heads
-from dapo.model.products import wide_product
 from dapo.types import FinishReason, SamplingParams
 
-BURST = 8  # steps without looking: more leave finished rows idle for longer, fewer make the GPU wait for the host
+BURST = 8  # steps per burst: with more, finished rows idle for longer; with fewer, the GPU waits for the host
 MAX_CONCURRENT = 1024
+# Batch sizes that a graph is captured for; a batch is padded to the next one.
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, *range(1024, 1 << 16, 512))
-_TRUNCATED_ROWS = 128  # sorted at once: all at once would take gigabytes that a graph keeps for good
-assert PAGE % BURST == 0  # a row that ends with a page ends with a burst, and has no page beyond
-_PADDING_ROW = 0
+# A finished row takes part until the burst ends. One that has reached its limit then writes its last token to the
+# cache, at index `limit`. If that index began a page that the row does not have, `limit` would be a multiple of PAGE,
+# and so of BURST. Then the row finished in the last step of its burst, and nothing more is written.
+assert PAGE % BURST == 0
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length"}
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """Where an active response lives."""
+    """Device row and cache pages of one active response."""
 
-    row: int
-    pages: list[int]
+    index: int
+    pages: list[int]  # of the response alone; its prompt's pages are shared
 
 
 class PagedDecoder:
-    """The active responses, oldest first, are the first places of the batch; `rows_B` names the row of each place."""
+    """Schedules responses on a paged key/value cache: who is in the batch, who has which row and which pages.
+
+    The active responses, oldest first, are the first positions of the batch. The rest of a bucket is padding.
+    """
 
     def __init__(
         self, causal_lm: Any, stop_ids: frozenset[int], max_concurrent: int, max_length: int, pages: int
@@ -54,53 +56,45 @@ class PagedDecoder:
         self.model = causal_lm
         self.max_concurrent = max_concurrent
         self.max_length = max_length
-        self.weight = weight = head_weight(causal_lm)
-        self.device = device = weight.device
-        self.store = PageStore(*_cache_shape(causal_lm, pages), dtype=weight.dtype, device=device)
+        weight = head_weight(causal_lm)
+        self.device = weight.device
+        self.store = PageStore(*_cache_shape(causal_lm, pages), dtype=weight.dtype, device=self.device)
         self.prefill = Prefill(causal_lm, self.store)
-        rows, integers = max_concurrent + 1, {"dtype": torch.int32, "device": device}
+        self.decode_step = DecodeStep(causal_lm, self.store, stop_ids, max_concurrent, max_length)
         self.buckets = [bucket for bucket in _BUCKETS if bucket < max_concurrent] + [max_concurrent]
-        self.rows_B = torch.zeros(max_concurrent, **integers)
-        self.table = torch.zeros(rows, longest_pages(max_length), **integers)
-        self.prompt_lengths = torch.zeros(rows, **integers)
-        self.draw_state = DrawState(
-            keys=torch.zeros(rows, dtype=torch.int64, device=device),
-            own_lengths=torch.ones(rows, **integers),
-            limits=torch.ones(rows, **integers),
-            tokens=torch.zeros(rows, max_length + 1, **integers),
-            logprobs=torch.zeros(rows, max_length + 1, dtype=torch.float32, device=device),
-            finished=torch.ones(rows, **integers),  # the padding row stays so
-            stop_ids=torch.tensor(sorted(stop_ids), **integers),
-        )
+        rows = max_concurrent + 1  # with the padding row
         self.active: dict[Response, _Row] = {}
-        self.free_rows = list(range(rows - 1, _PADDING_ROW, -1))
-        self.host_table = np.zeros(self.table.shape, np.int32)
-        self.table_changed = False
-        self.places_changed = False
-        # What the host knows of each row; the others are in `looks`.
+        self.free_rows = list(range(rows - 1, PADDING_ROW, -1))
+        self.preempted: list[Response] = []
+        # The host's copy of what the device knows of each row. `status` is refreshed after every burst.
+        self.host_table = np.zeros(self.decode_step.table.shape, np.int32)
         self.limits, self.own_pages = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-        self.rows = np.zeros(0, np.int32)  # of the places in use
+        self.status = _RowStatus(rows, self.device)
+        # Whether the device's copies of the page table and of the batch are out of date.
+        self.table_changed = False
+        self.batch_changed = False
+        # The batch: the row of each position in use, its padded size, and how its tokens are drawn.
+        self.batch_rows = np.zeros(0, np.int32)
         self.bucket, self.params = 0, SamplingParams()
-        self.is_computing, self.burst, self.drawn_before = False, 0, 0
-        self.can_capture = _can_capture(causal_lm)
-        self.graphs: dict[tuple[int, SamplingParams | None], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
-        self.kept_logits: Tensor | None = None
-        self.pool = GraphPool()
-        self.pushed_out: list[Response] = []
-        self.looks = _Looks(rows, device)
-        self._reset_figures()
+        # The burst in flight: its number of steps, and the own tokens of the batch when it started.
+        self.is_computing, self.burst_steps, self.tokens_before = False, 0, 0
+        self._reset_counters()
 
     @classmethod
     def sized(
         cls, causal_lm: Any, stop_ids: frozenset[int], max_concurrent: int, max_length: int, fraction: float,
         reserved: int,
     ) -> PagedDecoder:  # fmt: skip
-        """With a cache for `max_concurrent` of the longest responses, or what the memory allows."""
+        """Build a decoder whose cache holds `max_concurrent` of the longest sequences, or as many as memory allows.
+
+        The cache takes at most `fraction` of the free memory that is left after `reserved` bytes.
+        """
         weight = head_weight(causal_lm)
         layers, _, kv_heads, head_dim = _cache_shape(causal_lm, 0)
         longest = longest_pages(max_length)
         max_concurrent = max_concurrent or MAX_CONCURRENT
         room = int(fraction * max(0, free_memory(weight.device) - reserved))
+        # One page more than the sequences need: page 0 belongs to padding.
         pages = min(
             1 + max_concurrent * longest, room // PageStore.page_bytes(layers, kv_heads, head_dim, weight.dtype)
         )
@@ -116,20 +110,23 @@ class PagedDecoder:
         return self.store.storage.nbytes
 
     def release_cache(self) -> None:
-        self.graphs.clear()
-        self.prefill.captured.clear()
-        self.pool, self.prefill.pool = GraphPool(), GraphPool()
+        self.decode_step.release()
+        self.prefill.release()
         self.store.release()
 
     @torch.no_grad()
     def prepare(self, params: SamplingParams) -> None:
         self.store.restore()
         for bucket in self.buckets:
-            self._graph(bucket, params)
-        self.places_changed = True
+            self.decode_step.prepare(bucket, params)
+        self.batch_changed = True  # capturing has overwritten the batch
 
     def room(self, waiting: Iterable[Response]) -> int:
-        """A place, and pages for the prompt and the first tokens; a page for each active response is left over."""
+        """Count the responses that can start now.
+
+        Each needs a row, a page for its first tokens, and pages for its prompt unless that is cached. One free page per
+        active response is kept back, so that those can grow. An idle decoder always admits one.
+        """
         free_pages, free_rows = len(self.store.free) - len(self.active), len(self.free_rows)
         seen: set[SharedPrompt] = set()
         count = 0
@@ -145,7 +142,10 @@ class PagedDecoder:
         return count
 
     def start(self, newcomers: Sequence[Response]) -> list[Finished]:
-        """Newcomers enter, and the next burst starts."""
+        """Prefill the newcomers' prompts, add the newcomers to the batch, and start the next burst.
+
+        Always returns an empty list: `advance` reports what finished.
+        """
         self.store.restore()
         prompts = [prompt for prompt in dict.fromkeys(r.prompt for r in newcomers) if prompt.cached is None]
         for prompt in prompts:
@@ -157,87 +157,90 @@ class PagedDecoder:
             self.active[response] = _Row(self.free_rows.pop(), self.store.take(1))
         self._write_rows(newcomers)
         if self.active and not self.is_computing:
-            self._burst()
-            self._grow(2 * BURST)  # while the burst runs: what the next one will need
+            self._start_burst()
+            # While the burst runs, take the pages that the next one needs. `status` may be from before or after the
+            # burst in flight: the copy can arrive at any time. Lengths only grow, so at worst a page is taken early.
+            self._grow(2 * BURST)
         return []
 
     def advance(self) -> list[Finished]:
-        self.settle()
-        if not self.looks.finished[self.rows].any():
+        """Wait for the burst in flight and return the responses that finished in it."""
+        self.wait()
+        if not self.status.finished[self.batch_rows].any():
             return []
-        done = [(r, place) for r, place in self.active.items() if self.looks.finished[place.row]]
-        if not done:  # those were cancelled
+        done = [(response, row) for response, row in self.active.items() if self.status.finished[row.index]]
+        if not done:  # all that finished were cancelled
             return []
-        rows = np.array([place.row for _, place in done])
-        lengths = self.looks.own_lengths[rows] - 1  # without the last prompt token
+        rows = np.array([row.index for _, row in done])
+        lengths = self.status.own_lengths[rows] - 1  # without the last prompt token
         index = torch.from_numpy(rows).to(self.device)
+        state = self.decode_step.draw_state
         tokens, logprobs = (
-            values[index, 1 : 1 + lengths.max()].cpu().numpy()
-            for values in (self.draw_state.tokens, self.draw_state.logprobs)
+            values[index, 1 : 1 + lengths.max()].cpu().numpy() for values in (state.tokens, state.logprobs)
         )
         finished: list[Finished] = []
-        for i, (response, place) in enumerate(done):
+        for i, (response, row) in enumerate(done):
             response.tokens = tokens[i, : lengths[i]].copy()
             response.logprobs = logprobs[i, : lengths[i]].copy()
-            finished.append((response, _REASONS[int(self.looks.finished[place.row])]))
+            finished.append((response, _REASONS[int(self.status.finished[row.index])]))
         self.remove([response for response, _ in done])
         return finished
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         if not self.is_computing:
             return
-        self.looks.wait()
+        self.status.wait()
         self.is_computing = False
-        self.steps += self.burst
-        self.drawn_tokens += int(self.looks.own_lengths[self.rows].sum()) - self.drawn_before
+        self.steps += self.burst_steps
+        self.drawn_tokens += int(self.status.own_lengths[self.batch_rows].sum()) - self.tokens_before
 
-    def drawn(self, response: Response) -> int:
-        return int(self.looks.own_lengths[self.active[response].row]) - 1
+    def tokens_drawn(self, response: Response) -> int:
+        return int(self.status.own_lengths[self.active[response].index]) - 1
 
     def remove(self, responses: Sequence[Response]) -> None:
         for response in responses:
-            place = self.active.pop(response)
-            self.store.give_back(place.pages)
-            self.free_rows.append(place.row)
-        self.places_changed |= bool(responses)
+            row = self.active.pop(response)
+            self.store.give_back(row.pages)
+            self.free_rows.append(row.index)
+        self.batch_changed |= bool(responses)
 
-    def forget(self, prompt: SharedPrompt) -> None:
+    def free_prompt(self, prompt: SharedPrompt) -> None:
         self.store.give_back(prompt.cached or ())
         prompt.cached = None
 
-    def displaced(self) -> list[Response]:
-        pushed_out, self.pushed_out = self.pushed_out, []
-        return pushed_out
+    def take_preempted(self) -> list[Response]:
+        preempted, self.preempted = self.preempted, []
+        return preempted
 
-    def release(self) -> None:
-        assert not self.active
+    def release_idle(self) -> None:
+        assert not self.active  # the cache keeps its memory until `release_cache`
 
     def figures(self) -> dict[str, float]:
         steps = max(self.steps, 1)
-        figures = {
+        metrics = {
             "engine/decode_steps": float(self.steps),
             "engine/graph_replays": float(self.replays),
             "engine/batch_occupancy": self.drawn_tokens / (steps * self.max_concurrent),
-            "engine/kv_occupancy": self.most_used,
+            "engine/kv_occupancy": self.peak_cache_use,
             "engine/restarts": float(self.restarts),
         }
-        self._reset_figures()
-        return figures
+        self._reset_counters()
+        return metrics
 
-    def _reset_figures(self) -> None:
+    def _reset_counters(self) -> None:
         self.steps = self.replays = self.drawn_tokens = self.restarts = 0
-        self.most_used = 0.0
+        self.peak_cache_use = 0.0
 
     def _write_rows(self, newcomers: Sequence[Response]) -> None:
-        """What the device needs to know of new responses."""
+        """Write the initial state of new responses to their rows, on the device and in the host's copies."""
         if not newcomers:
             return
-        places = [self.active[response] for response in newcomers]
-        rows = torch.tensor([place.row for place in places], device=self.device)
-        state = self.draw_state
+        homes = [self.active[response] for response in newcomers]
+        rows = torch.tensor([row.index for row in homes], device=self.device)
+        state = self.decode_step.draw_state
         columns: tuple[tuple[Tensor, list[int]], ...] = (
-            (self.prompt_lengths, [response.prompt.length - 1 for response in newcomers]),
-            (state.own_lengths, [1] * len(newcomers)),
+            (self.decode_step.prompt_lengths, [response.prompt.length - 1 for response in newcomers]),
+            (state.own_lengths, [1] * len(newcomers)),  # the last prompt token
             (state.limits, [response.request.params.max_tokens for response in newcomers]),
             (state.finished, [0] * len(newcomers)),
             (state.keys, [response.key for response in newcomers]),
@@ -246,153 +249,96 @@ class PagedDecoder:
             column[rows] = torch.tensor(values, dtype=column.dtype, device=self.device)
         last = torch.tensor([response.prompt.tokens[-1] for response in newcomers], dtype=torch.int32)
         state.tokens[rows, 0] = last.to(self.device)
-        for response, place in zip(newcomers, places, strict=True):
-            listed = [*response.prompt.cached, *place.pages]
-            self.host_table[place.row] = 0
-            self.host_table[place.row, : len(listed)] = listed
-            self.limits[place.row] = response.request.params.max_tokens
-            self.own_pages[place.row] = len(place.pages)
-            self.looks.own_lengths[place.row], self.looks.finished[place.row] = 1, 0
-        self.table_changed = self.places_changed = True
+        for response, row in zip(newcomers, homes, strict=True):
+            listed = [*response.prompt.cached, *row.pages]
+            self.host_table[row.index] = 0
+            self.host_table[row.index, : len(listed)] = listed
+            self.limits[row.index] = response.request.params.max_tokens
+            self.own_pages[row.index] = len(row.pages)
+            self.status.own_lengths[row.index], self.status.finished[row.index] = 1, 0
+        self.table_changed = self.batch_changed = True
 
-    def _burst(self) -> None:
-        """Start the next steps: nothing between two bursts may take the host long."""
-        if self.places_changed:
-            self._place_rows()
-        own, limits = self.looks.own_lengths[self.rows], self.limits[self.rows]
-        self.burst = steps = max(1, min(BURST, int((limits - own).max()) + 1))
-        self.drawn_before = int(own.sum())
+    def _start_burst(self) -> None:
+        """Launch the next steps without waiting for them. The GPU is idle here, so the host must be quick."""
+        if self.batch_changed:
+            self._write_batch()
+        own, limits = self.status.own_lengths[self.batch_rows], self.limits[self.batch_rows]
+        # Own tokens include the last prompt token, so a row draws at most `limits - own + 1` more.
+        self.burst_steps = steps = max(1, min(BURST, int((limits - own).max()) + 1))
+        self.tokens_before = int(own.sum())
         if self.table_changed:
-            self.table.copy_(torch.from_numpy(self.host_table))
+            self.decode_step.table.copy_(torch.from_numpy(self.host_table))
             self.table_changed = False
         for _ in range(steps):
-            self._run_step()
-        self.replays += steps if self.can_capture else 0
-        self.most_used = max(self.most_used, self.store.used)
-        self.looks.request(self.draw_state)
+            self.decode_step.run(self.bucket, self.params)
+        self.replays += steps if self.decode_step.can_capture else 0
+        self.peak_cache_use = max(self.peak_cache_use, self.store.used)
+        self.status.start_copy(self.decode_step.draw_state)
         self.is_computing = True
 
-    def _place_rows(self) -> None:
-        """Who is in which place of the batch. Those that may lack pages for the coming burst get them here."""
-        self._grow(BURST)
+    def _write_batch(self) -> None:
+        """Assign the active responses to the positions of the batch, with pages for the coming burst."""
+        self._grow(BURST)  # may preempt, so it comes before the rows are listed
         self.params = replace(next(iter(self.active)).request.params, max_tokens=1)
-        self.rows = np.array([place.row for place in self.active.values()], np.int32)
-        self.bucket = next(size for size in self.buckets if size >= len(self.rows))
-        self._graph(self.bucket, self.params)  # captured on padding rows, so before the rows are there
-        padded = np.full(self.bucket, _PADDING_ROW, np.int32)
-        padded[: len(self.rows)] = self.rows
-        self.rows_B[: self.bucket] = torch.from_numpy(padded).to(self.device)
-        self.places_changed = False
+        self.batch_rows = np.array([row.index for row in self.active.values()], np.int32)
+        self.bucket = next(size for size in self.buckets if size >= len(self.batch_rows))
+        self.decode_step.prepare(self.bucket, self.params)  # may overwrite the batch, so it comes before the copy
+        padded = np.full(self.bucket, PADDING_ROW, np.int32)
+        padded[: len(self.batch_rows)] = self.batch_rows
+        self.decode_step.rows_B[: self.bucket] = torch.from_numpy(padded).to(self.device)
+        self.batch_changed = False
 
     def _grow(self, steps: int) -> None:
-        """Pages for the coming steps; where they run out, the youngest responses make room and start again later."""
-        rows = np.array([place.row for place in self.active.values()], np.int32)
-        last = np.minimum(self.looks.own_lengths[rows] + steps - 2, self.limits[rows] - 1)
-        short = last // PAGE + 1 > self.own_pages[rows]
-        if not short.any():
+        """Give every active response the pages for its next `steps` tokens.
+
+        When pages run out, the youngest responses are preempted and start again later. The oldest always progress.
+        """
+        rows = np.array([row.index for row in self.active.values()], np.int32)
+        # The newest own token is not in the cache yet: step k = 0, 1, ... writes index own - 1 + k, the last step index
+        # own + steps - 2. The last token of a response need not be written, so `limits - 1` bounds the index.
+        last_written = np.minimum(self.status.own_lengths[rows] + steps - 2, self.limits[rows] - 1)
+        missing_pages = last_written // PAGE + 1 - self.own_pages[rows]
+        if not (missing_pages > 0).any():
             return
-        for response in [r for r, is_short in zip([*self.active], short, strict=True) if is_short]:
-            if response not in self.active:
+        for response, missing in zip([*self.active], missing_pages.tolist(), strict=True):
+            if missing <= 0 or response not in self.active:  # preempted in favor of an older one
                 continue
-            place = self.active[response]
-            own = int(self.looks.own_lengths[place.row])
-            missing = min(own + steps - 2, self.limits[place.row] - 1) // PAGE + 1 - len(place.pages)
             while missing > len(self.store.free) and len(self.active) > 1:
-                youngest = next(reversed(self.active))
-                if self.is_computing:  # it is still at work: before the next burst somebody has to go
-                    self.places_changed = True
+                if self.is_computing:  # no row can be preempted in mid-burst: do it before the next one
+                    self.batch_changed = True
                     return
-                self._push_out(youngest)
-            if response not in self.active:
+                self._preempt(next(reversed(self.active)))
+            if response not in self.active:  # it was itself the youngest
                 continue
-            new = self.store.take(missing)
-            start = pages_for(response.prompt.length - 1) + len(place.pages)
-            self.host_table[place.row, start : start + missing] = new
-            place.pages += new
-            self.own_pages[place.row] += missing
+            row = self.active[response]
+            pages = self.store.take(missing)
+            start = pages_for(response.prompt.length - 1) + len(row.pages)
+            self.host_table[row.index, start : start + missing] = pages
+            row.pages += pages
+            self.own_pages[row.index] += missing
             self.table_changed = True
 
-    def _push_out(self, response: Response) -> None:
+    def _preempt(self, response: Response) -> None:
+        """Take an active response out of the batch and free its pages. It will start again from its prompt."""
         self.remove([response])
         if not any(other.prompt is response.prompt for other in self.active):
-            self.forget(response.prompt)  # it will be computed again
+            self.free_prompt(response.prompt)  # prefilled again when the response restarts
         response.switches.clear()
         self.restarts += 1
-        self.pushed_out.insert(0, response)
-
-    def _graph(self, bucket: int, params: SamplingParams) -> tuple[torch.cuda.CUDAGraph, Tensor | None] | None:
-        """Of one step, without the drawing where it is truncated: then with the logits to draw from.
-
-        Captured on padding rows, which draw nothing, when a size is first needed.
-        """
-        if not self.can_capture:
-            return None
-        key = bucket, None if _is_truncated(params) else params
-        if key not in self.graphs:
-            self.rows_B.zero_()
-            run = self._kept_logits if _is_truncated(params) else self._step
-            self.graphs[key] = self.pool.capture(lambda: run(bucket, params))
-        return self.graphs[key]
-
-    def _run_step(self) -> None:
-        graph = self._graph(self.bucket, self.params)
-        if graph is None:
-            self._step(self.bucket, self.params)
-            return
-        graph[0].replay()
-        if graph[1] is not None:
-            self._draw(graph[1], self.params)
-
-    @torch.no_grad()
-    def _step(self, bucket: int, params: SamplingParams) -> None:
-        self._draw(self._logits(bucket), params)
-
-    def _kept_logits(self, bucket: int, params: SamplingParams) -> Tensor:
-        """Where all sizes of graphs put them, as each would otherwise keep its own."""
-        if self.kept_logits is None:
-            shape = self.max_concurrent, len(self.weight)
-            self.kept_logits = torch.empty(shape, dtype=torch.float32, device=self.device)
-        return self.kept_logits[:bucket].copy_(self._logits(bucket))
-
-    def _logits(self, bucket: int) -> Tensor:
-        state, rows_B = self.draw_state, self.rows_B[:bucket]
-        index = rows_B.long()
-        own_B = state.own_lengths[index].long()
-        tokens_B = state.tokens[index, own_B - 1].long()
-        positions_B = self.prompt_lengths[index] + own_B - 1
-        paged = PagedState(rows_B, self.table, self.prompt_lengths, state.own_lengths)
-        hidden_B = hidden_states(self.model, tokens_B, positions_B, PagedAttention(self.store, paged))
-        return wide_product(hidden_B, self.weight.t())
-
-    def _draw(self, logits_BV: Tensor, params: SamplingParams) -> None:
-        bucket = len(logits_BV)
-        size = _TRUNCATED_ROWS if _is_truncated(params) else bucket
-        for start in range(0, bucket, size):
-            rows = slice(start, start + size)
-            draw_and_advance(logits_BV[rows], self.rows_B[:bucket][rows], self.draw_state, params)
+        self.preempted.insert(0, response)  # the youngest leaves first, so this keeps the oldest in front
 
 
-def _is_truncated(params: SamplingParams) -> bool:
-    return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
-
-
-def _can_capture(causal_lm: Any) -> bool:
-    """Not where transformers looks at the positions in every step to choose the angles of a rotation."""
-    kinds = [getattr(module, "rope_type", None) for module in causal_lm.modules()]
-    named = {name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])}
-    return head_weight(causal_lm).is_cuda and not named & {"dynamic", "longrope"}
-
-
-class _Looks:
-    """What the host learns after a burst: for each row its length and whether it has finished."""
+class _RowStatus:
+    """The host's copy of each row's length and finish state, fetched from the device after a burst."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self.own, self.done = (torch.zeros(rows, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2))
-        self.own_lengths, self.finished = self.own.numpy(), self.done.numpy()
+        self.own_lengths, self.finished = self.own.numpy(), self.done.numpy()  # views of the same memory
         self.event = torch.cuda.Event() if is_cuda else None
 
-    def request(self, state: DrawState) -> None:
+    def start_copy(self, state: DrawState) -> None:
+        """Queue the copy behind the steps that were launched."""
         self.own.copy_(state.own_lengths, non_blocking=True)
         self.done.copy_(state.finished, non_blocking=True)
         if self.event is not None:
@@ -404,5 +350,6 @@ class _Looks:
 
 
 def _cache_shape(causal_lm: Any, pages: int) -> tuple[int, int, int, int]:
+    """Return layers, pages, key/value heads and head size."""
     config = causal_lm.config.get_text_config()
     return config.num_hidden_layers, pages, key_heads(config), head_size(config)

@@ -1,4 +1,4 @@
-"""The key/value cache in pages: prompts have theirs once, every response has its own, and all come from one store."""
+"""The paged key/value cache: a prompt's pages are shared by its responses, and each response has pages of its own."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from dapo.kernels.decode_attention import PagedState, decode_attention
 from dapo.kernels.piece_attention import PAGE
 from dapo.model.attention import AttentionPlan
 
-_PROGRAMS = 132  # as many as a large GPU has processors: with fewer, long rows are split
+_PROGRAMS = 132  # processors of a large GPU; with fewer programs than that, several share a response
 
 
 def pages_for(tokens: int) -> int:
+    """Return the number of pages that hold so many tokens."""
     return -(-tokens // PAGE)
 
 
 def longest_pages(max_length: int) -> int:
-    """Of a sequence, whose prompt and response each begin a page."""
+    """Return the most pages a sequence can take. Its prompt and its response each begin a page."""
     return 2 + pages_for(max_length)
 
 
 class PageStore:
-    """Keys and values [layers, 2, pages, Hkv, PAGE, D]. Page 0 is never given away: padding writes there."""
+    """Keys and values [layers, 2, pages, Hkv, PAGE, D]. Page 0 is never handed out: padding writes there."""
 
     def __init__(
         self, layers: int, pages: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -38,22 +39,23 @@ class PageStore:
 
     @property
     def used(self) -> float:
-        """Share of the pages that are in use."""
-        there = self.storage.shape[2] - 1
-        return 1 - len(self.free) / there
+        """Fraction of the pages in use."""
+        total = self.storage.shape[2] - 1
+        return 1 - len(self.free) / total
 
     def release(self) -> None:
-        """Give the memory back; what was in it is gone, and whoever has captured its address must capture again."""
+        """Free the memory. CUDA graphs hold its address, so they must be captured again after `restore`."""
         assert len(self.free) == self.storage.shape[2] - 1, "a page is in use"
         self.storage.untyped_storage().resize_(0)
 
     def restore(self) -> None:
+        """Allocate the memory again after `release`; otherwise do nothing."""
         if self.storage.untyped_storage().nbytes() == 0:
             self.storage.untyped_storage().resize_(self.storage.nbytes)
             self.storage.zero_()
 
     def take(self, count: int) -> list[int]:
-        assert count <= len(self.free), "whoever takes pages looks first whether there are enough"
+        assert count <= len(self.free), "callers check `free` first"
         return [self.free.pop() for _ in range(count)]
 
     def give_back(self, pages: Sequence[int]) -> None:
@@ -61,7 +63,7 @@ class PageStore:
 
 
 class StoringAttention:
-    """Another plan, which also writes every token's keys and values to its place in the store."""
+    """Attends as `plan` does, and also writes each token's key and value to page `pages_T` at `offsets_T`."""
 
     applies_rotary = False
 
@@ -79,7 +81,7 @@ class StoringAttention:
 
 
 class PagedAttention:
-    """One new token for each row: its keys and values go to the row's page, and it sees all that is there."""
+    """Attention of one new token per row: stores its key and value in the row's page, then attends to the whole row."""
 
     applies_rotary = True
 

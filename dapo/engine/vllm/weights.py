@@ -1,8 +1,9 @@
-"""How the trained weights get to vLLM's processes, each way by what vLLM itself offers for it.
+"""Transfer of the trained weights to vLLM's processes, by the means that vLLM itself offers.
 
-From main memory: one safetensors file in shared memory, which every worker reads with its own loader. From a GPU: the
-trainer's half of vLLM's weight transfer, by NCCL to other GPUs or by CUDA's handles on the same one. `broadcast` is the
-first way in an engine that learners of other processes may also send to by NCCL.
+- `memory`: one safetensors file in shared memory, which every worker reads with its own loader.
+- `nccl`: vLLM's weight transfer from the learner's GPU to other GPUs.
+- `ipc`: vLLM's weight transfer by CUDA IPC handles, on the learner's own GPU.
+- `broadcast`: as `memory`, in an engine that also accepts NCCL transfers from learners in other processes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class Channel(Protocol):
-    """The engine's side: runs vLLM's coroutines, none of them for longer than a sync may take."""
+    """The engine as a transfer sees it: it runs vLLM's coroutines within the deadline of the sync."""
 
     llm: Any
 
@@ -38,6 +39,8 @@ class Channel(Protocol):
 
 
 class MemoryTransfer:
+    """Sends weights as a safetensors file."""
+
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
 
@@ -51,7 +54,7 @@ class MemoryTransfer:
 
 
 class GpuTransfer:
-    """`weights` is gone through once more at the first sync, for names and shapes."""
+    """Sends weights from GPU to GPU. The first sync iterates over `weights` once more, for names and shapes."""
 
     def __init__(self, weights: Weights, backend: Literal["nccl", "ipc"], tensor_parallel: int) -> None:
         self.weights, self.backend, self.tensor_parallel = weights, backend, tensor_parallel
@@ -63,7 +66,7 @@ class GpuTransfer:
                 self.sender = self._connect(channel)
             self.sender.send_weights()
 
-        _within(channel.seconds_left(), go)
+        _run_with_timeout(channel.seconds_left(), go)
 
     def _connect(self, channel: Channel) -> Sender:
         if self.backend == "nccl":
@@ -76,7 +79,7 @@ class GpuTransfer:
 
 
 class Sender:
-    """The trainer's half of vLLM's weight transfer: one on every rank that `weights` is gone through on together."""
+    """The trainer's side of vLLM's weight transfer. Iterating `weights` is collective, so every rank has a Sender."""
 
     def __init__(self, info: Any, client: Any, weights: Weights) -> None:
         from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
@@ -86,28 +89,28 @@ class Sender:
         self.sender = WeightTransferTrainerFactory.trainer_init(info, client=client, source=_Source(weights))
 
     def send_weights(self) -> None:
-        torch.cuda.synchronize()  # vLLM reads the weights on streams of its own, which do not wait for the optimizer
+        torch.cuda.synchronize()  # vLLM reads the weights on its own streams, which do not wait for the optimizer
         self.sender.send_weights()
 
 
 def nccl_sender(weights: Weights, client: Any, host: str, port: int, processes: int, rank: int = 0) -> Sender:
-    """To be met by `processes` - 1 of vLLM's, which `client` reaches. Of the trainer's ranks the first one sends."""
+    """Connect to `processes` - 1 of vLLM's processes, which `client` reaches. Only rank 0 of the trainer sends."""
     from vllm.distributed.weight_transfer.nccl_engine import (  # pyright: ignore[reportMissingImports]
         NCCLTrainerInitInfo,
     )
 
     sender = Sender(NCCLTrainerInitInfo(host, port, processes, rank=rank), client, weights)
     group = sender.sender.model_update_group
-    if group is not None and group.disabled:  # it would send nothing, and vLLM would take what it finds for weights
+    if group is not None and group.disabled:  # nothing would be sent, and vLLM would use uninitialized memory
         raise EngineError(
-            f"vLLM cannot use the NCCL that is installed ({'.'.join(map(str, nccl.version()))}), which must "
-            "be that of the torch that it was built for"
+            f"vLLM cannot use the installed NCCL {'.'.join(map(str, nccl.version()))}; install the NCCL of the torch "
+            "that vLLM was built for"
         )
     return sender
 
 
 class Client:
-    """The four calls that vLLM's trainer side makes to its inference side."""
+    """The four calls that the trainer's side of vLLM's weight transfer makes to the inference side."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -134,6 +137,8 @@ class Client:
 
 
 class _Source:
+    """The weights in the form that vLLM's weight transfer reads them."""
+
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self.known: list[Any] = []
@@ -156,7 +161,7 @@ def transfer(transport: Transport, weights: Weights, tensor_parallel: int) -> Me
 
 
 def _distinct(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """In main memory. A head that is the embedding is sent once, under the name that comes first."""
+    """Copy weights to main memory. Tied weights appear once, under their first name."""
     tensors: dict[str, Tensor] = {}
     places: set[tuple[int, torch.Size]] = set()
     for name, tensor in weights:
@@ -169,7 +174,7 @@ def _distinct(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _folder_for(size: int) -> str | None:
-    """Shared memory where it is large enough, which in containers it often is not; None: where temporary files go."""
+    """Return shared memory if it is large enough (in containers it often is not), else None: the temporary folder."""
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 1.1 * size:
         return str(_SHARED_MEMORY)
     return None
@@ -181,8 +186,8 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _within(seconds: float, function: Callable[[], None]) -> None:
-    """In a thread that can be left behind: a broadcast to a process that hangs never returns."""
+def _run_with_timeout(seconds: float, function: Callable[[], None]) -> None:
+    """Run a function in a thread that can be abandoned: a broadcast to a hung process never returns."""
     device, faults = torch.cuda.current_device(), []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What vLLM's workers do beside their own work: vLLM mixes this class into its own."""
+"""An extension of vLLM's workers: vLLM adds this class to the bases of its worker class."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class WorkerExtension:
     model_runner: Any
 
     def renew_shared_weights(self) -> None:
-        """Pack anew what two layers share, such as the embedding that is also the head.
+        """Repack weights that two layers share, such as an embedding that is also the head.
 
-        On a CPU vLLM multiplies with packed copies of the weights. When weights are reloaded it renews the copy of the
-        layer that was read, and would go on with the old one of the other layer.
+        On a CPU vLLM multiplies with packed copies of the weights. A reload renews the copy of the layer whose name was
+        in the file. The other layer would keep its old copy.
         """
         layers: dict[int, list[Any]] = defaultdict(list)
         for layer in self.model_runner.get_model().modules():

@@ -1,4 +1,4 @@
-"""What vLLM needs beside it: the event loop that it runs on, the meter that it reports to, and a guard."""
+"""Helpers around vLLM: the event loop it runs on, the meter it reports to, and the guard that ends its processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ for pid in sys.argv[1:]:
 
 
 class Background:
-    """An event loop in a thread of its own."""
+    """An event loop in a background thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -40,7 +40,7 @@ class Background:
         return self.start(coroutine).result(timeout)
 
     def stop(self) -> None:
-        with contextlib.suppress(TimeoutError):  # one that hangs is left behind
+        with contextlib.suppress(TimeoutError):  # a hung coroutine is abandoned
             self.run(self._cancel_all(), timeout=_STOP_SECONDS)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(_STOP_SECONDS)
@@ -52,9 +52,9 @@ class Background:
         await asyncio.wait(tasks, timeout=1) if tasks else None
 
     def _work(self) -> None:
-        # Ctrl-C goes to every process of a terminal, and a batch system's end to every process of a job, but the run
-        # wants to finish its step: the processes that this thread starts inherit that they do not hear it. (Starting
-        # the tracker would undo that.)
+        # Ctrl-C reaches every process of a terminal, and a batch system's SIGTERM every process of a job. The run wants
+        # to finish its step first, so vLLM's processes must not see either: they inherit this thread's signal mask.
+        # Python's resource tracker unblocks the signals when it starts, so it starts before they are blocked.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         asyncio.set_event_loop(self.loop)
@@ -62,31 +62,31 @@ class Background:
 
 
 class Meter:
-    """vLLM tells it about every step."""
+    """A vLLM stat logger that counts steps, tokens and restarts."""
 
-    def __init__(self, places: int) -> None:
-        self.places = places
+    def __init__(self, max_concurrent: int) -> None:
+        self.max_concurrent = max_concurrent
         self._reset()
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         if scheduler_stats is not None:
-            self.most_used = max(self.most_used, scheduler_stats.kv_cache_usage)
+            self.peak_cache_use = max(self.peak_cache_use, scheduler_stats.kv_cache_usage)
         if iteration_stats is not None:
             self.steps += 1
             self.tokens += iteration_stats.num_generation_tokens
             self.restarts += iteration_stats.num_preempted_reqs
 
     def figures(self) -> dict[str, float]:
-        figures = {
+        metrics = {
             "engine/decode_steps": float(self.steps),
-            "engine/batch_occupancy": self.tokens / (max(self.steps, 1) * self.places),
-            "engine/kv_occupancy": self.most_used,
+            "engine/batch_occupancy": self.tokens / (max(self.steps, 1) * self.max_concurrent),
+            "engine/kv_occupancy": self.peak_cache_use,
             "engine/restarts": float(self.restarts),
         }
         self._reset()
-        return figures
+        return metrics
 
     def log(self) -> None: ...
 
@@ -96,15 +96,15 @@ class Meter:
 
     def _reset(self) -> None:
         self.steps = self.tokens = self.restarts = 0
-        self.most_used = 0.0
+        self.peak_cache_use = 0.0
 
 
 class Guard:
-    """vLLM goes on when the process that started it is killed. So another one waits for that, and ends it then."""
+    """A small process that kills vLLM's processes when this one dies. vLLM alone would keep running."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         command = [sys.executable, "-I", "-S", "-c", _GUARD, *map(str, pids)]
-        # It hears of the end when the other side of its input closes; in a session of its own no Ctrl-C reaches it.
+        # Its standard input closes when this process dies. In a session of its own it does not receive Ctrl-C.
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def dismiss(self) -> None:
