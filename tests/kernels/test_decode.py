@@ -9,26 +9,21 @@ import math
 
 import pytest
 
-from dapo.kernels.decode_attention import (
-    PagedState,
-    decode_attention,
-    decode_attention_torch,
-    decode_attention_triton,
-)
-from dapo.kernels.draw import (
-    DrawState,
-    draw_and_advance,
-    draw_and_advance_torch,
-    draw_and_advance_triton,
-)
-from dapo.kernels.piece_attention import CHUNK, PAGE, Pieces, piece_attention_triton
+from dapo.kernels.decode_attention import PagedState, decode_attention
+from dapo.kernels.draw import DrawState, draw_and_advance
+from dapo.kernels.piece_attention import CHUNK, PAGE, Pieces, piece_attention
 from dapo.kernels.rotary import rotate
 from dapo.kernels.sampler import draw, uniforms
 from dapo.types import SamplingParams
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ATTENTION = [decode_attention_torch, decode_attention_triton]
+both_attentions = pytest.mark.parametrize(
+    "attend", [decode_attention.torch, decode_attention.triton], ids=["torch", "triton"]
+)
+both_draws = pytest.mark.parametrize(
+    "advance", [draw_and_advance.torch, draw_and_advance.triton], ids=["torch", "triton"]
+)
 # Prompt and own length: empty prompt, own page just begun, prompt page just full, one token beyond, several pages.
 LENGTHS = ((0, 1), (5, 1), (PAGE, PAGE), (PAGE + 1, PAGE + 1), (3 * PAGE - 1, 2 * PAGE + 7))
 
@@ -106,7 +101,7 @@ def angles(head_dim, positions=400):
     return torch.cat([turns.cos(), turns.sin()], dim=-1).to(DEVICE)
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
+@both_attentions
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (4, 4), (12, 2)])
 def test_attention_sees_the_prompt_the_own_tokens_and_the_newest(attend, heads, kv_heads):
     case = Case(heads=heads, kv_heads=kv_heads)
@@ -115,7 +110,7 @@ def test_attention_sees_the_prompt_the_own_tokens_and_the_newest(attend, heads, 
     torch.testing.assert_close(out.double(), case.expected(rows)[0], atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
+@both_attentions
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("head_dim", [8, 24])
 def test_a_head_may_be_of_any_size(attend, head_dim, split):
@@ -125,7 +120,7 @@ def test_a_head_may_be_of_any_size(attend, head_dim, split):
     torch.testing.assert_close(out.double(), case.expected(rows, cos_sin=cos_sin)[0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
+@both_attentions
 def test_the_newest_key_and_value_are_stored_and_nothing_else_changes(attend):
     case = Case(heads=4, kv_heads=2)
     rows = [3, 0, 4, 1]
@@ -141,13 +136,13 @@ def test_splitting_a_response_into_chunks_changes_no_bit():
     long = ((3, 1), (PAGE * CHUNK - 5, 2), (70, PAGE * CHUNK), (2 * PAGE * CHUNK + 1, 40))
     case, cos_sin = Case(long, heads=6, kv_heads=2), angles(16, 1200)
     rows = list(range(len(long)))
-    whole, _, _ = case.run(decode_attention_triton, rows, cos_sin=cos_sin)
-    out, _, _ = case.run(decode_attention_triton, rows, cos_sin=cos_sin, split=True)
+    whole, _, _ = case.run(decode_attention.triton, rows, cos_sin=cos_sin)
+    out, _, _ = case.run(decode_attention.triton, rows, cos_sin=cos_sin, split=True)
     torch.testing.assert_close(out.double(), case.expected(rows, cos_sin=cos_sin)[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(out, whole)
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
+@both_attentions
 def test_queries_and_the_new_key_are_rotated(attend):
     case, cos_sin = Case(heads=6, kv_heads=2), angles(16)
     rows = [4, 2, 3, 0, 1]
@@ -159,9 +154,9 @@ def test_queries_and_the_new_key_are_rotated(attend):
         torch.testing.assert_close(keys[page, :, slot], key, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
+@both_attentions
 def test_attention_in_half_precision_is_as_exact_as_its_rounding(attend):
-    interpreted = attend is decode_attention_triton and DEVICE == "cpu"
+    interpreted = attend is decode_attention.triton and DEVICE == "cpu"
     dtype = torch.float16 if interpreted else torch.bfloat16  # the interpreter cannot multiply matrices of bfloat16
     cos_sin = angles(32)
     case = Case(lengths=((70, 3), (10, 66)), heads=3, head_dim=32, dtype=dtype)
@@ -175,7 +170,7 @@ def test_attention_in_half_precision_is_as_exact_as_its_rounding(attend):
         torch.testing.assert_close(keys[page, :, slot], new_keys[row], atol=unit, rtol=2 * unit)
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
+@both_attentions
 def test_places_that_carry_the_padding_row_disturb_nobody(attend):
     case = Case(lengths=((0, 1), (PAGE, 2), (7, PAGE + 3)))
     case.table[0, 0] = 0
@@ -190,16 +185,9 @@ def test_places_that_carry_the_padding_row_disturb_nobody(attend):
 
 def test_the_dispatcher_takes_the_kernel_on_cuda_and_the_twin_elsewhere():
     case = Case(lengths=((3, 2),))
-    attend = decode_attention_triton if DEVICE == "cuda" else decode_attention_torch
+    attend = decode_attention.triton if DEVICE == "cuda" else decode_attention.torch
     for found, expected in zip(case.run(decode_attention, [0]), case.run(attend, [0]), strict=True):
         torch.testing.assert_close(found, expected, equal_nan=True, atol=0, rtol=0)
-
-
-def advance_triton(logits, rows_B, state, params):
-    draw_and_advance_triton(logits, rows_B, state, params.temperature)
-
-
-DRAWS = [draw_and_advance_torch, advance_triton]
 
 
 def draw_state(rows, capacity=8, own=1, limit=100, stops=()):
@@ -229,7 +217,7 @@ def logits_of(rows, vocabulary, spread=3.0):
 def test_the_kernel_draws_the_samplers_token_save_at_a_boundary(vocabulary, temperature):
     rows = 40 if DEVICE == "cpu" else 2000
     logits, state, params = logits_of(rows, vocabulary), draw_state(rows, own=3), SamplingParams(temperature)
-    advance_triton(logits, every_row(rows), state, params)
+    draw_and_advance.triton(logits, every_row(rows), state, params)
     tokens, logprobs = state.tokens[:, 3].cpu().long(), state.logprobs[:, 3].cpu()
     draws = uniforms(state.keys.cpu(), torch.full((rows,), 2))
     wanted, _ = draw(logits.cpu(), draws, params)
@@ -245,7 +233,7 @@ def test_the_kernel_draws_the_samplers_token_save_at_a_boundary(vocabulary, temp
     torch.testing.assert_close(logprobs.double(), expected, atol=2e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("advance", DRAWS)
+@both_draws
 def test_greedy_takes_the_first_likeliest_with_its_log_probability_at_temperature_1(advance):
     logits, state = logits_of(6, 9000), draw_state(6)
     logits[0, 8990] = logits[0, 4100] = logits[0, 4096] = 50.0
@@ -257,7 +245,7 @@ def test_greedy_takes_the_first_likeliest_with_its_log_probability_at_temperatur
     torch.testing.assert_close(state.logprobs[:, 1].cpu().double(), expected, atol=2e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("advance", DRAWS)
+@both_draws
 def test_a_token_without_probability_is_never_drawn(advance):
     rows, possible = 20, [0, 4095, 8199]
     logits = torch.full((rows, 8300), float("-inf"), device=DEVICE)
@@ -268,7 +256,7 @@ def test_a_token_without_probability_is_never_drawn(advance):
     torch.testing.assert_close(state.logprobs[:, 1].cpu(), torch.full((rows,), math.log(0.5)))
 
 
-@pytest.mark.parametrize("advance", DRAWS)
+@both_draws
 def test_finished_rows_stay_as_they_are_however_often_they_stand_in_the_batch(advance):
     state = draw_state(4, capacity=3)
     state.own_lengths[0] = 3  # full
@@ -283,7 +271,7 @@ def test_finished_rows_stay_as_they_are_however_often_they_stand_in_the_batch(ad
     assert (state.logprobs != 7).tolist() == changed
 
 
-@pytest.mark.parametrize("advance", DRAWS)
+@both_draws
 @pytest.mark.parametrize(("stops", "outcome"), [((), [0, 0, 2]), ((5,), [0, 1, 2]), ((5, 8, 2), [1, 1, 1])])
 def test_a_stop_token_ends_a_row_and_so_does_its_limit(advance, stops, outcome):
     state = draw_state(3, own=2, stops=stops)
@@ -297,7 +285,7 @@ def test_a_stop_token_ends_a_row_and_so_does_its_limit(advance, stops, outcome):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize("advance", DRAWS)
+@both_draws
 def test_logits_that_are_not_numbers_show_in_the_log_probability_and_the_token_exists(advance):
     logits = logits_of(3, 5000)
     logits[0, 4500] = math.nan
@@ -363,7 +351,7 @@ def decoded(query, key, value, prefix, cos_sin, split):
         lengths = (torch.tensor([count], dtype=torch.int32, device=DEVICE) for count in (prefix, t + 1))
         state = PagedState(torch.zeros(1, dtype=torch.int32, device=DEVICE), table, *lengths)
         new = (part[prefix + t : prefix + t + 1] for part in (query, key, value))
-        out.append(decode_attention_triton(*new, keys, values, state, 0.2, cos_sin=cos_sin, split=split)[0])
+        out.append(decode_attention.triton(*new, keys, values, state, 0.2, cos_sin=cos_sin, split=split)[0])
     return torch.stack(out)
 
 
@@ -381,7 +369,7 @@ def test_the_trainer_s_attention_is_the_sampler_s_to_the_last_bit(prefix, own, s
     turned_query, turned_key = both.unflatten(1, (-1, head_dim)).split([heads, kv_heads], dim=1)
     columns = [[0, prefix], [prefix, own], [0, 0], [0, prefix], [-1, -1]]
     pieces = Pieces(*torch.tensor(columns, dtype=torch.int32, device=DEVICE), longest=max(prefix, own))
-    found, _ = piece_attention_triton(turned_query, turned_key, value, pieces, 0.2)
+    found, _ = piece_attention.triton(turned_query, turned_key, value, pieces, 0.2)
     raw_key = torch.cat([turned_key[:prefix], key[prefix:]])
     expected = decoded(query, raw_key, value, prefix, cos_sin, split)
     if DEVICE == "cuda":
