@@ -54,7 +54,7 @@ def test_a_model_that_does_not_hand_the_plan_down_is_refused(monkeypatch):
     model = ready(tiny_llama())
     forward = model.model.forward
     monkeypatch.setattr(model.model, "forward", lambda *args, plan=None, **kwargs: forward(*args, **kwargs))
-    with pytest.raises(ModelError, match="is not handed the attention plan"):
+    with pytest.raises(ModelError, match="does not receive the attention plan"):
         check_model(model, 100)
 
 

@@ -119,7 +119,7 @@ def forget_stop_tokens(directory: Path) -> None:
         (lambda d: edit_config(d, quantization_config={"quant_method": "awq", "bits": 4}), "quantized"),
         (without("tokenizer.json", "tokenizer_config.json"), "has no tokenizer"),
         (lambda d: (d / "tokenizer.json").write_text("{"), "tokenizer cannot be loaded"),
-        (forget_stop_tokens, "a token that ends an answer"),
+        (forget_stop_tokens, "a token that ends a response"),
     ],
 )
 def test_a_damaged_directory_is_refused_in_one_sentence(
@@ -148,7 +148,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
 def test_a_hub_id_that_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # The hub's own switch for machines without network.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"nobody/nothing: is no directory here .* check the name and the network"):
+    with pytest.raises(ModelError, match=r"nobody/nothing: is not a local directory .* check the name and the network"):
         resolve_path("nobody/nothing")
 
 

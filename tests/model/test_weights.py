@@ -158,7 +158,7 @@ def test_a_broken_config_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
 
 def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, vocab_size=100)
-    with pytest.raises(ModelError, match=r"knows the token 131 \('.*'\), but its embedding has only 100 rows"):
+    with pytest.raises(ModelError, match=r"has the token 131 \('.*'\), but its embedding has only 100 rows"):
         load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
 
