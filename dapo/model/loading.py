@@ -71,7 +71,7 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     count, index = torch.cuda.device_count(), int(match[1] or 0)
     if index >= count:
-        raise ModelError(f"model.device is '{name}', but PyTorch finds {count} GPUs; set model.device=auto")
+        raise ModelError(f"model.device is '{name}', but PyTorch finds {count} GPUs here; set model.device=auto")
     return torch.device("cuda", index)
 
 

@@ -187,7 +187,7 @@ _TRUNKS: WeakKeyDictionary[nn.Module, Trunk] = WeakKeyDictionary()
 
 
 def trunk_of(causal_lm: Any) -> Trunk:
-    """Return the model's trunk, made on the first call: fused in bf16 on a GPU if `can_fuse`, else transformers' own."""
+    """Return the model's trunk, built on the first call: fused in bf16 on a GPU where possible, else transformers'."""
     if causal_lm not in _TRUNKS:
         is_fast = causal_lm.dtype == torch.bfloat16 and causal_lm.device.type == "cuda"
         if is_fast:
@@ -282,10 +282,9 @@ class _Embed(Function):
 
 
 class _Norm(Function):
-    """Add `delta` to the residual stream and normalize. Returns the normed rows and the sum, None without a delta.
+    """Add `delta` to the residual stream and normalize; return the normed rows and the sum.
 
-    An autograd function may not return its input unchanged as an output, so without a delta the caller keeps the
-    residual that it passed.
+    Without a delta the sum would be the residual itself. It is then None, and the caller keeps its residual.
     """
 
     @staticmethod

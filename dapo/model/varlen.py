@@ -157,7 +157,7 @@ class FixedSegments(Segments):
         self.query_bounds, self.key_bounds = (_zeros(size.segments + 1, device) for _ in range(2))
         self.sources_K, self.copies_K = (_zeros(size.keys, device) for _ in range(2))
         self.copy_bounds = _zeros(size.tokens + 1, device)
-        # At most three pieces per segment: a prompt and its only response are one segment, but prefix, joint and response.
+        # A segment has at most three pieces: a prompt with its only response is prefix, joint and response.
         self.columns = torch.zeros(5, 3 * size.segments, dtype=torch.int32, device=device)
         self.pieces = Pieces(*self.columns, longest=size.longest_query)
         self.fill(Layout(*(np.zeros(0, np.int64) for _ in range(3)), pieces=np.zeros((0, 5), np.int64)))

@@ -13,7 +13,7 @@ from dapo.kernels import head  # noqa: E402
 try:
     import triton.language as tl
 
-    # Triton decides when it is first imported, which may have been before this file was read.
+    # Triton reads TRITON_INTERPRET when it is first imported, which may have been before this file was.
     HAS_TRITON = DEVICE == "cuda" or type(tl.sum).__name__ == "InterpretedFunction"
 except ImportError:
     HAS_TRITON = False
@@ -54,7 +54,7 @@ def test_statistics_match_the_softmax_at_the_temperature(how: str, rows: int, wi
 @both
 @pytest.mark.parametrize("rising", [False, True])
 def test_statistics_are_exact_for_extreme_and_impossible_logits_in_any_order(how: str, rising: bool) -> None:
-    """The running peak moves with every block when the logits rise, and whole blocks may be impossible."""
+    """Rising logits move the running peak with every block, and whole blocks may be impossible."""
     logits = torch.linspace(-300, 1000, 9001, device=DEVICE).repeat(2, 1)
     logits[0, :5000] = float("-inf")
     logits = logits if rising else logits.flip(1).contiguous()
@@ -67,7 +67,7 @@ def test_statistics_are_exact_for_extreme_and_impossible_logits_in_any_order(how
 
 
 @both
-def test_logit_that_is_no_number_shows_in_its_row_only(how: str) -> None:
+def test_a_nan_logit_affects_only_its_row(how: str) -> None:
     logits, targets = chunk(3, 9001)
     logits[1, 17] = float("nan")
     for statistic in getattr(head.logprobs_and_entropy, how)(logits, targets, 1.0):
@@ -77,7 +77,7 @@ def test_logit_that_is_no_number_shows_in_its_row_only(how: str) -> None:
 @both
 @pytest.mark.parametrize(("rows", "width"), [(5, 24), (3, 9001)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradient_is_that_of_autograd(how: str, rows: int, width: int, temperature: float) -> None:
+def test_gradient_matches_autograd(how: str, rows: int, width: int, temperature: float) -> None:
     logits, targets = chunk(rows, width)
     grad_logprobs = torch.linspace(-2, 3, rows, device=DEVICE)
     logits64 = logits.double().requires_grad_()

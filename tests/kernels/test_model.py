@@ -25,7 +25,7 @@ from dapo.kernels.dispatch import Kernel  # noqa: E402
 try:
     import triton.language as tl
 
-    # Triton decides when it is first imported, which may have been before this file was read.
+    # Triton reads TRITON_INTERPRET when it is first imported, which may have been before this file was.
     HAS_TRITON = DEVICE == "cuda" or type(tl.sum).__name__ == "InterpretedFunction"
 except ImportError:
     HAS_TRITON = False
@@ -42,7 +42,7 @@ def values(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same rows as a view of wider ones, so that whoever takes them for contiguous reads NaN."""
+    """Return the rows as a view of wider ones, so that code that assumes contiguous rows reads NaN."""
     wide = tensor.new_full((len(tensor), tensor.shape[1] + 11), float("nan"))
     wide[:, 3:-8] = tensor
     return wide[:, 3:-8]
@@ -53,7 +53,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
 
 
 def rounded_once(how: str, actual: Tensor, expected: Tensor) -> None:
-    """bfloat16 keeps 8 bits: rounding errs by 2^-8 of the value at most, truncation, as interpreted, by 2^-7."""
+    """Check that the error is one rounding to bfloat16: 2^-8 of the value, or 2^-7 where the interpreter truncates."""
     assert actual.dtype == torch.bfloat16
     unit = 2**-7 if how == "triton" and DEVICE == "cpu" else 2**-8
     assert (actual.double() - expected).abs().le(expected.abs() * unit * 1.001 + 1e-6).all()
@@ -65,7 +65,7 @@ def reference_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @both
 @pytest.mark.parametrize(("rows", "width", "has_delta"), [(5, 24, True), (333, 24, False), (3, 2500, True)])
-def test_norm_is_that_of_the_sum(how: str, rows: int, width: int, has_delta: bool) -> None:
+def test_norm_is_applied_to_the_sum(how: str, rows: int, width: int, has_delta: bool) -> None:
     residual, weight = values(rows, width, seed=0), values(width, seed=1)
     delta = values(rows, width, seed=2) if has_delta else None
     normed, total, rstd = getattr(norm.add_rms_norm, how)(residual, delta, weight, 1e-3)
@@ -77,7 +77,7 @@ def test_norm_is_that_of_the_sum(how: str, rows: int, width: int, has_delta: boo
 
 
 @both
-def test_norm_rounds_once_to_the_type_of_what_is_added_or_to_the_one_asked_for(how: str) -> None:
+def test_norm_rounds_once_to_the_dtype_of_the_delta_or_to_the_given_one(how: str) -> None:
     forward = getattr(norm.add_rms_norm, how)
     residual, delta = values(9, 40, seed=0), values(9, 40, seed=1, dtype=torch.bfloat16)
     weight = values(40, seed=2, dtype=torch.bfloat16)
@@ -90,7 +90,7 @@ def test_norm_rounds_once_to_the_type_of_what_is_added_or_to_the_one_asked_for(h
 
 @both
 @pytest.mark.parametrize(("rows", "width"), [(5, 24), (333, 24), (5, 2500)])
-def test_norm_gradients_are_those_of_autograd(how: str, rows: int, width: int) -> None:
+def test_norm_gradients_match_autograd(how: str, rows: int, width: int) -> None:
     x, weight = values(rows, width, seed=0), values(width, seed=1)
     grad_normed, grad_sum = values(rows, width, seed=2), values(rows, width, seed=3)
     _, _, rstd = norm.add_rms_norm.torch(x, None, weight, 1e-3)
@@ -109,7 +109,7 @@ def test_norm_gradients_are_those_of_autograd(how: str, rows: int, width: int) -
 
 
 @both
-def test_norm_backward_gives_both_precisions(how: str) -> None:
+def test_norm_backward_returns_both_precisions(how: str) -> None:
     x, weight = values(70, 40, seed=0), values(40, seed=1, dtype=torch.bfloat16)
     grad_normed = values(70, 40, seed=2, dtype=torch.bfloat16)
     _, _, rstd = norm.add_rms_norm.torch(x, None, weight, 1e-5)
@@ -122,7 +122,7 @@ def test_norm_backward_gives_both_precisions(how: str) -> None:
 
 @both
 @pytest.mark.parametrize(("rows", "width"), [(5, 24), (9, 700)])
-def test_swiglu_and_its_gradient_are_those_of_autograd(how: str, rows: int, width: int) -> None:
+def test_swiglu_and_its_gradient_match_autograd(how: str, rows: int, width: int) -> None:
     gate_up, grad = 4 * values(rows, 2 * width, seed=0), values(rows, width, seed=1)
     gate_up64 = gate_up.double().requires_grad_()
     gate, up = gate_up64[:, :width], gate_up64[:, width:]
@@ -159,30 +159,30 @@ def angles_table(positions: int, size: int) -> tuple[Tensor, Tensor]:
 def reference_rotation(
     qk: Tensor, positions: Tensor, angles: Tensor | None, weights: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Each head's halves as the real and imaginary parts of complex numbers, multiplied by e^(i angle)."""
+    """Rotate each head as complex numbers, its halves being real and imaginary parts, multiplied by e^(i angle)."""
     x = qk.unflatten(1, (HEADS + KV_HEADS, -1))
     if weights is not None:
         query = reference_norm(x[:, :HEADS], weights[0], 1e-3)
         x = torch.cat([query, reference_norm(x[:, HEADS:], weights[1], 1e-3)], 1)
     if angles is not None:
         half = x.shape[-1] // 2
-        turn = torch.polar(torch.ones_like(angles.double()), angles.double())[positions, None]
-        turned = torch.complex(x[..., :half], x[..., half:]) * turn
-        x = torch.cat([turned.real, turned.imag], -1)
+        rotation = torch.polar(torch.ones_like(angles.double()), angles.double())[positions, None]
+        rotated = torch.complex(x[..., :half], x[..., half:]) * rotation
+        x = torch.cat([rotated.real, rotated.imag], -1)
     return x.flatten(1)
 
 
 @both
 @pytest.mark.parametrize("is_normed", [False, True])
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_rotated", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(5, 6), (150, 16)])
-def test_rotation_and_its_gradients_are_those_of_autograd(
-    how: str, is_normed: bool, is_turned: bool, rows: int, size: int
+def test_rotation_and_its_gradients_match_autograd(
+    how: str, is_normed: bool, is_rotated: bool, rows: int, size: int
 ) -> None:
     columns = (HEADS + KV_HEADS) * size
     qkv, grad_qk = values(rows, columns + KV_HEADS * size, seed=0), values(rows, columns, seed=1)
     positions = torch.randint(9, (rows,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    table, angles = angles_table(9, size) if is_turned else (None, None)
+    table, angles = angles_table(9, size) if is_rotated else (None, None)
     norms = head_norms(size) if is_normed else None
     qk64 = qkv[:, :columns].double().requires_grad_()
     weights = (norms.query_D.double().requires_grad_(), norms.key_D.double().requires_grad_()) if norms else None
@@ -214,11 +214,11 @@ def test_rotation_without_norms_is_undone_in_place_by_its_backward(how: str) -> 
     qkv = values(7, 7 * 8, seed=0)
     table, _ = angles_table(9, 8)
     positions = torch.arange(7, device=DEVICE)
-    turned = qkv.clone()
-    qk = getattr(rotary.rotate, how)(turned, positions, table, HEADS, KV_HEADS, None)
-    assert not torch.allclose(turned, qkv)
-    getattr(rotary.rotate_backward, how)(qk, turned, positions, table, HEADS, KV_HEADS, None, None, turned)
-    close(turned, qkv)
+    rotated = qkv.clone()
+    qk = getattr(rotary.rotate, how)(rotated, positions, table, HEADS, KV_HEADS, None)
+    assert not torch.allclose(rotated, qkv)
+    getattr(rotary.rotate_backward, how)(qk, rotated, positions, table, HEADS, KV_HEADS, None, None, rotated)
+    close(rotated, qkv)
 
 
 @both
@@ -233,13 +233,13 @@ def test_rotation_rounds_once_and_norms_round_before_it(how: str) -> None:
     rotate = getattr(rotary.rotate, how)
     only_normed = rotate(qkv, positions, None, HEADS, KV_HEADS, norms)
     rounded_once(how, only_normed, normed)
-    turned = reference_rotation(only_normed.double(), positions, angles, None)
-    rounded_once(how, rotate(qkv, positions, table, HEADS, KV_HEADS, norms), turned)
+    rotated = reference_rotation(only_normed.double(), positions, angles, None)
+    rounded_once(how, rotate(qkv, positions, table, HEADS, KV_HEADS, norms), rotated)
     rounded_once(how, rotate(qkv, positions, table, HEADS, KV_HEADS, None), plain)
 
 
 @both
-def test_head_norms_need_no_gradients_of_their_weights(how: str) -> None:
+def test_gradients_of_head_norm_weights_are_optional(how: str) -> None:
     qkv, grad_qk = values(5, 7 * 8, seed=0), values(5, 5 * 8, seed=1)
     args = (torch.arange(5, device=DEVICE), angles_table(9, 8)[0], HEADS, KV_HEADS, head_norms(8))
     with_grads, without = torch.empty_like(qkv), torch.empty_like(qkv)
@@ -250,7 +250,7 @@ def test_head_norms_need_no_gradients_of_their_weights(how: str) -> None:
 
 
 def copies() -> tuple[Tensor, Tensor, Tensor]:
-    """Of 11 rows: row 4 stands nowhere, row 0 twelve times, the others in between."""
+    """Return sources, starts and places of copies of 11 rows: none of row 4, twelve of row 0, up to three of others."""
     sources = torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 9, 10, *[0] * 11, 10, 3, 3, 9], dtype=torch.int32)
     places = sources.argsort(stable=True).int()
     starts = torch.cat([torch.zeros(1), torch.bincount(sources, minlength=11).cumsum(0)]).int()
@@ -289,7 +289,7 @@ def test_gather_sum_rounds_once_and_leaves_rows_without_copies_zero(how: str) ->
 
 
 @needs_triton
-def test_kernels_that_sum_over_rows_give_the_same_bits_every_time() -> None:
+def test_sums_over_rows_give_the_same_bits_every_time() -> None:
     x, weight, rstd = values(200, 24, seed=0), values(24, seed=1), values(200, seed=2)
     sums = [torch.zeros(24, device=DEVICE) for _ in range(2)]
     for total in sums:
