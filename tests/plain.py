@@ -31,6 +31,7 @@ def _rms_norm(self: Any, hidden: Tensor) -> Tensor:
 
 
 def plain_copy(model: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """Return a copy of the model that uses transformers' own attention."""
     twin = copy.deepcopy(model).to(dtype)
     twin.set_attn_implementation("sdpa")  # "eager" computes its softmax in float32 for any weights
     return twin

@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per ASCII character: all ASCII text round-trips, each id decodes to one character."""
+    """Return a tokenizer with one token per ASCII character, so that all ASCII text round-trips."""
     # ByteLevel writes the 128 ASCII bytes as printable characters; its own encoding of them gives the alphabet.
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = [splitter.pre_tokenize_str(chr(byte))[0][0] for byte in range(128)]

@@ -41,9 +41,8 @@ def test_hidden_states_match_transformers(build):
         unchanged = PlainTrunk(fused).hidden(*packed(fused))
     # transformers rounds the angles' cosines to float32, and so does the table.
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(
-        unchanged, expected, atol=1e-12, rtol=1e-12
-    )  # the joined weights are still the model's parameters
+    # The joined weights are still the parameters of the model.
+    torch.testing.assert_close(unchanged, expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

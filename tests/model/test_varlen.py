@@ -86,9 +86,8 @@ def test_padding_up_to_a_fixed_size_changes_nothing(tokens):
     generator = torch.Generator().manual_seed(0)
     there = len(POSITIONS)
     found = attended(VarlenAttention(segments), tokens, seed=1)
-    assert all(
-        torch.isfinite(part).all() for part in found
-    )  # padding attends too, and its NaN would spread through products
+    # Padding attends too, and its NaN would spread through products.
+    assert all(torch.isfinite(part).all() for part in found)
     real = [torch.randn(1, heads, there, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
     upstream = torch.randn(1, there, 4, 8, generator=generator, dtype=torch.float64)
     filled = [torch.randn(1, part.shape[1], tokens, 8, dtype=torch.float64) for part in real]
