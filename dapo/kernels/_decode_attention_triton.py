@@ -133,7 +133,7 @@ def _attend(
     head = tl.program_id(0)
     place = tl.program_id(1).to(tl.int64)
     # Loads that depend on each other: the row, then its lengths and first page number, then that page. The loads and
-    # arithmetic that depend on none of these stand in between, to overlap with the waiting.
+    # arithmetic that depend on none of these come in between, to overlap with the waiting.
     row = tl.load(rows_B + place).to(tl.int64)
     slots = tl.arange(0, PAGE)
     dims = tl.arange(0, DIMS)
@@ -210,7 +210,7 @@ def _attend(
         peak, total, sum_ = merge(peak, total, sum_, chunk_peak, tl.max(chunk_total, axis=1), chunk_sum, scale)
 
     if SPLIT:
-        # Here `total` and the rest are those of a single chunk; merging it into an empty softmax changed no bit.
+        # One chunk was merged into an empty softmax, which changed no bit. `sums` and `peaks` are [B, H, chunks].
         lines = (place * (tl.num_programs(0) * GROUP) + head * GROUP + members) * tl.num_programs(2) + first_chunk
         tl.store(sums + lines, total, mask=members < GROUP)
         tl.store(peaks + lines, peak, mask=members < GROUP)
@@ -241,6 +241,7 @@ def _combine(
     members = tl.arange(0, ROWS)
     is_member = members < GROUP
     inside = is_member[:, None] & (dims < HEAD_DIM)[None, :]
+    # Rows of the output [B, H, D]; the chunks of row l are at l * chunks, l * chunks + 1, ... of the partial results.
     line = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * GROUP + members
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)

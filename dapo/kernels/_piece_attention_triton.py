@@ -17,7 +17,7 @@ from dapo.kernels.piece_attention import CHUNK, PAGE
 if TYPE_CHECKING:
     from dapo.kernels.piece_attention import Pieces
 
-# Fastest on an H200. Tiles of 16 to 128 rows in 1 to 8 warps all give the same bits there.
+# Fastest on an H200. Tiles of 16 to 128 rows in 1 to 8 warps all give the same bits.
 ROWS = 64  # queries of a program
 NUM_WARPS = 4
 NUM_STAGES = 2
@@ -97,7 +97,7 @@ def _attend(
     rows = tile * ROWS + tl.arange(0, ROWS)
     is_row = (rows < length)[:, None]
     is_dim = (dims < HEAD_DIM)[None, :]
-    line = (start + rows).to(tl.int64)[:, None]
+    line = (start + rows).to(tl.int64)[:, None]  # token of each query in the pack
     q = tl.load(query + line * query_token + head * query_head + dims[None, :], mask=is_row & is_dim, other=0.0)
     key += (head // GROUP) * key_head  # GROUP query heads share a key head
     value += (head // GROUP) * value_head

@@ -13,7 +13,7 @@ from dapo.kernels.piece_attention import PAGE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedState:
-    """Where each response has its tokens in the cache. All tensors are int32.
+    """The location of each response's tokens in the cache. All tensors are int32.
 
     A *row* is the slot of one response in the state; the batch names rows in any order. A row of the table lists the
     pages of the prompt, then those of the response's own tokens, which begin a new page. The own tokens begin with the

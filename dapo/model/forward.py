@@ -21,6 +21,7 @@ _NOT_SUPPORTED = "dapo cannot train it, with any engine"
 
 
 def query_groups(causal_lm: Any) -> int:
+    """Return how many query heads share a key head."""
     config = causal_lm.config.get_text_config()
     return config.num_attention_heads // key_heads(config)
 
@@ -41,8 +42,8 @@ def packed_plan(causal_lm: Any, families: Sequence[Family], positions_T: Tensor)
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on a GPU, or reserved by torch and unused."""
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def head_weight(causal_lm: Any) -> Tensor:

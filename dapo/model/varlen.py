@@ -167,7 +167,7 @@ class FixedSegments(Segments):
         layout = layout.padded(self.tokens)
         assert self.sources_K is not None
         copy_bounds, copies_K = layout.copies()
-        for held, values in (
+        for target, values in (
             (self.query_bounds, _bounds(layout.query_lengths)),
             (self.key_bounds, _bounds(layout.key_lengths)),
             (self.sources_K, layout.sources_K),
@@ -176,9 +176,9 @@ class FixedSegments(Segments):
         ):
             # Bounds are repeated to the end, which makes the remaining segments empty. Entries of sources_K beyond the
             # last key copy token 0, and no list of copies refers to them.
-            filled = np.full(len(held), values[-1] if held is not self.sources_K else 0, np.int32)
+            filled = np.full(len(target), values[-1] if target is not self.sources_K else 0, np.int32)
             filled[: len(values)] = values
-            held.copy_(torch.from_numpy(filled))
+            target.copy_(torch.from_numpy(filled))
         columns = np.zeros(self.columns.shape, np.int32)
         columns[:, : len(layout.pieces)] = layout.pieces.T
         self.columns.copy_(torch.from_numpy(columns))

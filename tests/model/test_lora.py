@@ -164,14 +164,14 @@ def test_adapters_of_another_shape_are_refused() -> None:
         load_adapter_state(adapted(target_modules=("q_proj",)), adapter_state(adapted()))
 
 
-def test_adapters_go_only_where_they_are_asked_for() -> None:
+def test_adapters_are_added_only_to_the_target_modules() -> None:
     names = adapter_state(adapted(target_modules=("q_proj", "layers.1.mlp.up_proj")))
     modules = {name.removeprefix("base_model.model.model.").split(".lora_")[0] for name in names}
     assert modules == {"layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.up_proj"}
 
 
 @pytest.mark.parametrize("unknown", ["query_key_value", "embed_tokens", "proj"])
-def test_one_unknown_target_among_known_ones_is_refused_with_the_names_there_are(unknown: str) -> None:
+def test_one_unknown_target_among_known_ones_is_refused_with_the_available_names(unknown: str) -> None:
     with pytest.raises(ModelError, match=f"no linear layer '{unknown}'; it has down_proj, gate_proj, k_proj"):
         adapted(target_modules=("q_proj", unknown))
 

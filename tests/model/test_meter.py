@@ -1,4 +1,4 @@
-"""Counted arithmetic against what torch counts while a tiny model really runs."""
+"""Operation counts, compared with what torch counts while a tiny model runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tiny import tiny_llama, tiny_qwen2
 
 
 def counted(model, batch: int, length: int) -> int:
-    """Of a forward and a backward through every logit, less the rotary angles where torch makes a product of them."""
+    """Return torch's count for forward and backward through all logits, minus the rotary angles that it counts too."""
     model.set_attn_implementation("eager")
     tokens = torch.arange(batch * length).view(batch, length) % model.config.vocab_size
     with FlopCounterMode(display=False) as counter:
@@ -29,10 +29,10 @@ def test_sequences_of_one_token_cost_what_torch_counts(build, tied):
 
 
 def test_a_long_sequence_costs_what_torch_counts_minus_the_masked_pairs():
-    model, length = tiny_llama(head_dim=16), 7  # the heads are wider together than the hidden state
+    model, length = tiny_llama(head_dim=16), 7  # the heads together are wider than the hidden state
     config = model.config
-    forbidden = length * (length - 1) // 2
-    wasted = 12 * config.num_hidden_layers * config.num_attention_heads * 16 * forbidden
+    masked = length * (length - 1) // 2
+    wasted = 12 * config.num_hidden_layers * config.num_attention_heads * 16 * masked
     assert training_flops(config, 2 * length, [length] * 2) == counted(model, 2, length) - 2 * wasted
 
 

@@ -84,21 +84,21 @@ def test_padding_up_to_a_fixed_size_changes_nothing(tokens):
     segments = FixedSegments(FixedSize.of(layout, tokens), torch.device("cpu"))
     segments.fill(layout)
     generator = torch.Generator().manual_seed(0)
-    there = len(POSITIONS)
+    used = len(POSITIONS)
     found = attended(VarlenAttention(segments), tokens, seed=1)
     # Padding attends too, and its NaN would spread through products.
     assert all(torch.isfinite(part).all() for part in found)
-    real = [torch.randn(1, heads, there, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
-    upstream = torch.randn(1, there, 4, 8, generator=generator, dtype=torch.float64)
+    real = [torch.randn(1, heads, used, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    upstream = torch.randn(1, used, 4, 8, generator=generator, dtype=torch.float64)
     filled = [torch.randn(1, part.shape[1], tokens, 8, dtype=torch.float64) for part in real]
     for part, values in zip(filled, real, strict=True):
-        part[:, :, :there] = values
+        part[:, :, :used] = values
         part.requires_grad_()
     output = VarlenAttention(segments).attend(0, *filled, 0.3)
     padded = torch.zeros(1, tokens, 4, 8, dtype=torch.float64)
-    padded[:, :there] = upstream
+    padded[:, :used] = upstream
     output.backward(padded)
-    outcome = [output.detach()[:, :there], *(part.grad[:, :, :there] for part in filled)]
+    outcome = [output.detach()[:, :used], *(part.grad[:, :, :used] for part in filled)]
     for value, reference in zip(outcome, expected(), strict=True):
         torch.testing.assert_close(value, reference)
 

@@ -25,7 +25,7 @@ CONVERT = r"only \.safetensors files are loaded, because others can run code: .*
 
 
 class Trap:
-    """Creates a file when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
