@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs where there is no GPU: replaying runs the function again, into the same results."""
+"""A replacement for CUDA graphs without a GPU: a replay runs the function again and overwrites its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Replayed:
 
 
 def capture(pool: Any, run: Any) -> tuple[Replayed, Any]:
-    """In place of GraphPool.capture: the function is run twice, as there."""
+    """Replace GraphPool.capture. The function runs twice, as it does there."""
     run()
     result = run()
     return Replayed(run, result), result

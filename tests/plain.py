@@ -1,7 +1,7 @@
-"""Plain, padded, float64 twins of what the product computes packed: the oracle that the tests compare against.
+"""The oracle for the tests: plain, padded float64 versions of what dapo computes packed.
 
-Nothing of dapo is used here but its records. Every sequence stands alone in a right-padded batch, transformers runs it
-with its own attention, the whole logits tensor exists, and autograd does the rest.
+Only dapo's records are used here. Each sequence is one row of a right-padded batch, transformers runs it with its own
+attention, the whole logits tensor is materialized, and autograd computes the gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dapo.types import Group
 
 
 def in_float64(model: Any) -> Any:
-    """The model in float64 throughout: transformers' RMSNorm computes in float32 whatever the weights are."""
+    """Convert the model to float64, including transformers' RMSNorm, which computes in float32 for any weights."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = types.MethodType(_rms_norm, module)
@@ -31,15 +31,16 @@ def _rms_norm(self: Any, hidden: Tensor) -> Tensor:
 
 
 def plain_copy(model: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """Return a copy of the model that uses transformers' own attention."""
     twin = copy.deepcopy(model).to(dtype)
-    twin.set_attn_implementation("sdpa")  # "eager" has its softmax in float32 whatever the weights are
+    twin.set_attn_implementation("sdpa")  # "eager" computes its softmax in float32 for any weights
     return twin
 
 
 def logprobs(
     model: Any, prompt: Sequence[int], responses: Sequence[Sequence[int]], temperature: float = 1.0
 ) -> list[Tensor]:
-    """Per response the log-probability of each of its tokens."""
+    """Return for each response the log-probabilities of its tokens."""
     rows = [[*prompt, *response] for response in responses]
     width = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
@@ -54,7 +55,7 @@ def logprobs(
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """NaN: not judged."""
+    """Return the normalized advantages. A reward of NaN means unjudged."""
     judged = [reward for reward in rewards if not math.isnan(reward)]
     if len(judged) < 2 or max(judged) == min(judged):
         return [0.0] * len(rewards)
@@ -74,7 +75,7 @@ def mini_batch_loss(
     kl: float = 0.0,
     temperature: float = 1.0,
 ) -> Tensor:
-    """The loss of one whole mini-batch, straight from the definitions."""
+    """Compute the loss of one whole mini-batch, directly from the definitions."""
     sequences: list[Tensor] = []
     for group in groups:
         new = logprobs(model, group.prompt.tokens, [r.tokens.tolist() for r in group.rollouts], temperature)
@@ -109,7 +110,7 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
 def adamw(
     parameters: dict[str, Tensor], grads: dict[str, Tensor], *, lr: float, weight_decay: float, clip: float
 ) -> dict[str, Tensor]:
-    """The first step of AdamW (betas 0.9 and 0.999, eps 1e-8) after clipping the gradient's norm."""
+    """Return the parameters after one AdamW step (betas 0.9 and 0.999, eps 1e-8) with clipped gradients."""
     norm = math.sqrt(sum(float((grad**2).sum()) for grad in grads.values()))
     scale = clip / (norm + 1e-6) if norm > clip else 1.0
     after = {}

@@ -1,4 +1,4 @@
-"""On a GPU: the same engine and update, compared with plain transformers on the same device."""
+"""The engine and the update on a GPU, compared with plain transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROMPTS = [tuple(range(5, 5 + 3 * i)) for i in range(1, 20, 4)]
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15)])
 @pytest.mark.parametrize("build", FUSED)
-def test_recorded_log_probabilities_on_the_gpu_are_those_of_transformers(build, dtype, tolerance):
+def test_recorded_log_probabilities_on_the_gpu_match_transformers(build, dtype, tolerance):
     model = build()
     twin = plain.plain_copy(model.to(dtype), torch.float32).cpu()
     engine = engine_for(model, max_concurrent=7)
@@ -55,7 +55,7 @@ def test_recorded_log_probabilities_on_the_gpu_are_those_of_transformers(build, 
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"top_p": 0.8}, {"top_k": 5}])
-def test_evaluation_may_be_greedy_or_truncated_on_the_gpu(params):
+def test_greedy_and_truncated_sampling_work_on_the_gpu(params):
     model = tiny_llama()
     engine = engine_for(model, max_concurrent=8)
     rollouts = drain(engine, Request(0, PROMPTS[2], 6, SamplingParams(max_tokens=20, **params)))
@@ -64,7 +64,7 @@ def test_evaluation_may_be_greedy_or_truncated_on_the_gpu(params):
         assert len({tuple(rollout.tokens.tolist()) for rollout in rollouts}) == 1
 
 
-def test_weights_that_change_under_a_captured_graph_are_seen_by_it():
+def test_a_captured_graph_sees_changed_weights():
     model = tiny_llama().to(torch.bfloat16)
     engine = engine_for(model, max_concurrent=8)
     request = Request(0, PROMPTS[3], 2, SamplingParams(temperature=0, max_tokens=12))
@@ -78,7 +78,7 @@ def test_weights_that_change_under_a_captured_graph_are_seen_by_it():
     assert np.array_equal(after[0].tokens, fresh[0].tokens)
 
 
-def test_the_update_on_the_gpu_has_the_oracle_s_gradient():
+def test_the_update_on_the_gpu_matches_the_oracle_s_gradient():
     model = plain.in_float64(tiny_llama())
     twin = plain.plain_copy(model)
     model.cuda().set_attn_implementation(ATTENTION_NAME)
@@ -90,7 +90,7 @@ def test_the_update_on_the_gpu_has_the_oracle_s_gradient():
 
 @pytest.mark.parametrize("how", ["captured", "eager", "recompute"])
 @pytest.mark.parametrize("build", FUSED)
-def test_the_fused_update_in_bf16_has_the_oracle_s_gradient_up_to_rounding(build, how):
+def test_the_fused_update_in_bf16_matches_the_oracle_s_gradient_up_to_rounding(build, how):
     model = build().to(torch.bfloat16)
     twin = plain.plain_copy(model)
     model.cuda().set_attn_implementation(ATTENTION_NAME)
@@ -99,7 +99,7 @@ def test_the_fused_update_in_bf16_has_the_oracle_s_gradient_up_to_rounding(build
     assert isinstance(policy.trunk, FusedTrunk) and policy.captured is not None
     if how != "captured":
         policy.captured = None
-    for _ in range(2):  # the second time the graph is replayed on other sums
+    for _ in range(2):  # the second time, the graph is replayed on new gradient sums
         policy.optimizer.zero_grad()
         policy.optimizer.open_grads()
         for batch in policy._micro_batches(groups, version=0):
@@ -108,10 +108,10 @@ def test_the_fused_update_in_bf16_has_the_oracle_s_gradient_up_to_rounding(build
     expected = plain.gradients(twin, plain.mini_batch_loss(twin, groups, "token-mean"))
     for name, master in zip(policy.optimizer.names, policy.optimizer.masters, strict=True):
         error = (master.grad.double().cpu() - expected[name]).norm() / expected[name].norm()
-        assert error < 0.15, (name, float(error))  # in float64 it is 1e-6; bf16 alone makes up to 0.09 of it
+        assert error < 0.15, (name, float(error))  # 1e-6 in float64; bf16 alone explains up to 0.09
 
 
-def test_a_captured_update_of_another_size_leaves_nothing_behind():
+def test_a_captured_update_is_not_affected_by_one_of_another_size():
     model = tiny_llama().to(torch.bfloat16).cuda()
     model.set_attn_implementation(ATTENTION_NAME)
     policy = Policy(model, config())
@@ -127,11 +127,11 @@ def test_a_captured_update_of_another_size_leaves_nothing_behind():
     alone = gradient(small)
     gradient(large)
     for first, second in zip(alone, gradient(small), strict=True):
-        assert (first - second).norm() < 0.03 * first.norm()  # atomic sums in attention's backward differ a little
+        assert (first - second).norm() < 0.03 * first.norm()  # attention's backward sums with atomics, in any order
 
 
 def gap(policy, prompts, rollouts):
-    """Mean and largest difference between the sampler's log-probabilities and those of an update."""
+    """Return the mean and the largest difference between the sampler's and the update's log-probabilities."""
     groups = []
     for serial, tokens in enumerate(prompts):
         members = sorted((r for r in rollouts if r.serial == serial), key=lambda rollout: rollout.index)
@@ -146,13 +146,13 @@ def gap(policy, prompts, rollouts):
 @pytest.mark.parametrize("build", FUSED)
 def test_in_bf16_sampler_and_trainer_compute_the_same_bits(build, how):
     model = build().to(torch.bfloat16)
-    engine = engine_for(model, max_concurrent=11)  # places change hands, and batches are of many sizes
+    engine = engine_for(model, max_concurrent=11)  # slots are reused, and batches have many sizes
     rollouts = drain(engine, *(Request(i, p, 5, SamplingParams(max_tokens=150)) for i, p in enumerate(PROMPTS)))
     policy = Policy(model, config(optim__recompute_activations="always" if how == "recompute" else "auto"))
     if how != "captured":
         policy.captured = None
     mean, largest = gap(policy, PROMPTS, rollouts)
-    assert mean < 1e-6 and largest < 1e-5  # float32 sums over the vocabulary are all that differs
+    assert mean < 1e-6 and largest < 1e-5  # only float32 sums over the vocabulary differ
 
 
 @pytest.mark.parametrize("rows", [1, 17, 96, 250, 700])

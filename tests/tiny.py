@@ -1,4 +1,4 @@
-"""Tiny real models and a tiny real tokenizer: randomly initialized, seeded, and small enough to build in every test."""
+"""Tiny real models with seeded random weights and a tiny real tokenizer, small enough to build in every test."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per ASCII character: every ASCII text round-trips, and every sampled id decodes to one character."""
+    """Return a tokenizer with one token per ASCII character, so that all ASCII text round-trips."""
     # ByteLevel writes the 128 ASCII bytes as printable characters; its own encoding of them gives the alphabet.
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = [splitter.pre_tokenize_str(chr(byte))[0][0] for byte in range(128)]
@@ -63,14 +63,14 @@ def tiny_qwen2(seed: int = 0, **overrides: Any) -> Qwen2ForCausalLM:
     model = _seeded(Qwen2ForCausalLM, Qwen2Config(**_shape(overrides)), seed)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):  # they start at zero, where a forgotten bias would not show
+        if name.endswith(".bias"):  # initialized to zero, which would hide a forgotten bias
             parameter.data.normal_(std=0.2, generator=generator)
     return model
 
 
 def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
     model = _seeded(Qwen3ForCausalLM, Qwen3Config(**_shape({"head_dim": 16} | overrides)), seed)
-    _spread_norms(model)
+    _randomize_norms(model)
     return model
 
 
@@ -79,7 +79,7 @@ def tiny_mistral(seed: int = 0, **overrides: Any) -> MistralForCausalLM:
 
 
 def tiny_smollm3(seed: int = 0, **overrides: Any) -> SmolLM3ForCausalLM:
-    """Every other layer has no positions."""
+    """Return a model in which every other layer has no rotary positions."""
     layers = {"num_hidden_layers": 4, "no_rope_layer_interval": 2}
     model = _seeded(SmolLM3ForCausalLM, SmolLM3Config(**_shape(layers | overrides)), seed)
     assert {layer.self_attn.use_rope for layer in model.model.layers} == {0, 1}
@@ -87,15 +87,15 @@ def tiny_smollm3(seed: int = 0, **overrides: Any) -> SmolLM3ForCausalLM:
 
 
 def tiny_gemma3(seed: int = 0, **overrides: Any) -> Gemma3ForCausalLM:
-    """Local and global layers, each with its own rotation; the window is longer than any test's sequence."""
+    """Return a model with a local and a global layer, which rotate differently. No test exceeds the window."""
     shape = {"head_dim": 16, "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]}
     model = _seeded(Gemma3ForCausalLM, Gemma3TextConfig(**_shape(shape | overrides)), seed)
-    _spread_norms(model)
+    _randomize_norms(model)
     return model
 
 
-def _spread_norms(model: PreTrainedModel) -> None:
-    """Norms start at one or zero, where a forgotten weight would not show."""
+def _randomize_norms(model: PreTrainedModel) -> None:
+    """Randomize norm weights, whose initial one or zero would hide a forgotten weight."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
@@ -119,7 +119,7 @@ def _shape(overrides: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        # Ten times the usual spread: attention and logits then differ visibly between inputs.
+        # Ten times the usual scale, so that attention and logits differ visibly between inputs.
         "initializer_range": 0.2,
         "pad_token_id": PAD_ID,
         "bos_token_id": BOS_ID,

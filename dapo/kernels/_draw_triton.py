@@ -1,4 +1,8 @@
-"""The Triton kernels of the draw; `dapo.kernels.draw` says what they compute."""
+"""The Triton kernels that draw tokens without truncation, reading the logits about once.
+
+The first kernel reduces each block of logits to its highest one and its sum. The second picks a block from these sums,
+and then reads only that block again to pick the token in it.
+"""
 
 # Kernels are compiled by Triton, whose types and launch options a Python type checker does not know.
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAssignmentType=false
@@ -14,18 +18,19 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from dapo.kernels.draw import DrawState
+    from dapo.types import SamplingParams
 
 BLOCK = 4096  # logits
 SUM_WARPS = 4
 DRAW_WARPS = 8
 
 
-def launch(logits_BV: Tensor, rows_B: Tensor, state: DrawState, temperature: float) -> None:
+def draw_and_advance(logits_BV: Tensor, rows_B: Tensor, state: DrawState, params: SamplingParams) -> None:
     batch, vocabulary = logits_BV.shape
     assert logits_BV.stride(1) == 1
     blocks = triton.cdiv(vocabulary, BLOCK)
     peaks, sums = torch.empty(2, batch, blocks, dtype=torch.float32, device=logits_BV.device)
-    divisor = float(temperature) or 1.0  # greedy draws report log-probabilities at temperature 1
+    divisor = float(params.temperature) or 1.0  # greedy draws report log-probabilities at temperature 1
     _sum_blocks[blocks, batch](
         logits_BV,
         logits_BV.stride(0),
@@ -61,14 +66,14 @@ def launch(logits_BV: Tensor, rows_B: Tensor, state: DrawState, temperature: flo
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
         STOPS=triton.next_power_of_2(max(1, stops)),
-        GREEDY=temperature == 0,
+        GREEDY=params.temperature == 0,
         num_warps=DRAW_WARPS,
     )
 
 
 @triton.jit
 def _sum_blocks(logits, logits_place, vocabulary, temperature, rows_B, finished, peaks, sums, BLOCK: tl.constexpr):
-    """Of one block of one response's logits: the highest, and the sum of exp relative to it."""
+    """Write the highest logit of one block of one response, and the sum of exp(logit - highest). Grid: (blocks, B)."""
     block = tl.program_id(0)
     place = tl.program_id(1).to(tl.int64)
     if tl.load(finished + tl.load(rows_B + place)) != 0:
@@ -105,9 +110,14 @@ def _draw(
     STOPS: tl.constexpr,
     GREEDY: tl.constexpr,
 ):
-    """One response: the block, the token in it, and what follows from the token."""
+    """Draw the next token of one response by the inverse CDF, append it, and update the response's state. Grid: (B,).
+
+    Two levels: the first block whose cumulative mass exceeds u * total, then the first token in it. Names with _N have
+    one entry per block. Masses are relative to exp(peak), in float64.
+    """
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_B + place).to(tl.int64)
+    # A finished row writes nothing: it may stand in the batch several times.
     if tl.load(finished + row) != 0:
         return
     own = tl.load(own_lengths + row)
@@ -117,13 +127,14 @@ def _draw(
     peak = tl.max(peak_N, axis=0)
     mass_N = sum_N.to(tl.float64) * tl.exp((peak_N - peak).to(tl.float64))
     cumulative_N = tl.cumsum(mass_N, axis=0)
-    total = tl.sum(mass_N, axis=0)  # NaN when any logit is, so that the log-probability tells
+    total = tl.sum(mass_N, axis=0)  # NaN if any logit is, and then the log-probability shows it
     target = _uniform(tl.load(keys + row), own) * total
     if GREEDY:
+        # The first of equal logits, as argmax takes it.
         block = tl.min(tl.where(peak_N == peak, block_index, BLOCKS - 1), axis=0)
     else:
         block = _first_above(cumulative_N, mass_N, target, block_index)
-    block = tl.minimum(block, blocks - 1)  # whatever the logits are, the token is one of the vocabulary
+    block = tl.minimum(block, blocks - 1)  # even NaN logits must give a token of the vocabulary
 
     block_peak = tl.sum(tl.where(block_index == block, peak_N, 0.0), axis=0)
     before = tl.sum(tl.where(block_index == block - 1, cumulative_N, 0.0), axis=0)
@@ -133,6 +144,7 @@ def _draw(
         inside = tl.min(tl.where(x == block_peak, index, BLOCK - 1), axis=0)
     else:
         mass = _mass(x, block_peak).to(tl.float64)
+        # What is left of the target within the block, rescaled to masses relative to the block's own peak.
         rest = (target - before) * tl.exp((peak - block_peak).to(tl.float64))
         inside = _first_above(tl.cumsum(mass, axis=0), mass, rest, index)
     chosen = tl.sum(tl.where(index == inside, x, 0.0), axis=0)
@@ -151,20 +163,24 @@ def _draw(
 
 @triton.jit
 def _scaled(logits, block, vocabulary, temperature, BLOCK: tl.constexpr):
+    """Load one block of logits over the temperature, with -inf beyond the vocabulary."""
     index = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + index, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
-    return tl.math.div_rn(x, temperature)
+    return tl.math.div_rn(x, temperature)  # rounded as PyTorch's division; the default division is approximate
 
 
 @triton.jit
 def _mass(x, peak):
-    """exp(x - peak), and 0 where all of the block is -inf."""
+    """Return exp(x - peak), which is 0 for a block of nothing but -inf."""
     return tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak))
 
 
 @triton.jit
 def _first_above(cumulative, mass, target, index):
-    """The first place with mass whose sum exceeds the target; the last place with mass if rounding leaves none."""
+    """Return the first place with mass whose cumulative sum exceeds the target.
+
+    If rounding leaves none, return the last place with mass, so that no token of probability 0 is ever drawn.
+    """
     far: tl.constexpr = 2**30
     first = tl.min(tl.where((cumulative > target) & (mass > 0), index, far), axis=0)
     last = tl.max(tl.where(mass > 0, index, 0), axis=0)
@@ -173,7 +189,10 @@ def _first_above(cumulative, mass, target, index):
 
 @triton.jit
 def _uniform(key, own):
-    """As `dapo.kernels.sampler.uniforms` has it for the position `own` - 1."""
+    """Compute `dapo.kernels.sampler.uniforms` for the position `own` - 1, in unsigned integers.
+
+    `own` counts the last prompt token, so position 0 is the first drawn token.
+    """
     x = key.to(tl.uint64, bitcast=True) + own.to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB

@@ -1,4 +1,4 @@
-"""Triton kernels of the loss head: one pass over the logits for the figures, one for the gradient."""
+"""Triton kernels of the loss head: one pass over the logits for the statistics, one for the gradient."""
 
 # Triton's own annotations do not fit how its kernels are called.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WIDEST_BLOCK = 4096
+_WIDEST_BLOCK = 4096  # logits
 
 
 @triton.jit
@@ -18,13 +18,18 @@ def _statistics_kernel(
     logits_ptr, targets_ptr, logprobs_ptr, entropy_ptr, normalizer_ptr, row_stride, width, scale,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Reduce one row per program: an online softmax over blocks of BLOCK logits, each read once.
+
+    With d = x - peak, mass = sum of exp(d) and moment = sum of exp(d) * d, the entropy is
+    log(mass) - moment / mass.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
-    # Finite, so that the first rescaling of the empty sums multiplies zeros with numbers and not with infinity.
+    # Finite, because with -inf the first rescaling below would multiply the empty sums by infinity: 0 * inf = NaN.
     peak = -1e30
-    # Sums stay apart for each place in the block, and only their common peak is reduced on the way.
+    # Each of the BLOCK lanes keeps its own sums until the end. Only the peak, common to all, is reduced per block.
     mass = tl.zeros([BLOCK], tl.float32)
-    moment = tl.zeros([BLOCK], tl.float32)  # of the distance to the peak, weighted with the mass
+    moment = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(row_ptr + column, mask=column < width, other=float("-inf")) * scale
@@ -32,7 +37,9 @@ def _statistics_kernel(
         shrink = tl.exp(peak - new_peak)
         distance = x - new_peak
         exponential = tl.exp(distance)
+        # Move the old sums to the new peak: d grows by (peak - new_peak), exp(d) shrinks by its exponential.
         moment = shrink * (moment + mass * (peak - new_peak))
+        # A logit of -inf has no mass; exp(d) * d would be 0 * -inf = NaN.
         moment += tl.where(exponential > 0, exponential * distance, 0.0)
         mass = shrink * mass + exponential
         peak = new_peak
@@ -49,18 +56,22 @@ def _gradient_kernel(
     logits_ptr, normalizer_ptr, targets_ptr, grad_logprobs_ptr, out_ptr, row_stride, out_stride, width, scale,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write BLOCK columns of one row per program.
+
+    Each program reads a logit before it overwrites it, and no other program needs it: the output may be the logits.
+    """
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=float("-inf")) * scale
     softmax = tl.exp(x - tl.load(normalizer_ptr + row))
-    hit = tl.where(column == tl.load(targets_ptr + row), 1.0, 0.0)
-    grad = tl.load(grad_logprobs_ptr + row) * scale * (hit - softmax)
+    one_hot = tl.where(column == tl.load(targets_ptr + row), 1.0, 0.0)
+    grad = tl.load(grad_logprobs_ptr + row) * scale * (one_hot - softmax)
     tl.store(out_ptr + row * out_stride + column, grad.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def logprobs_and_entropy(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     assert logits_CV.stride(1) == 1
     rows, width = logits_CV.shape
     logprobs_C, entropy_C, normalizer_C = (logits_CV.new_empty(rows, dtype=torch.float32) for _ in range(3))
@@ -71,7 +82,7 @@ def statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tupl
     return logprobs_C, entropy_C, normalizer_C
 
 
-def gradient(
+def logits_gradient(
     logits_CV: Tensor,
     normalizer_C: Tensor,
     targets_C: Tensor,
@@ -84,7 +95,7 @@ def gradient(
     rows, width = logits_CV.shape
     block = _block(width)
     _gradient_kernel[(rows * triton.cdiv(width, block),)](
-        # Autograd hands the gradient of a sum as one value with stride 0.
+        # The gradient of a sum comes from autograd as one value with stride 0.
         logits_CV, normalizer_C, targets_C, grad_logprobs_C.contiguous(), out_CV,
         logits_CV.stride(0), out_CV.stride(0), width, 1 / temperature,
         BLOCK=block, num_warps=8,

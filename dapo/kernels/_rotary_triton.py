@@ -1,7 +1,7 @@
-"""Triton kernels of the rotary positions and head norms.
+"""Triton kernels of the rotary position embedding and the head norms.
 
-A tile is a run of (token, head) pairs: the heads of a token are neighbors, so their common row of the table comes from
-the nearest cache, and a head's norm is a sum within a few threads.
+A tile is a run of consecutive (token, head) pairs. The heads of one token are neighbors, so their common row of the
+table is read from the nearest cache. The norm of a head is a sum within one row of the tile.
 """
 
 # Triton's own annotations do not fit how its kernels are called.
@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dapo.kernels._launch_triton import walkers
+from dapo.kernels._launch_triton import persistent_programs
+from dapo.kernels.rotary import query_key_columns
 
 if TYPE_CHECKING:
     from dapo.kernels.rotary import HeadNorms
@@ -28,13 +29,18 @@ def _forward_kernel(
     x_ptr, out_ptr, positions_ptr, table_ptr, query_norm_ptr, key_norm_ptr, pairs, x_stride, out_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Normalize and rotate ROWS (token, head) pairs per program.
+
+    `first` and `second` are the halves of a head, HALF columns each; BLOCK is HALF rounded up to a power of two. Each
+    program reads its columns before it writes them and touches no others, so `out` may be `x`.
+    """
     narrow = out_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (pair // (HEADS + KV_HEADS)).to(tl.int64)
     head = pair % (HEADS + KV_HEADS)
     inside = (pair < pairs)[:, None] & (column < HALF)[None, :]
-    within = head[:, None] * (2 * HALF) + column[None, :]
+    within = head[:, None] * (2 * HALF) + column[None, :]  # column of the first half in a row of all heads
     first_ptr = x_ptr + token[:, None] * x_stride + within
     first = tl.load(first_ptr, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(first_ptr + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -43,6 +49,7 @@ def _forward_kernel(
         first_weight = _weight(query_norm_ptr, key_norm_ptr, is_query, column, column < HALF)
         second_weight = _weight(query_norm_ptr + HALF, key_norm_ptr + HALF, is_query, column, column < HALF)
         rstd = _rstd(first, second, eps, HALF)
+        # Rounded as the model's own norm module rounds its output, before the rotation in float32.
         first = (first * rstd * first_weight).to(narrow).to(tl.float32)
         second = (second * rstd * second_weight).to(narrow).to(tl.float32)
     if table_ptr is not None:
@@ -50,10 +57,11 @@ def _forward_kernel(
         cosine_ptr = table_ptr + position[:, None] * (2 * HALF) + column[None, :]
         cosine = tl.load(cosine_ptr, mask=inside, other=0.0)
         sine = tl.load(cosine_ptr + HALF, mask=inside, other=0.0)
-        # Fused by order, as in a sampler's attention: left to the compiler, their last bits might differ.
-        turned = tl.fma(first, cosine, -(second * sine))
+        # Explicit fma, exactly as in decode attention: if the compiler chose where to fuse, the last bits of the
+        # sampler's and the trainer's keys could differ.
+        rotated_first = tl.fma(first, cosine, -(second * sine))
         second = tl.fma(second, cosine, first * sine)
-        first = turned
+        first = rotated_first
     out_first_ptr = out_ptr + token[:, None] * out_stride + within
     tl.store(out_first_ptr, first.to(narrow), mask=inside)
     tl.store(out_first_ptr + HALF, second.to(narrow), mask=inside)
@@ -65,8 +73,14 @@ def _backward_kernel(
     pairs, grad_stride, x_stride, out_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Walk over the tiles p, p + programs, p + 2 * programs, ... of ROWS pairs each, where p is the program.
+
+    The forward normalizes, then rotates; so this rotates back first, then goes through the norm. Each program writes
+    one row of `partials`: its share of the gradients of the query norm's and the key norm's weights.
+    """
     narrow = out_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
+    # One sum per row of the tile; rows are added up only at the end.
     first_query_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     second_query_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     first_key_sum = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -85,9 +99,9 @@ def _backward_kernel(
             cosine_ptr = table_ptr + position[:, None] * (2 * HALF) + column[None, :]
             cosine = tl.load(cosine_ptr, mask=inside, other=0.0)
             sine = tl.load(cosine_ptr + HALF, mask=inside, other=0.0)
-            turned = first * cosine + second * sine
+            rotated_first = first * cosine + second * sine
             second = second * cosine - first * sine
-            first = turned
+            first = rotated_first
         if query_norm_ptr is not None:
             is_query = (head < HEADS)[:, None]
             x_first_ptr = x_ptr + token[:, None] * x_stride + within
@@ -105,9 +119,9 @@ def _backward_kernel(
                 second_key_sum += tl.where(is_query, 0.0, second_weight_grad)
             first *= _weight(query_norm_ptr, key_norm_ptr, is_query, column, column < HALF)
             second *= _weight(query_norm_ptr + HALF, key_norm_ptr + HALF, is_query, column, column < HALF)
-            along = tl.sum(first * first_unit + second * second_unit, axis=1)[:, None] / (2 * HALF)
-            first = rstd * (first - first_unit * along)
-            second = rstd * (second - second_unit * along)
+            mean_product = tl.sum(first * first_unit + second * second_unit, axis=1)[:, None] / (2 * HALF)
+            first = rstd * (first - first_unit * mean_product)
+            second = rstd * (second - second_unit * mean_product)
         out_first_ptr = out_ptr + token[:, None] * out_stride + within
         tl.store(out_first_ptr, first.to(narrow), mask=inside)
         tl.store(out_first_ptr + HALF, second.to(narrow), mask=inside)
@@ -121,6 +135,7 @@ def _backward_kernel(
 
 @triton.jit
 def _weight(query_ptr, key_ptr, is_query, column, inside):
+    """Return for each row of the tile the weight of the query norm or of the key norm."""
     query = tl.load(query_ptr + column, mask=inside, other=0.0).to(tl.float32)
     key = tl.load(key_ptr + column, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_query, query[None, :], key[None, :])
@@ -131,16 +146,13 @@ def _rstd(first, second, eps, HALF: tl.constexpr):
     return tl.rsqrt(tl.sum(first * first + second * second, axis=1) / (2 * HALF) + eps)[:, None]
 
 
-def forward(
-    qk_T: Tensor,
-    out_T: Tensor,
-    positions_T: Tensor,
-    table: Tensor | None,
-    heads: int,
-    kv_heads: int,
-    norms: HeadNorms | None,
-) -> None:
-    """Each pair's columns are read before they are written, so `out_T` may be `qk_T`."""
+def rotate(
+    qkv_T: Tensor, positions_T: Tensor, table: Tensor | None, heads: int, kv_heads: int, norms: HeadNorms | None
+) -> Tensor:
+    qk_T = query_key_columns(qkv_T, heads, kv_heads)
+    if table is None and norms is None:
+        return qk_T
+    out_T = qk_T if norms is None else qk_T.new_empty(qk_T.shape)
     _check(qk_T, out_T, table, heads, kv_heads)
     half, rows, block, pairs = _sizes(qk_T, heads, kv_heads)
     query_norm, key_norm, eps = (norms.query_D, norms.key_D, norms.eps) if norms else (None, None, 0.0)
@@ -148,25 +160,31 @@ def forward(
         qk_T, out_T, positions_T, table, query_norm, key_norm, pairs, qk_T.stride(0), out_T.stride(0), eps,
         HEADS=heads, KV_HEADS=kv_heads, HALF=half, ROWS=rows, BLOCK=block,
     )  # fmt: skip
+    return out_T
 
 
-def backward(
+def rotate_backward(
     grad_qk_T: Tensor,
-    qk_T: Tensor,
+    qkv_T: Tensor,
     positions_T: Tensor,
     table: Tensor | None,
     heads: int,
     kv_heads: int,
     norms: HeadNorms | None,
     norm_grads: tuple[Tensor, Tensor] | None,
-    out_T: Tensor,
+    grad_qkv_T: Tensor,
 ) -> None:
+    out_T = query_key_columns(grad_qkv_T, heads, kv_heads)
+    if table is None and norms is None:
+        out_T.copy_(grad_qk_T)
+        return
+    qk_T = query_key_columns(qkv_T, heads, kv_heads)
     _check(grad_qk_T, out_T, table, heads, kv_heads)
     _check(qk_T, out_T, table, heads, kv_heads)
     half, rows, block, pairs = _sizes(grad_qk_T, heads, kv_heads)
     query_norm, key_norm, eps = (norms.query_D, norms.key_D, norms.eps) if norms else (None, None, 0.0)
     tiles = triton.cdiv(pairs, rows)
-    programs = tiles if norm_grads is None else walkers(out_T, tiles)
+    programs = tiles if norm_grads is None else persistent_programs(out_T, tiles)
     partials = None if norm_grads is None else norm_grads[0].new_empty(programs, 2, 2 * half)
     _backward_kernel[(programs,)](
         grad_qk_T, qk_T, out_T, positions_T, table, query_norm, key_norm, partials,
@@ -180,6 +198,7 @@ def backward(
 
 
 def _sizes(qk_T: Tensor, heads: int, kv_heads: int) -> tuple[int, int, int, int]:
+    """Return half a head's size, the rows and padded columns of a tile, and the number of (token, head) pairs."""
     half = qk_T.shape[1] // (heads + kv_heads) // 2
     block = triton.next_power_of_2(half)
     return half, max(1, _TILE // block), block, qk_T.shape[0] * (heads + kv_heads)

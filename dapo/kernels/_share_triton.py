@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WIDEST_BLOCK = 512
-_COPY_TILE, _SUM_TILE = 4096, 2048
+_WIDEST_BLOCK = 512  # columns
+_COPY_TILE, _SUM_TILE = 4096, 2048  # elements
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -18,6 +18,7 @@ def _copy_kernel(
     values_ptr, sources_ptr, out_ptr, rows, values_stride,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Copy ROWS output rows by BLOCK columns per program: one index and one part of a row are read per output row."""
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -32,13 +33,18 @@ def _sum_kernel(
     grads_ptr, starts_ptr, places_ptr, out_ptr, rows, grads_stride,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Sum the copies of ROWS rows by BLOCK columns per program.
+
+    One program adds all copies of its rows, in the order of `places`. Atomics would add them in the order in which
+    programs happen to run, and so give other bits each time.
+    """
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     start = tl.load(starts_ptr + row, mask=row < rows, other=0)
     count = tl.load(starts_ptr + row + 1, mask=row < rows, other=0) - start
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    # The rows of a tile go together to the longest one's end; those that are through load nothing more.
+    # The tile loops as often as its row with the most copies; rows with fewer copies load nothing in the extra turns.
     for i in range(tl.max(count, axis=0)):
         place = tl.load(places_ptr + start + i, mask=i < count, other=0).to(tl.int64)
         present = (i < count)[:, None] & (column < WIDTH)[None, :]
@@ -48,7 +54,7 @@ def _sum_kernel(
     tl.store(out_ptr + row[:, None] * WIDTH + column[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def copy_rows(values_TW: Tensor, sources_K: Tensor) -> Tensor:
+def spread(values_TW: Tensor, sources_K: Tensor) -> Tensor:
     assert values_TW.stride(1) == 1
     rows, width = len(sources_K), values_TW.shape[1]
     out_KW = values_TW.new_empty(rows, width)
@@ -59,7 +65,7 @@ def copy_rows(values_TW: Tensor, sources_K: Tensor) -> Tensor:
     return out_KW
 
 
-def sum_rows(grads_KW: Tensor, starts: Tensor, places_K: Tensor) -> Tensor:
+def gather_sum(grads_KW: Tensor, starts: Tensor, places_K: Tensor) -> Tensor:
     assert grads_KW.stride(1) == 1
     rows, width = len(starts) - 1, grads_KW.shape[1]
     out_TW = grads_KW.new_empty(rows, width)
@@ -70,7 +76,8 @@ def sum_rows(grads_KW: Tensor, starts: Tensor, places_K: Tensor) -> Tensor:
     return out_TW
 
 
-def _tile(rows: int, width: int, tile: int) -> tuple[int, int, tuple[int]]:
+def _tile(rows: int, width: int, elements: int) -> tuple[int, int, tuple[int]]:
+    """Return the rows and columns of a tile, and the grid that covers the output with such tiles."""
     block = min(_WIDEST_BLOCK, triton.next_power_of_2(width))
-    tile_rows = min(32, tile // block)
+    tile_rows = min(32, elements // block)
     return tile_rows, block, (triton.cdiv(rows, tile_rows) * triton.cdiv(width, block),)

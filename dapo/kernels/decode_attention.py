@@ -1,4 +1,4 @@
-"""Decode attention over a paged cache: one new token per response, stored and attended in one go."""
+"""Decode attention over a paged cache: store one new token per response and attend with it, in one kernel."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dapo.kernels.dispatch import kernel
 from dapo.kernels.piece_attention import PAGE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedState:
-    """Where the batch's responses have their tokens. A *row* is the home of one response; all tensors are int32.
+    """The location of each response's tokens in the cache. All tensors are int32.
 
-    A row of the table lists the pages of the prompt, then, from a fresh page on, those of the response's own tokens.
+    A *row* is the slot of one response in the state; the batch names rows in any order. A row of the table lists the
+    pages of the prompt, then those of the response's own tokens, which begin a new page. The own tokens begin with the
+    last token of the prompt, because computing it is the first decode step of every response.
     """
 
-    rows_B: Tensor  # the row in each place of the batch
+    rows_B: Tensor  # the row at each place of the batch
     table: Tensor  # [rows, width] page numbers
-    prompt_lengths: Tensor  # [rows] tokens of the prompt, all in the cache
-    own_lengths: Tensor  # [rows] own tokens with the newest, which is not in the cache yet
+    prompt_lengths: Tensor  # [rows] prompt tokens without the last; all are in the cache
+    own_lengths: Tensor  # [rows] own tokens, counting the newest, which is not in the cache yet
 
 
+@kernel
 def decode_attention(
     query: Tensor,
     key: Tensor,
@@ -35,46 +39,12 @@ def decode_attention(
     cos_sin: Tensor | None = None,
     split: bool = False,
 ) -> Tensor:
-    """The output [B, H, D] for query [B, H, D], whose key and value [B, Hkv, D] are also stored in the cache.
+    """Return the output [B, H, D] for query [B, H, D], and store its key and value [B, Hkv, D] in the cache.
 
     `keys` and `values` are one layer's cache [pages, Hkv, PAGE, D]. With `cos_sin`, float32 [positions, D], query and
-    key are first rotated by the angles of their position. `split`: several programs share a response's pages, which
-    changes no bit.
+    key are first rotated by the angles of their position. With `split`, several programs share the pages of a response;
+    this changes no bit.
     """
-    attend = decode_attention_triton if query.is_cuda else decode_attention_torch
-    return attend(query, key, value, keys, values, state, scale, cos_sin=cos_sin, split=split)
-
-
-def decode_attention_triton(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    state: PagedState,
-    scale: float,
-    *,
-    cos_sin: Tensor | None = None,
-    split: bool = False,
-) -> Tensor:
-    from dapo.kernels import _decode_attention_triton as _attention_triton  # Triton is not installed everywhere
-
-    return _attention_triton.launch(query, key, value, keys, values, state, scale, cos_sin, split)
-
-
-def decode_attention_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    state: PagedState,
-    scale: float,
-    *,
-    cos_sin: Tensor | None = None,
-    split: bool = False,
-) -> Tensor:
-    """The twin of the kernel in plain PyTorch; `split` makes no difference to it."""
     batch, heads, head_dim = query.shape
     rows_B = state.rows_B.long()
     prompt_B, own_B = state.prompt_lengths[rows_B].long(), state.own_lengths[rows_B].long()
@@ -100,7 +70,7 @@ def decode_attention_torch(
 
 
 def _places(table: Tensor, rows_B: Tensor, prompt_B: Tensor, index_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Page and slot of tokens, given as places in the prompt and its response together."""
+    """Return page and slot of tokens, given as indices into the prompt followed by the own tokens."""
     prompt_B1 = prompt_B[:, None]
     in_prompt = index_BT < prompt_B1
     local_BT = torch.where(in_prompt, index_BT, index_BT - prompt_B1)

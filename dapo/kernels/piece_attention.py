@@ -1,7 +1,8 @@
-"""Attention over packed tokens, computed page by page in the very steps in which a sampler computes it.
+"""Attention over packed tokens, computed page by page in the same steps as the sampler's decode attention.
 
-bf16 rounds, and one bit that differs between sampler and trainer grows over the layers into a gap between their
-log-probabilities. So both fold pages of keys into the softmax in the same order, with the same operations.
+bf16 rounds, so one bit that differs between sampler and trainer grows over the layers into a gap between their
+log-probabilities. Both therefore fold the same pages of keys into the softmax, in the same order, with the same
+operations.
 """
 
 from __future__ import annotations
@@ -11,44 +12,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PAGE = 64  # keys folded into the softmax at once
-CHUNK = 8  # pages whose softmax is computed by itself, and then merged into the whole: so splitting changes no bit
+from dapo.kernels.dispatch import kernel
+
+PAGE = 64  # keys that are folded into the softmax at once
+# Pages whose softmax is computed on its own and then merged into that of the row. One program may compute all chunks of
+# a row, or several programs may share them: the operations are the same, and so are the bits.
+CHUNK = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Runs of queries in the pack. Each sees a prefix, then, from a fresh page on, the joint, then itself causally.
+    """Runs of consecutive tokens in the pack whose queries see the same prefix. All tensors are int32, one entry each.
 
-    A sampler computes a prompt but for its last token, the joint, which is the first step of every response. All
-    tensors are int32 with one entry per piece; those beyond the last piece have length 0.
+    A query sees the keys of the prefix, then the joint, then the keys of its own piece up to itself. The joint (or the
+    own keys, where there is none) begins a new page.
+
+    The pieces follow the sampler: it prefills a prompt without its last token. That last token, the joint, is the first
+    decode step of every response, so its key is the first one in each response's own pages. Unused entries at the end
+    have length 0.
     """
 
-    starts: Tensor  # of the queries, and of their keys
+    starts: Tensor  # first token of the piece, whose queries and keys these are
     lengths: Tensor
     prefix_starts: Tensor
     prefix_lengths: Tensor
-    joints: Tensor  # one key between prefix and own; -1: none
-    longest: int  # length of a piece
+    joints: Tensor  # token whose key stands between prefix and own keys; -1: none
+    longest: int  # greatest length of a piece
 
 
+@kernel
 def piece_attention(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float) -> tuple[Tensor, Tensor]:
-    """The output [T, H, D] for query [T, H, D], key and value [T, Hkv, D], and the logsumexp [H, T] of the scores."""
-    attend = piece_attention_triton if query.is_cuda else piece_attention_torch
-    return attend(query, key, value, pieces, scale)
+    """Return the output [T, H, D] for query [T, H, D], key and value [T, Hkv, D], and the scores' logsumexp [H, T].
 
-
-def piece_attention_triton(
-    query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float
-) -> tuple[Tensor, Tensor]:
-    from dapo.kernels import _piece_attention_triton as _attention_triton  # Triton is not installed everywhere
-
-    return _attention_triton.launch(query, key, value, pieces, scale)
-
-
-def piece_attention_torch(
-    query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The twin of the kernel in plain PyTorch. Tokens of no piece get nothing."""
+    Tokens that are in no piece get zeros.
+    """
     groups = query.shape[1] // key.shape[1]
     output, lse = torch.zeros_like(query), query.new_zeros(query.shape[1], len(query))
     columns = (pieces.starts, pieces.lengths, pieces.prefix_starts, pieces.prefix_lengths, pieces.joints)

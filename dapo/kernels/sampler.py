@@ -1,4 +1,4 @@
-"""Drawing tokens: one hashed uniform per (seed, phase, group serial, sample index, position), and the inverse CDF."""
+"""Draw tokens: one hashed uniform per (seed, phase, group serial, sample index, position), and the inverse CDF."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import Tensor
 
 from dapo.types import Phase, SamplingParams
 
-_BLOCK = 256
+_BLOCK = 256  # tokens whose mass is summed first
 
 
 def row_key(seed: int, phase: Phase, serial: int, index: int) -> int:
-    """The identity of one response's random numbers, as a signed 64-bit integer."""
+    """Return the seed of one response's random numbers, as a signed 64-bit integer."""
     digest = hashlib.blake2b(f"{seed}/{phase}/{serial}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
-    """One float64 in (0, 1) per row: the splitmix64 finalizer over key and position, in wrapping int64."""
+    """Return one float64 in (0, 1) per row: the splitmix64 finalizer over key and position, in wrapping int64."""
+    # The constants of splitmix64, written as signed integers: PyTorch has no arithmetic in uint64.
     x = keys_B + (positions_B + 1) * -0x61C8864680B583EB
     x = (x ^ _shift(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shift(x, 27)) * -0x6B2FB644ECCEEE15
@@ -29,11 +30,12 @@ def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
+    """Shift right without copying the sign bit, as for unsigned integers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def draw(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Tokens and their log-probabilities under the temperature (1 when greedy), truncation not counted in."""
+    """Return tokens and their log-probabilities at the temperature (1 when greedy), before any truncation."""
     logits_BV = logits_BV.float()
     if params.temperature == 0:
         tokens_B = logits_BV.argmax(-1)
@@ -53,7 +55,11 @@ def draw(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> tuple
 
 
 def _in_blocks(mass_BV: Tensor) -> Tensor:
-    """[B, N, K]: summing blocks first is one pass over the vocabulary, and exact where a running float32 sum is not."""
+    """View the masses as [B, N, K] blocks.
+
+    Summing blocks first is one pass over the vocabulary. The sums over blocks are then in float64, because a running
+    float32 sum over the vocabulary would lose small probabilities.
+    """
     vocabulary = mass_BV.shape[1]
     if vocabulary % _BLOCK:
         mass_BV = F.pad(mass_BV, (0, _BLOCK - vocabulary % _BLOCK))
@@ -61,7 +67,7 @@ def _in_blocks(mass_BV: Tensor) -> Tensor:
 
 
 def _invert_cdf(blocks_BNK: Tensor, cumulative_BN: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The first token whose cumulative mass exceeds u x total: first its block, then its place in the block."""
+    """Return the first token whose cumulative mass exceeds u * total: first its block, then its place in the block."""
     target_B = uniforms_B[:, None] * cumulative_BN[:, -1:]
     block_B = _first_above(cumulative_BN, target_B)
     before_B = F.pad(cumulative_BN, (1, 0)).gather(1, block_B)
@@ -70,13 +76,16 @@ def _invert_cdf(blocks_BNK: Tensor, cumulative_BN: Tensor, uniforms_B: Tensor) -
 
 
 def _first_above(cumulative_BN: Tensor, target_B: Tensor) -> Tensor:
-    """Where a target is by rounding not below the last sum, the last place that added any mass is meant."""
+    """Return the first index whose cumulative sum exceeds the target.
+
+    If rounding puts the target at or above the last sum, return the last index that added any mass.
+    """
     last_B = (cumulative_BN < cumulative_BN[:, -1:]).sum(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(cumulative_BN, target_B, right=True), last_B)
 
 
 def _draw_truncated(mass_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> Tensor:
-    """Top-k, then the smallest set of likeliest tokens whose probability reaches top_p."""
+    """Draw among the `top_k` likeliest tokens, or the fewest of these whose probability reaches `top_p`."""
     sorted_BV, order_BV = mass_BV.sort(dim=-1, descending=True, stable=True)
     sorted_BV = sorted_BV.double()
     if params.top_k > 0:

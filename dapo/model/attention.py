@@ -1,7 +1,7 @@
 """The attention function that transformers calls in place of its own, and the plan for packed sequences.
 
-The function itself knows nothing: it hands queries, keys and values to the *plan* that the caller passed to the model's
-forward. `PackedAttention` is the plan for training and prefill; the engine's decode step brings its own.
+The function holds no state: it hands queries, keys and values to the *plan* that the caller passed to the model's
+forward. `PackedAttention` is the plan for training and prefill; the engine's decode step has its own.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dapo.errors import ModelError
 
 ATTENTION_NAME = "dapo"
 
-# A prompt with its responses attends as one block with a tree-shaped mask up to this many tokens. Beyond, each
-# response becomes a row of its own with the prompt's keys in front, since the block's cost grows with its square.
+# Up to this many tokens, a prompt and its responses attend as one block with a tree-shaped mask. The cost of the block
+# grows with its square, so above this each response becomes a row of its own with the prompt's keys in front.
 TREE_TOKENS = 512
 
 
 class AttentionPlan(Protocol):
-    applies_rotary: bool  # whether `attend` wants queries and keys as projected, with the angles to turn them by
+    applies_rotary: bool  # whether `attend` takes unrotated queries and keys, and rotates them itself by `cos_sin`
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cos_sin: Tensor | None = None
     ) -> Tensor:
-        """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D].
+        """Return the output [1, T, H, D] for query [1, H, T, D], key and value [1, Hkv, T, D].
 
         `cos_sin` is float32 [positions, D]: cosines in the first half of the columns, sines in the second.
         """
@@ -52,21 +52,21 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if plan is None:
-        raise ModelError(f"{type(module).__name__} is not handed the attention plan that dapo.model.forward passes")
-    # A sliding window is compared with the longest sequence when the model is checked, so here it cannot bite.
+        raise ModelError(f"{type(module).__name__} does not receive the attention plan that dapo.model.forward passes")
+    # A sliding window is ignored here: check_model has refused windows shorter than the longest sequence.
     if softcap is not None or s_aux is not None:
-        raise ModelError(f"{type(module).__name__} uses soft-capped logits or sinks, which the embedded engine lacks")
+        raise ModelError(f"{type(module).__name__} uses soft-capped logits or sinks, which are not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     return plan.attend(module.layer_idx, query, key, value, scale), None
 
 
-# No mask function is registered with it: transformers then makes no mask, and does not look at the positions for one.
+# No mask function is registered, so transformers builds no mask and does not inspect the positions for one.
 AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One prompt in the pack and the responses that continue it, as (start, length) of their tokens."""
+    """One prompt in the pack and the responses that continue it, each as (start, length) in tokens."""
 
     prompt: tuple[int, int]
     responses: tuple[tuple[int, int], ...] = ()
@@ -78,7 +78,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Queries that attend together: token indices, and for each the segment (0: prompt) and place in it."""
+    """Tokens that attend together: indices into the pack, and the segment of each (0: prompt, i: i-th response)."""
 
     queries: Tensor
     keys: Tensor
@@ -88,17 +88,17 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Rows of similar size, padded to one shape. Index None: the rows are the whole pack, in order."""
+    """Rows of similar size, padded to one shape. Queries and keys are None if the rows are the whole pack in order."""
 
     queries: Tensor | None  # [B, Q]
     keys: Tensor | None  # [B, K]
-    is_query: Tensor  # [B, Q] on the host, False for padding
-    bias: Tensor  # [B, 1, G * Q, K], 0 where a query may look and -inf elsewhere
+    is_query: Tensor  # [B, Q] on the CPU, False for padding
+    bias: Tensor  # [B, 1, G * Q, K], 0 where a query sees a key and -inf elsewhere
     shape: tuple[int, int, int]  # B, Q, K
 
 
 class PackedAttention:
-    """Causal attention over packed families: the prompt is there once, and every response sees it."""
+    """Causal attention over packed families: each prompt is stored once, and all its responses see it."""
 
     applies_rotary = False
 
@@ -122,7 +122,7 @@ class PackedAttention:
         self.inverse = self._inverse(total, positions_T.device)
 
     def _inverse(self, total: int, device: torch.device) -> Tensor | None:
-        """Where each token's output stands among the concatenated bucket outputs; None: already in order."""
+        """Return the index of each token's output in the concatenated bucket outputs; None if they are in order."""
         if len(self.buckets) == 1 and self.buckets[0].queries is None:
             return None
         inverse = torch.empty(total, dtype=torch.long)
@@ -147,7 +147,7 @@ class PackedAttention:
         outputs = []
         for bucket in self.buckets:
             b, q, k = bucket.shape
-            # The query heads that share a key head become extra query rows, so that no key is repeated.
+            # The query heads that share a key head become extra query rows, so that keys need not be repeated.
             rows = _take(query_T, bucket.queries).view(b, q, kv_heads, groups, head_dim)
             rows = rows.permute(0, 2, 3, 1, 4).reshape(b, kv_heads, groups * q, head_dim)
             keys = _take(key_T, bucket.keys).view(b, k, kv_heads, head_dim).transpose(1, 2)
@@ -165,6 +165,7 @@ def _take(values_T: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _rows(family: Family) -> list[_Row]:
+    """Return one row for a small family, else one for the prompt and one for each response behind the prompt's keys."""
     start, length = family.prompt
     prompt = torch.arange(start, start + length)
     responses = [torch.arange(s, s + n) for s, n in family.responses if n > 0]
@@ -182,7 +183,7 @@ def _rows(family: Family) -> list[_Row]:
 
 
 def _size_class(length: int) -> int:
-    """Lengths within a quarter of each other share a bucket: at most that much padding."""
+    """Round a length up so that lengths within about a quarter share a bucket, which bounds the padding."""
     step = max(8, 1 << max(0, length.bit_length() - 3))
     return -(-length // step) * step
 
@@ -192,12 +193,14 @@ def _bucket(rows: list[_Row], positions_T: Tensor, query_groups: int, dtype: tor
     b, q, k = len(rows), max(len(row.queries) for row in rows), max(len(row.keys) for row in rows)
     queries = torch.stack([_padded(row.queries, q, int(row.queries[0])) for row in rows])
     keys = torch.stack([_padded(row.keys, k, int(row.keys[0])) for row in rows])
+    # Padding has segment -1 among queries and -2 among keys, so it matches nothing.
     query_segments = torch.stack([_padded(row.query_segments, q, -1) for row in rows])[:, :, None]
     key_segments = torch.stack([_padded(row.key_segments, k, -2) for row in rows])[:, None, :]
     positions = positions_T.cpu()
+    # A query sees the prompt and its own segment, up to its own position.
     sees = (key_segments == 0) | (key_segments == query_segments)
     sees &= positions[keys][:, None, :] <= positions[queries][:, :, None]
-    sees[:, :, 0] |= query_segments[:, :, 0] == -1  # a padded query must look somewhere, or its softmax is NaN
+    sees[:, :, 0] |= query_segments[:, :, 0] == -1  # a padded query must see one key, or its softmax is NaN
     bias = torch.zeros(b, 1, q, k, dtype=dtype).masked_fill_(~sees[:, None], float("-inf"))
     bias = bias.repeat(1, 1, query_groups, 1)
     whole = b * q == total and b * k == total and torch.equal(queries.reshape(-1), torch.arange(total))

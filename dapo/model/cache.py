@@ -1,4 +1,4 @@
-"""The folder for fetched and converted models: whatever lies there under its final name is complete."""
+"""The cache folder for fetched and converted models. Whatever has its final name there is complete."""
 
 from __future__ import annotations
 

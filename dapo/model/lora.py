@@ -1,4 +1,4 @@
-"""LoRA adapters on the model that learns: added, switched off for the reference, merged for export."""
+"""LoRA adapters: add them to the model, switch them off for the reference, merge them for export."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ADAPTER = "default"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
-    """Freeze the weights and put adapters beside them; the first values come from torch's global generator."""
+    """Freeze the weights and add adapters, initialized from torch's global random generator."""
     assert config.rank > 0, "rank 0 means no adapters"
     targets = config.target_modules
     if targets != "all-linear":
@@ -44,7 +44,7 @@ def adapter_settings(config: LoraConfig, targets: str | list[str], **more: Any) 
 
 
 def causal_lm(model: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
-    """The model with trunk and head, whether or not adapters are wrapped around it."""
+    """Return the model with trunk and head, with or without adapters wrapped around it."""
     inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     assert isinstance(inner, PreTrainedModel)
     return inner
@@ -52,15 +52,18 @@ def causal_lm(model: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
 
 @contextmanager
 def reference_mode(model: PreTrainedModel | peft.PeftModel) -> Iterator[None]:
-    """Within the block the model computes what it did before any adapter was trained."""
-    assert isinstance(model, peft.PeftModel), "a model without adapters has no reference within itself"
+    """Switch the adapters off within the block, so that the model is the reference model."""
+    assert isinstance(model, peft.PeftModel), "a model without adapters does not contain its reference"
     with model.disable_adapter():
         yield
 
 
 @torch.no_grad()
 def merged(model: PreTrainedModel | peft.PeftModel) -> dict[str, Tensor]:
-    """All weights under their plain names, adapters added in; the model stays as it is. Others are not copied."""
+    """Return all weights under their plain names with the adapters merged in, without changing the model.
+
+    Weights without adapters are not copied.
+    """
     inner = causal_lm(model)
     state = {
         name.replace(".base_layer.", "."): tensor for name, tensor in inner.state_dict().items() if ".lora_" not in name
@@ -74,7 +77,7 @@ def merged(model: PreTrainedModel | peft.PeftModel) -> dict[str, Tensor]:
 
 
 def adapter_state(model: PreTrainedModel | peft.PeftModel) -> dict[str, Tensor]:
-    """A copy of the adapters, under the names that PEFT gives them in its files; empty where there are none."""
+    """Return a copy of the adapters under PEFT's file names; empty for a model without adapters."""
     if not isinstance(model, peft.PeftModel):
         return {}
     return {name: tensor.detach().clone() for name, tensor in _adapter_tensors(model).items()}
@@ -83,24 +86,24 @@ def adapter_state(model: PreTrainedModel | peft.PeftModel) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_adapter_state(model: peft.PeftModel, state: Mapping[str, Tensor]) -> None:
     own = _adapter_tensors(model)
-    shapes, found = ({name: tuple(tensor.shape) for name, tensor in part.items()} for part in (own, state))
-    if shapes != found:
-        odd = min(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    expected, found = ({name: tuple(tensor.shape) for name, tensor in part.items()} for part in (own, state))
+    if expected != found:
+        name = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
         raise CheckpointError(
-            f"the saved adapters do not fit model.lora: {odd} has shape {found.get(odd, 'none')}, "
-            f"expected {shapes.get(odd, 'none')}; use the rank and target_modules they were trained with"
+            f"the saved adapters do not fit model.lora: {name} has shape {found.get(name, 'none')}, "
+            f"expected {expected.get(name, 'none')}; use the rank and target_modules they were trained with"
         )
     for name, tensor in own.items():
         tensor.copy_(state[name])
 
 
 def _adapter_tensors(model: peft.PeftModel) -> dict[str, Tensor]:
-    # Left to itself PEFT asks the hub whether the embeddings were resized.
+    # By default PEFT asks the hub whether the embeddings were resized.
     return peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
-    """PEFT takes names that match nothing in silence, as long as one matches."""
+    """Refuse names that match no layer. PEFT ignores them as long as one name matches."""
     head = model.get_output_embeddings()
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D) and part is not head]
     for target in targets:

@@ -1,4 +1,4 @@
-"""How much arithmetic an update is, and how much a device could do: the two halves of MFU."""
+"""The two halves of MFU: the operations of an update, and the peak rate of a device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-# Dense tensor-core rates of 16-bit floats with float32 sums, as the data sheets give them without sparsity. The first
-# pattern that is found in the device's name counts, so the slower variants of a name come before it.
+# Dense tensor-core FLOP/s in 16 bits with float32 accumulation, without sparsity, from the data sheets. The first
+# pattern that matches the device's name counts, so the slower variants of a name come first.
 _PEAKS = (
     (r"\bH100 PCIe\b", 756e12),
     (r"\bH100 NVL\b", 835e12),
@@ -23,14 +23,14 @@ _PEAKS = (
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Operations per second of matrix products on this device; None where they are not known."""
+    """Return the peak FLOP/s of matrix products on this device, or None if it is not known."""
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     return next((rate for pattern, rate in _PEAKS if re.search(pattern, device_name)), None)
 
 
 def matmul_parameters(config: Any) -> int:
-    """Weights that every token is multiplied with in a Llama-like model, the lm-head included, the embedding not."""
+    """Return the number of weights that multiply each token in a Llama-like model: lm-head included, embedding not."""
     return _trunk_parameters(config) + _head_parameters(config)
 
 
@@ -42,17 +42,17 @@ def training_flops(
     head_tokens: int | None = None,
     spared_prompts: Iterable[int] = (),
 ) -> float:
-    """Forward and backward of `tokens` packed inputs, without what is computed twice to save memory.
+    """Return the operations of forward and backward over `tokens` packed inputs, without recomputation.
 
-    Each weight takes part in one product forward and two backward. Attention is causal, so a token is paired with
-    itself and those before it, in its own sequence. `head_tokens`: those that reach the lm-head, where not all do.
-    `spared_prompts`: the lengths of the prompts that sequences in `sequence_lengths` did not compute themselves,
-    because another one of their group did: a group of n has n - 1 of them.
+    Each weight takes part in one product forward and two backward, at two operations per token. Attention is causal: a
+    token is paired with itself and the tokens before it in its sequence. `head_tokens` counts the tokens that reach the
+    lm-head; by default all. `spared_prompts` are the lengths of prompts that sequences in `sequence_lengths` share
+    instead of computing them: n - 1 for a group of n.
     """
     weights = _trunk_parameters(config) * tokens
     weights += _head_parameters(config) * (tokens if head_tokens is None else head_tokens)
     pairs = sum(map(_causal_pairs, sequence_lengths)) - sum(map(_causal_pairs, spared_prompts))
-    # Scores and weighted sum, for each layer and query head.
+    # Two products (scores, and the weighted sum of values) in each layer and query head.
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * head_size(config) * pairs
     return 6.0 * (weights + attention)
 
@@ -68,7 +68,7 @@ def _trunk_parameters(config: Any) -> int:
 
 
 def inner_width(config: Any) -> int:
-    """Of the feed-forward layers, under the names that models have for it."""
+    """Return the width of the feed-forward layers, whose name differs between models."""
     names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     return next((width for name in names if (width := getattr(config, name, None))), 4 * config.hidden_size)
 
@@ -78,7 +78,7 @@ def _head_parameters(config: Any) -> int:
 
 
 def kv_bytes(config: Any, width: int) -> int:
-    """Of the keys and values of one token, at `width` bytes a number."""
+    """Return the bytes of one token's keys and values, at `width` bytes per number."""
     return 2 * config.num_hidden_layers * key_heads(config) * head_size(config) * width
 
 

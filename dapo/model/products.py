@@ -1,4 +1,4 @@
-"""Products of bf16 matrices: those whose rows must not depend on how many there are, and those that stay in float32."""
+"""Products of bf16 matrices: with the same bits for any number of rows, or with a float32 result."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Without a sum that is split up, few rows with many terms leave most of a GPU idle: there it pays to compute more rows.
+# Without split sums, a product of few rows with many terms leaves most of a GPU idle. Padded to _ENOUGH_ROWS rows it is
+# faster (docs/performance.md).
 _MANY_TERMS = 4096
 _ENOUGH_ROWS = 128
 
 
 def same_bits_for_any_rows() -> None:
-    """From now on no product on a GPU splits its sums, which it would do or not by the number of rows.
+    """Stop all products on GPUs from splitting their sums (split-K), for the whole process.
 
-    A sampler computes a few rows at a time and a trainer thousands. Where their bits differ, rounding makes a gap of
-    hundredths between their log-probabilities.
+    The library would decide to split by the number of rows. The sampler computes a few rows at a time and the trainer
+    thousands; if their bits differ, rounding makes a gap of hundredths between their log-probabilities.
     """
     if "Cublaslt" not in str(torch.backends.cuda.preferred_blas_library()):  # torch was imported before dapo
         torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -30,15 +31,17 @@ def linear(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) ->
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of bf16 matrices in float32: logits rounded to bf16 are off by a tenth, far more than the weights are."""
+    """Return a @ b in float32. Logits rounded to bf16 would be off by up to a tenth."""
     if a.dtype != torch.bfloat16:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def add_weight_grad(total_oi: Tensor, grad_out_To: Tensor, input_Ti: Tensor) -> None:
-    """Adds the gradient of `weight` in `input @ weight.T`, in the precision of the total: bf16 sums would lose the
-    small terms."""
+    """Add the gradient of `weight` in `input @ weight.T` to the total, in the total's precision.
+
+    A bf16 sum over micro-batches would lose small terms.
+    """
     if total_oi.dtype == input_Ti.dtype:
         total_oi.addmm_(grad_out_To.t(), input_Ti)
     elif input_Ti.is_cuda:

@@ -1,6 +1,6 @@
-"""The decoder between token embeddings and the head: as transformers computes it, or fused for the GPU.
+"""The trunk of a causal LM, from tokens to the last hidden states: as transformers computes it, or fused for the GPU.
 
-`trunk_of` gives the one trunk of a model, so that sampler and trainer compute with the same code on the same weights.
+`trunk_of` returns the one trunk of a model, so that sampler and trainer run the same code on the same weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dapo.kernels.swiglu import swiglu, swiglu_backward
 from dapo.model.attention import AttentionPlan
 from dapo.model.products import add_weight_grad, linear, same_bits_for_any_rows
 
-# Decoder layers of one shape: RMS norms, rotary attention with optional head norms, a gated feed-forward with SiLU.
+# These share one kind of layer: RMS norms, rotary attention with optional head norms, a gated feed-forward with SiLU.
 FUSED_MODELS = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -29,29 +29,32 @@ FUSED_MODELS = (
     "Qwen3ForCausalLM",
     "SmolLM3ForCausalLM",
 )
-_STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
+_STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # angles depend on the position only, so a table holds them
 
 
 class Trunk(Protocol):
-    weights: tuple[Weight, ...]  # whose gradients the trunk adds up itself, in float32
+    weights: tuple[Weight, ...]  # weights whose gradients the trunk sums itself, in float32
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, *, recompute: bool = False) -> Tensor:
-        """The last layer's hidden states [T, d] of packed tokens; `recompute`: keep few activations for backward."""
+        """Return the last layer's hidden states [T, d] of packed tokens.
+
+        With `recompute`, each layer's activations are computed again in the backward instead of being kept.
+        """
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Weight:
-    """One storage of which parameters of the Hugging Face model are views, and the float32 sum of its gradient."""
+    """One tensor that parameters of the Hugging Face model are views of, and the float32 sum of its gradient."""
 
     value: Tensor
-    parts: tuple[nn.Parameter, ...]  # along the first dimension
-    grad: Tensor | None = None
+    parts: tuple[nn.Parameter, ...]  # consecutive along the first dimension
+    grad: Tensor | None = None  # None: no gradient is wanted
 
     @classmethod
     @torch.no_grad()
     def of(cls, *parameters: nn.Parameter) -> Weight:
-        """Joins the parameters: they become views of one tensor, never a second copy."""
+        """Join parameters into one tensor and make them views of it, so that no second copy remains."""
         if len(parameters) == 1:
             return cls(parameters[0].data, parameters)
         value = torch.cat([parameter.data for parameter in parameters])
@@ -65,7 +68,7 @@ class Weight:
 
 
 class PlainTrunk:
-    """Any causal LM that goes through transformers' attention interface, with autograd doing the gradients."""
+    """Any causal LM that uses transformers' attention interface. Autograd computes the gradients."""
 
     weights: tuple[Weight, ...] = ()
 
@@ -82,9 +85,9 @@ class _Layer:
     input_norm: Weight
     qkv: Weight
     qkv_bias: Weight | None
-    head_norms: tuple[Weight, Weight] | None  # of queries and keys
-    norms: HeadNorms | None  # the same, as the kernel takes them
-    cos_sin: Tensor | None  # None: a layer without positions
+    head_norms: tuple[Weight, Weight] | None  # for queries and keys
+    norms: HeadNorms | None  # the same weights, in the form that the kernel takes
+    cos_sin: Tensor | None  # None: a layer without rotary positions
     out: Weight
     post_norm: Weight
     gate_up: Weight
@@ -93,16 +96,16 @@ class _Layer:
     @property
     def weights(self) -> tuple[Weight, ...]:
         optional = (self.qkv_bias, *(self.head_norms or ()))
-        there = (weight for weight in optional if weight is not None)
-        return self.input_norm, self.qkv, *there, self.out, self.post_norm, self.gate_up, self.down
+        present = (weight for weight in optional if weight is not None)
+        return self.input_norm, self.qkv, *present, self.out, self.post_norm, self.gate_up, self.down
 
 
 @dataclass(eq=False, slots=True)
 class FusedTrunk:
-    """Llama-like decoders with few, fused kernels. The residual stream is float32, which keeps what rounding would
-    otherwise add up over the layers; products are computed in the weights' precision.
+    """A Llama-like decoder with few, fused kernels.
 
-    Weights take no part in autograd: their gradients are added to `Weight.grad` where that is set.
+    The residual stream is float32, so that rounding errors do not add up over the layers. Matrix products use the
+    weights' precision. Weights take no part in autograd: their gradients are added to `Weight.grad` where that is set.
     """
 
     embedding: Weight
@@ -114,7 +117,7 @@ class FusedTrunk:
     kv_heads: int
     head_dim: int
     weights: tuple[Weight, ...] = field(init=False)
-    anchor: Tensor = field(init=False)  # gives autograd something to start from
+    anchor: Tensor = field(init=False)  # an input that requires a gradient, without which autograd records nothing
 
     def __post_init__(self) -> None:
         per_layer = (weight for layer in self.layers for weight in layer.weights)
@@ -123,7 +126,7 @@ class FusedTrunk:
 
     @classmethod
     def of(cls, causal_lm: Any) -> FusedTrunk:
-        """Rearranges the model's weights; the model itself goes on working, and is saved, as before."""
+        """Join the model's weights in place. The Hugging Face model still computes and saves as before."""
         config, inner = causal_lm.config, causal_lm.base_model
         head_dim = inner.layers[0].self_attn.head_dim
         table = _rotary_table(inner.rotary_emb, config.max_position_embeddings)
@@ -139,6 +142,7 @@ class FusedTrunk:
         )
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, *, recompute: bool = False) -> Tensor:
+        # `delta` is the output of the previous block. The next norm adds it to the residual stream.
         residual = _Embed.apply(self.anchor, tokens_T, self.embedding, self.padding_index)
         delta = None
         for index in range(len(self.layers)):
@@ -163,6 +167,7 @@ class FusedTrunk:
 
     def _attention(self, index: int, normed: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
         layer, scale = self.layers[index], self.head_dim**-0.5
+        # Head norms come before the rotation, so a plan that rotates can take the raw heads only where there are none.
         if plan.applies_rotary and layer.norms is None:
             query, key, value = self._split(_linear(normed, layer.qkv, layer.qkv_bias))
             attended = plan.attend(index, query, key, value, scale, layer.cos_sin)
@@ -173,7 +178,7 @@ class FusedTrunk:
         return attended.reshape(len(normed), self.heads * self.head_dim)
 
     def _split(self, qkv_T: Tensor) -> tuple[Tensor, ...]:
-        """Query [1, H, T, D], key and value [1, Hkv, T, D], as views."""
+        """Return query [1, H, T, D], key and value [1, Hkv, T, D], as views."""
         parts = qkv_T.view(len(qkv_T), -1, self.head_dim).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         return tuple(part.transpose(0, 1)[None] for part in parts)
 
@@ -182,7 +187,7 @@ _TRUNKS: WeakKeyDictionary[nn.Module, Trunk] = WeakKeyDictionary()
 
 
 def trunk_of(causal_lm: Any) -> Trunk:
-    """Fused on a GPU in bf16 where the model is of a kind that is known; else as transformers computes it."""
+    """Return the model's trunk, built on the first call: fused in bf16 on a GPU where possible, else transformers'."""
     if causal_lm not in _TRUNKS:
         is_fast = causal_lm.dtype == torch.bfloat16 and causal_lm.device.type == "cuda"
         if is_fast:
@@ -192,7 +197,7 @@ def trunk_of(causal_lm: Any) -> Trunk:
 
 
 def joined_weights(trunk: Trunk, head: Tensor) -> tuple[Weight, ...]:
-    """All weights whose gradients are summed outside autograd: the trunk's, and the head's where it has its own."""
+    """Return all weights whose gradients are summed outside autograd: the trunk's, and an untied head's."""
     if not trunk.weights or any(part is head for weight in trunk.weights for part in weight.parts):
         return trunk.weights
     assert isinstance(head, nn.Parameter)
@@ -200,6 +205,7 @@ def joined_weights(trunk: Trunk, head: Tensor) -> tuple[Weight, ...]:
 
 
 def can_fuse(causal_lm: Any) -> bool:
+    """Return whether FusedTrunk computes exactly this model."""
     config = causal_lm.config
     if type(causal_lm).__name__ not in FUSED_MODELS or config.hidden_act != "silu":
         return False
@@ -209,7 +215,7 @@ def can_fuse(causal_lm: Any) -> bool:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Plain products, which adapters are not, and no biases but those of queries, keys and values."""
+    """Return whether all products are plain (no adapters) and only queries, keys and values may have biases."""
     attention, feed_forward = layer.self_attn, layer.mlp
     inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
     others = [attention.o_proj, feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj]
@@ -240,6 +246,7 @@ def _join(layer: Any, table: Tensor, eps: float) -> _Layer:
 
 @torch.no_grad()
 def _rotary_table(rotary: Any, positions: int) -> Tensor:
+    """Return [positions, D] in float32: the cosines of half a head, then the sines."""
     device = rotary.inv_freq.device
     cos, sin = rotary(torch.zeros(1, device=device), torch.arange(positions, device=device)[None])
     half = cos.shape[-1] // 2
@@ -268,14 +275,17 @@ class _Embed(Function):
         (tokens_T,), weight = ctx.saved_tensors, ctx.weight
         if weight.grad is not None:
             grad = grads[0]
-            if ctx.padding_index >= 0:  # as nn.Embedding has it
+            if ctx.padding_index >= 0:  # nn.Embedding gives the padding token no gradient
                 grad = grad * (tokens_T != ctx.padding_index)[:, None]
             weight.grad.index_add_(0, tokens_T, grad.to(weight.grad.dtype))
         return None, None, None, None
 
 
 class _Norm(Function):
-    """Without a delta there is no sum to go on with: the second result is then None."""
+    """Add `delta` to the residual stream and normalize; return the normed rows and the sum.
+
+    Without a delta the sum would be the residual itself. It is then None, and the caller keeps its residual.
+    """
 
     @staticmethod
     def forward(
@@ -313,7 +323,7 @@ class _Project(Function):
 
 
 class _RotaryProjection(Function):
-    """Query [T, H, D], key and value [T, Hkv, D], head norms and rotation applied."""
+    """Project to query [T, H, D], key and value [T, Hkv, D], with head norms and rotation applied."""
 
     @staticmethod
     def forward(
@@ -321,7 +331,7 @@ class _RotaryProjection(Function):
     ) -> tuple[Tensor, ...]:
         qkv = _linear(normed, layer.qkv, layer.qkv_bias)
         rotated = rotate(qkv, positions_T, layer.cos_sin, heads, kv_heads, layer.norms)
-        # Only head norms need to see what came in; a rotation is undone by its angle alone.
+        # The backward of a rotation needs only the angles; only that of head norms needs their input.
         ctx.save_for_backward(normed, positions_T, *((qkv,) if layer.head_norms is not None else ()))
         ctx.layer, ctx.heads, ctx.kv_heads = layer, heads, kv_heads
         head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
@@ -339,6 +349,7 @@ class _RotaryProjection(Function):
         if layer.head_norms is not None and layer.head_norms[0].grad is not None:
             assert layer.head_norms[1].grad is not None
             norm_grads = layer.head_norms[0].grad, layer.head_norms[1].grad
+        # Without head norms this works in place: the columns of grad_qkv are input and output.
         rotate_backward(
             grad_qkv[:, :width], raw[0] if raw else grad_qkv, positions_T, layer.cos_sin, ctx.heads, ctx.kv_heads,
             layer.norms, norm_grads, grad_qkv,

@@ -1,6 +1,6 @@
-"""Variable-length attention over packed families: no padding and no mask, whatever the lengths.
+"""Variable-length attention over packed families, without padding or masks.
 
-The way forward is a kernel that computes what a sampler computes, bit for bit; the way back is flash attention's.
+The forward is a kernel that gives the same bits as the sampler's decode attention. The backward is flash attention's.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from dapo.kernels.share import gather_sum, spread
 from dapo.model.attention import Family
 
 _NO_JOINT = -1
-_PADDING = 64  # tokens that fill a fixed size up attend to each other in segments of this length
+_PADDING = 64  # padding tokens attend to each other in segments of this length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Queries that follow each other in the pack, and the keys they see: their own, behind those of their prompt.
+    """How packed families are cut up: into pieces for the forward, into segments for the backward.
 
-    On the way back a prompt with one response behind it is one segment; with several, the prompt and each response are
-    one each, and the prompt's keys are copied in front of every response's own. Attention is causal and aligned at the
-    end. On the way forward nothing is copied, and the pieces are those that a sampler computes.
+    A piece is a run of tokens as the sampler computed them; the forward copies no keys.
+
+    A segment is a run of queries and the keys that they see. A prompt directly followed by its only response is one
+    segment. Otherwise the prompt and each response are one segment each, and the prompt's keys are copied in front of
+    each response's own. Attention is causal and aligned at the end: the last query of a segment sees all its keys.
     """
 
-    query_lengths: np.ndarray  # of each segment
-    key_lengths: np.ndarray
-    sources_K: np.ndarray  # the token whose key stands at each place
+    query_lengths: np.ndarray  # per segment
+    key_lengths: np.ndarray  # per segment
+    sources_K: np.ndarray  # the token that each key, over all segments, is a copy of
     pieces: np.ndarray  # [pieces, 5]: the columns of Pieces
 
     @classmethod
@@ -64,29 +66,33 @@ class Layout:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Queries and keys of one segment."""
+        """Return the greatest number of queries, and of keys, in a segment."""
         return int(self.query_lengths.max()), int(self.key_lengths.max())
 
     def padded(self, tokens: int) -> Layout:
-        """With tokens at the end that belong to nobody."""
-        there = self.tokens
-        full, rest = divmod(tokens - there, _PADDING)
+        """Return the layout with padding tokens at the end, up to `tokens` in all."""
+        used = self.tokens
+        full, rest = divmod(tokens - used, _PADDING)
         lengths = np.array([_PADDING] * full + [rest] * (rest > 0), dtype=self.query_lengths.dtype)
         return Layout(
             np.concatenate([self.query_lengths, lengths]),
             np.concatenate([self.key_lengths, lengths]),
-            np.concatenate([self.sources_K, np.arange(there, tokens)]),
-            np.concatenate([self.pieces, _padding_pieces(there, lengths)]),
+            np.concatenate([self.sources_K, np.arange(used, tokens)]),
+            np.concatenate([self.pieces, _padding_pieces(used, lengths)]),
         )
 
     def copies(self) -> tuple[np.ndarray, np.ndarray]:
-        """For the way back: where each token's list of copies starts, and the lists."""
+        """Return the copies of each token's key, for the backward: where the token's list begins, and all lists."""
         counts = np.bincount(self.sources_K, minlength=self.tokens)
         return np.concatenate([[0], np.cumsum(counts)]), np.argsort(self.sources_K, kind="stable")
 
 
 def _pieces(family: Family) -> list[tuple[int, int, int, int, int]]:
-    """Start, length, start and length of the prefix, joint: as a sampler would have computed these tokens."""
+    """Return (start, length, prefix start, prefix length, joint) of each piece, as the sampler computes these tokens.
+
+    The sampler prefills the prompt without its last token. That token, the joint, is the first decode step of each
+    response. So: the prefix on its own, the joint after the prefix, and each response after prefix and joint.
+    """
     start, length = family.prompt
     if not family.responses:
         return [(start, length, 0, 0, _NO_JOINT)]
@@ -103,7 +109,7 @@ def _padding_pieces(start: int, lengths: np.ndarray) -> np.ndarray:
 
 
 class Segments:
-    """A layout on the device."""
+    """A layout as tensors on the device."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.longest_query, self.longest_key = layout.longest
@@ -119,7 +125,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class FixedSize:
-    """Of what a CUDA graph is captured for: each figure is one of a few, so that there are few graphs."""
+    """The sizes that a CUDA graph is captured for, rounded up to powers of two so that there are few graphs."""
 
     tokens: int
     segments: int
@@ -129,7 +135,7 @@ class FixedSize:
 
     @classmethod
     def of(cls, layout: Layout, tokens: int) -> FixedSize:
-        """The smallest that holds the layout filled up to so many tokens."""
+        """Return the smallest size that holds the layout padded to `tokens`."""
         padding = tokens - layout.tokens
         assert padding >= 0
         longest_query, longest_key = layout.longest
@@ -143,7 +149,7 @@ class FixedSize:
 
 
 class FixedSegments(Segments):
-    """Room for any layout up to a size, at addresses that a CUDA graph can keep. At first it holds padding alone."""
+    """Segments at fixed addresses for a CUDA graph, with room for any layout up to a size. Initially all padding."""
 
     def __init__(self, size: FixedSize, device: torch.device) -> None:
         self.tokens = size.tokens
@@ -151,26 +157,28 @@ class FixedSegments(Segments):
         self.query_bounds, self.key_bounds = (_zeros(size.segments + 1, device) for _ in range(2))
         self.sources_K, self.copies_K = (_zeros(size.keys, device) for _ in range(2))
         self.copy_bounds = _zeros(size.tokens + 1, device)
-        # A prompt and its one response are a single segment, and three pieces.
+        # A segment has at most three pieces: a prompt with its only response is prefix, joint and response.
         self.columns = torch.zeros(5, 3 * size.segments, dtype=torch.int32, device=device)
         self.pieces = Pieces(*self.columns, longest=size.longest_query)
         self.fill(Layout(*(np.zeros(0, np.int64) for _ in range(3)), pieces=np.zeros((0, 5), np.int64)))
 
     def fill(self, layout: Layout) -> None:
+        """Overwrite the contents with a layout, padded to the fixed size."""
         layout = layout.padded(self.tokens)
         assert self.sources_K is not None
         copy_bounds, copies_K = layout.copies()
-        for held, values in (
+        for target, values in (
             (self.query_bounds, _bounds(layout.query_lengths)),
             (self.key_bounds, _bounds(layout.key_lengths)),
             (self.sources_K, layout.sources_K),
             (self.copy_bounds, copy_bounds),
             (self.copies_K, copies_K),
         ):
-            # Segments beyond the last are empty, and what stands beyond the last key is in no list of copies.
-            filled = np.full(len(held), values[-1] if held is not self.sources_K else 0, np.int32)
+            # Bounds are repeated to the end, which makes the remaining segments empty. Entries of sources_K beyond the
+            # last key copy token 0, and no list of copies refers to them.
+            filled = np.full(len(target), values[-1] if target is not self.sources_K else 0, np.int32)
             filled[: len(values)] = values
-            held.copy_(torch.from_numpy(filled))
+            target.copy_(torch.from_numpy(filled))
         columns = np.zeros(self.columns.shape, np.int32)
         columns[:, : len(layout.pieces)] = layout.pieces.T
         self.columns.copy_(torch.from_numpy(columns))
@@ -193,7 +201,7 @@ def _zeros(size: int, device: torch.device) -> Tensor:
 
 
 class VarlenAttention:
-    """The plan for training and prefill on a GPU in bf16; see PackedAttention for what it computes."""
+    """The plan for training and prefill on a GPU in bf16. It computes the same as PackedAttention."""
 
     applies_rotary = False
 
@@ -208,6 +216,8 @@ class VarlenAttention:
 
 
 class _Attend(Function):
+    """Attention over [T, H, D]: forward by pieces, without copies; backward by segments, with copied prompt keys."""
+
     @staticmethod
     def forward(ctx: Any, query_T: Tensor, key_T: Tensor, value_T: Tensor, segments: Segments, scale: float) -> Tensor:
         output_T, lse_HT = piece_attention(query_T, key_T, value_T, segments.pieces, scale)
@@ -219,21 +229,22 @@ class _Attend(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query_T, key_T, value_T, output_T, lse_HT = ctx.saved_tensors
         segments: Segments = ctx.segments
-        key_K, value_K = _copied(key_T, segments), _copied(value_T, segments)
+        key_K, value_K = _copy_prompts(key_T, segments), _copy_prompts(value_T, segments)
         grad_query, grad_key, grad_value = _flash_backward(
             grads[0].contiguous(), query_T, key_K, value_K, output_T, lse_HT, segments, ctx.scale
         )
-        return grad_query, _added_up(grad_key, segments), _added_up(grad_value, segments), None, None
+        return grad_query, _sum_copies(grad_key, segments), _sum_copies(grad_value, segments), None, None
 
 
-def _copied(values_ThD: Tensor, segments: Segments) -> Tensor:
-    """With the prompt's keys in front of every response's own."""
+def _copy_prompts(values_ThD: Tensor, segments: Segments) -> Tensor:
+    """Return keys or values with the prompt's in front of each response's own."""
     if segments.sources_K is None:
         return values_ThD
     return spread(values_ThD.flatten(1), segments.sources_K).unflatten(1, values_ThD.shape[1:])
 
 
-def _added_up(grads_KhD: Tensor, segments: Segments) -> Tensor:
+def _sum_copies(grads_KhD: Tensor, segments: Segments) -> Tensor:
+    """Return the gradient of each token's key or value: the sum over its copies."""
     if segments.sources_K is None:
         return grads_KhD
     flat = grads_KhD.flatten(1).contiguous()
@@ -244,8 +255,8 @@ def _flash_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, segments: Segments,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values from any forward's output and logsumexp."""
-    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
+    """Return the gradients of queries, keys and values, given the output and logsumexp of any exact forward."""
+    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # for dropout, which is 0
     return torch.ops.aten._flash_attention_backward(
         grad_out, query, key, value, out, lse, segments.query_bounds, segments.key_bounds,
         segments.longest_query, segments.longest_key, 0.0, True, random_state, query.new_empty(0),

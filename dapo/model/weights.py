@@ -1,4 +1,4 @@
-"""What may be loaded of a model's folder: weights in .safetensors files, and never code."""
+"""Checks on a model's folder before it is loaded: only .safetensors weights, and never code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dapo.errors import ModelError
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAX_JSON_BYTES = 2**26
 _CODE_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
-# Of config.json. Beyond these, torch's own integers overflow, or a model is built that no memory holds.
+# Limits on config.json. Above these, torch's integers overflow, or the model would fit in no memory.
 _SIZES = {
     "num_hidden_layers": 10_000,
     "hidden_size": 2**20,
@@ -26,12 +26,13 @@ _SIZES = {
 
 
 def check_folder(directory: Path, path: str) -> dict[str, Any]:
-    """Refuse a folder that transformers would unpickle, run code for, or fail on; return its config.json.
+    """Return the folder's config.json; refuse a folder that transformers would unpickle, run code for, or fail on.
 
-    transformers prefers .safetensors files, but follows an index to whatever it names, and config.json to adapters.
+    transformers prefers .safetensors files, but it also loads any file that an index names, and adapters that
+    config.json names.
     """
-    if (directory / "adapter_config.json").is_file():  # transformers would look for the model they belong to
-        raise ModelError(f"{path}: holds LoRA adapters; merge them into their model and name the folder of the result")
+    if (directory / "adapter_config.json").is_file():  # transformers would load their base model
+        raise ModelError(f"{path}: holds LoRA adapters; merge them into their base model and use the merged folder")
     if not (directory / "config.json").is_file():
         raise ModelError(f"{path}: has no config.json, so it is not a Hugging Face model directory")
     config = read_config(directory, path)
@@ -40,7 +41,7 @@ def check_folder(directory: Path, path: str) -> dict[str, Any]:
 
 
 def read_config(directory: Path, path: str) -> dict[str, Any]:
-    """Read config.json, and refuse sizes that no model has."""
+    """Read config.json and refuse sizes that no model has."""
     config = _read_json(directory / "config.json", path)
     text = config.get("text_config")
     for values in (config, text if isinstance(text, dict) else {}):
@@ -55,7 +56,7 @@ def _check_weights(directory: Path, path: str, config: dict[str, Any]) -> None:
         raise ModelError(f"{path}: has no weights in .safetensors files ({found}); {_CONVERT}")
     named = config.get("transformers_weights")
     if named is not None and not (isinstance(named, str) and _is_safe(named.removesuffix(".index.json"))):
-        raise ModelError(f"{path}: its config.json names other weights, in {named!r}; {_CONVERT}")
+        raise ModelError(f"{path}: its config.json names weights in {named!r}; {_CONVERT}")
     for index in directory.glob("*.safetensors.index.json"):
         content = _read_json(index, path)
         members = content.get("weight_map")
@@ -65,12 +66,12 @@ def _check_weights(directory: Path, path: str, config: dict[str, Any]) -> None:
             if not _is_safe(member):
                 raise ModelError(f"{path}: its {index.name} names weights in {member!r}; {_CONVERT}")
             if not (directory / member).is_file():
-                raise ModelError(f"{path}: its {index.name} names {member}, which is not there; fetch it again")
+                raise ModelError(f"{path}: its {index.name} names {member}, which is missing; fetch the model again")
 
 
 _CONVERT = (
-    "only .safetensors files are loaded, because others can run code: where you trust the model, load it with "
-    "transformers and write it again with its save_pretrained"
+    "only .safetensors files are loaded, because others can run code: if you trust the model, load it with "
+    "transformers and save it again with save_pretrained"
 )
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent, whatever happens while they are written."""
+"""Atomic files and folders: complete or absent, even if the process dies while writing."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from safetensors import SafetensorError
 
 from dapo.errors import DISK_FAULTS, StorageError
 
-_LEFTOVER_AFTER = 24 * 3600.0
+_LEFTOVER_AFTER = 24 * 3600.0  # seconds
 
 
 @contextmanager
 def published(final: Path) -> Iterator[Path]:
-    """A temporary folder that is fsynced and renamed to `final` when the block ends well.
+    """Yield a temporary folder that is fsynced and renamed to `final` when the block ends without an error.
 
-    Of two processes that make the same thing at once, the first one's result stays.
+    If two processes write the same folder at once, the result of the first one stays.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(final)
     temporary = final.with_name(f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}")
     temporary.mkdir()
     try:
-        with _explained(final):
+        with _disk_faults_explained(final):
             yield temporary
             sync_tree(temporary)
         try:
             temporary.rename(final)
-        except OSError:
+        except OSError:  # another process was first
             if not final.is_dir():
                 raise
         fsync(final.parent)
@@ -42,7 +42,7 @@ def published(final: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _explained(final: Path) -> Iterator[None]:
+def _disk_faults_explained(final: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -53,16 +53,16 @@ def _explained(final: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(final: Path) -> None:
-    """Sweep up after processes that were killed; the age spares those still at work."""
+    """Remove the temporary folders of killed processes, but not young ones, whose process may still be writing."""
     for path in final.parent.iterdir():
         if path.name.startswith(f".{final.name}."):
-            with suppress(FileNotFoundError):  # renamed by its owner meanwhile
+            with suppress(FileNotFoundError):  # its owner has renamed it
                 if time.time() - path.stat().st_mtime > _LEFTOVER_AFTER:
                     shutil.rmtree(path, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file all or nothing: whoever reads it finds the old content or the new one, also after a power cut."""
+    """Write a file atomically: a reader finds the old content or the new one, even after a power failure."""
     draft = path.with_name(f".{path.name}")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -73,7 +73,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Have the disk hold every file and directory entry below `folder`."""
+    """Flush every file and directory entry below `folder` to disk."""
     for root, _, names in os.walk(folder):
         for name in names:
             fsync(Path(root) / name)

@@ -1,4 +1,4 @@
-"""A sign of life while something takes long."""
+"""A message on stderr while something takes long."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 @contextmanager
 def progress(message: str) -> Iterator[None]:
-    """Say what is going on: a spinner with a clock on a terminal, elsewhere one line if it takes over two seconds."""
+    """Show a spinner with elapsed time on a terminal; elsewhere print one line if the block takes over two seconds."""
     console = Console(file=sys.stderr)
-    # Under somebody else's live display a second one would garble both; a line goes above it.
+    # rich replaces stderr by a FileProxy while another live display is active. A second display would garble both, so
+    # print a line above it instead.
     if console.is_terminal and not isinstance(sys.stderr, FileProxy):
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
         with Progress(*columns, console=console, transient=True) as bar:

@@ -9,32 +9,27 @@ import math
 
 import pytest
 
-from dapo.kernels.decode_attention import (
-    PagedState,
-    decode_attention,
-    decode_attention_torch,
-    decode_attention_triton,
-)
-from dapo.kernels.draw import (
-    DrawState,
-    draw_and_advance,
-    draw_and_advance_torch,
-    draw_and_advance_triton,
-)
-from dapo.kernels.piece_attention import CHUNK, PAGE, Pieces, piece_attention_triton
+from dapo.kernels.decode_attention import PagedState, decode_attention
+from dapo.kernels.draw import DrawState, draw_and_advance
+from dapo.kernels.piece_attention import CHUNK, PAGE, Pieces, piece_attention
 from dapo.kernels.rotary import rotate
 from dapo.kernels.sampler import draw, uniforms
 from dapo.types import SamplingParams
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ATTENTION = [decode_attention_torch, decode_attention_triton]
-# Prompt and own length: empty prompt, own page just begun, prompt page just full, one token beyond, several pages.
+both_attentions = pytest.mark.parametrize(
+    "attend", [decode_attention.torch, decode_attention.triton], ids=["torch", "triton"]
+)
+both_draws = pytest.mark.parametrize(
+    "advance", [draw_and_advance.torch, draw_and_advance.triton], ids=["torch", "triton"]
+)
+# (prompt, own) lengths: an empty prompt, a new own page, exactly full pages, one token more, several pages.
 LENGTHS = ((0, 1), (5, 1), (PAGE, PAGE), (PAGE + 1, PAGE + 1), (3 * PAGE - 1, 2 * PAGE + 7))
 
 
 class Case:
-    """Histories kept densely for the reference, and the same in shuffled pages whose other slots are NaN."""
+    """Random histories, stored densely for the reference and in shuffled pages whose unused slots are NaN."""
 
     def __init__(self, lengths=LENGTHS, heads=3, kv_heads=1, head_dim=16, dtype=torch.float32):
         torch.manual_seed(len(lengths) + heads)
@@ -60,13 +55,14 @@ class Case:
         self.new = [part.unflatten(-1, (-1, head_dim)) for part in parts]
 
     def home(self, row, t):
+        """Return page and slot of token t of a row."""
         prompt, _ = self.lengths[row]
         if t < prompt:
             return int(self.table[row, t // PAGE]), t % PAGE
         return int(self.table[row, math.ceil(prompt / PAGE) + (t - prompt) // PAGE]), (t - prompt) % PAGE
 
     def run(self, attend, rows, scale=0.3, cos_sin=None, split=False):
-        """Output for these rows, which stand in the batch in this order, and the caches after it."""
+        """Return the output for a batch of these rows in this order, and the caches afterwards."""
         prompts, owns = torch.tensor(self.lengths, dtype=torch.int32).T
         rows_B = torch.tensor(rows, dtype=torch.int32)
         state = PagedState(*(x.contiguous().to(DEVICE) for x in (rows_B, self.table, prompts, owns)))
@@ -76,13 +72,13 @@ class Case:
         return out.cpu(), keys.cpu(), values.cpu()
 
     def expected(self, rows, scale=0.3, cos_sin=None):
-        """In float64 from the dense histories: outputs, and the new keys as they belong in the cache."""
+        """Return the outputs in float64 from the dense histories, and the new keys as the cache must hold them."""
         outs, new_keys = [], []
         for row in rows:
             query, key, value = (x[row].cpu() for x in self.new)
             if cos_sin is not None:
                 position = sum(self.lengths[row]) - 1
-                query, key = turned(query, cos_sin, position), turned(key, cos_sin, position)
+                query, key = rotated(query, cos_sin, position), rotated(key, cos_sin, position)
             new_keys.append(key)
             old_keys, old_values = self.old[row].double()
             keys = torch.cat([old_keys, key[:, None].double()], dim=1)
@@ -93,8 +89,8 @@ class Case:
         return torch.stack(outs), torch.stack(new_keys)
 
 
-def turned(heads, cos_sin, position):
-    """As pairs of complex numbers, rounded to the input's type."""
+def rotated(heads, cos_sin, position):
+    """Rotate pairs as complex numbers, rounded to the input's dtype."""
     half = heads.shape[-1] // 2
     cos, sin = cos_sin.cpu()[position].double().split(half)
     pairs = torch.complex(heads[:, :half].double(), heads[:, half:].double()) * torch.complex(cos, sin)
@@ -102,30 +98,30 @@ def turned(heads, cos_sin, position):
 
 
 def angles(head_dim, positions=400):
-    turns = torch.arange(positions)[:, None] * 10.0 ** -torch.linspace(0, 3, head_dim // 2)
-    return torch.cat([turns.cos(), turns.sin()], dim=-1).to(DEVICE)
+    radians = torch.arange(positions)[:, None] * 10.0 ** -torch.linspace(0, 3, head_dim // 2)
+    return torch.cat([radians.cos(), radians.sin()], dim=-1).to(DEVICE)
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
+@both_attentions
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (4, 4), (12, 2)])
-def test_attention_sees_the_prompt_the_own_tokens_and_the_newest(attend, heads, kv_heads):
+def test_attention_sees_the_prompt_the_own_tokens_and_the_newest_token(attend, heads, kv_heads):
     case = Case(heads=heads, kv_heads=kv_heads)
     rows = list(range(len(LENGTHS)))
     out, _, _ = case.run(attend, rows)
     torch.testing.assert_close(out.double(), case.expected(rows)[0], atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
+@both_attentions
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("head_dim", [8, 24])
-def test_a_head_may_be_of_any_size(attend, head_dim, split):
+def test_any_head_size_is_supported(attend, head_dim, split):
     case, cos_sin = Case(heads=6, kv_heads=2, head_dim=head_dim), angles(head_dim)
     rows = list(range(len(LENGTHS)))
     out, _, _ = case.run(attend, rows, cos_sin=cos_sin, split=split)
     torch.testing.assert_close(out.double(), case.expected(rows, cos_sin=cos_sin)[0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
+@both_attentions
 def test_the_newest_key_and_value_are_stored_and_nothing_else_changes(attend):
     case = Case(heads=4, kv_heads=2)
     rows = [3, 0, 4, 1]
@@ -141,13 +137,13 @@ def test_splitting_a_response_into_chunks_changes_no_bit():
     long = ((3, 1), (PAGE * CHUNK - 5, 2), (70, PAGE * CHUNK), (2 * PAGE * CHUNK + 1, 40))
     case, cos_sin = Case(long, heads=6, kv_heads=2), angles(16, 1200)
     rows = list(range(len(long)))
-    whole, _, _ = case.run(decode_attention_triton, rows, cos_sin=cos_sin)
-    out, _, _ = case.run(decode_attention_triton, rows, cos_sin=cos_sin, split=True)
+    whole, _, _ = case.run(decode_attention.triton, rows, cos_sin=cos_sin)
+    out, _, _ = case.run(decode_attention.triton, rows, cos_sin=cos_sin, split=True)
     torch.testing.assert_close(out.double(), case.expected(rows, cos_sin=cos_sin)[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(out, whole)
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
+@both_attentions
 def test_queries_and_the_new_key_are_rotated(attend):
     case, cos_sin = Case(heads=6, kv_heads=2), angles(16)
     rows = [4, 2, 3, 0, 1]
@@ -159,9 +155,9 @@ def test_queries_and_the_new_key_are_rotated(attend):
         torch.testing.assert_close(keys[page, :, slot], key, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
-def test_attention_in_half_precision_is_as_exact_as_its_rounding(attend):
-    interpreted = attend is decode_attention_triton and DEVICE == "cpu"
+@both_attentions
+def test_attention_in_half_precision_errs_by_rounding_only(attend):
+    interpreted = attend is decode_attention.triton and DEVICE == "cpu"
     dtype = torch.float16 if interpreted else torch.bfloat16  # the interpreter cannot multiply matrices of bfloat16
     cos_sin = angles(32)
     case = Case(lengths=((70, 3), (10, 66)), heads=3, head_dim=32, dtype=dtype)
@@ -175,8 +171,8 @@ def test_attention_in_half_precision_is_as_exact_as_its_rounding(attend):
         torch.testing.assert_close(keys[page, :, slot], new_keys[row], atol=unit, rtol=2 * unit)
 
 
-@pytest.mark.parametrize("attend", ATTENTION)
-def test_places_that_carry_the_padding_row_disturb_nobody(attend):
+@both_attentions
+def test_padding_rows_in_the_batch_do_not_affect_other_rows(attend):
     case = Case(lengths=((0, 1), (PAGE, 2), (7, PAGE + 3)))
     case.table[0, 0] = 0
     rows = [1, 0, 2, 0, 0]
@@ -188,18 +184,11 @@ def test_places_that_carry_the_padding_row_disturb_nobody(attend):
         assert torch.equal(keys[page, :, slot], key)
 
 
-def test_the_dispatcher_takes_the_kernel_on_cuda_and_the_twin_elsewhere():
+def test_a_kernel_uses_triton_on_a_gpu_and_pytorch_elsewhere():
     case = Case(lengths=((3, 2),))
-    attend = decode_attention_triton if DEVICE == "cuda" else decode_attention_torch
+    attend = decode_attention.triton if DEVICE == "cuda" else decode_attention.torch
     for found, expected in zip(case.run(decode_attention, [0]), case.run(attend, [0]), strict=True):
         torch.testing.assert_close(found, expected, equal_nan=True, atol=0, rtol=0)
-
-
-def advance_triton(logits, rows_B, state, params):
-    draw_and_advance_triton(logits, rows_B, state, params.temperature)
-
-
-DRAWS = [draw_and_advance_torch, advance_triton]
 
 
 def draw_state(rows, capacity=8, own=1, limit=100, stops=()):
@@ -226,10 +215,10 @@ def logits_of(rows, vocabulary, spread=3.0):
 
 
 @pytest.mark.parametrize(("vocabulary", "temperature"), [(50, 1.0), (4096, 0.7), (10_001, 1.0), (9000, 1.3)])
-def test_the_kernel_draws_the_samplers_token_save_at_a_boundary(vocabulary, temperature):
+def test_the_kernel_draws_the_sampler_s_token_except_at_a_rounding_boundary(vocabulary, temperature):
     rows = 40 if DEVICE == "cpu" else 2000
     logits, state, params = logits_of(rows, vocabulary), draw_state(rows, own=3), SamplingParams(temperature)
-    advance_triton(logits, every_row(rows), state, params)
+    draw_and_advance.triton(logits, every_row(rows), state, params)
     tokens, logprobs = state.tokens[:, 3].cpu().long(), state.logprobs[:, 3].cpu()
     draws = uniforms(state.keys.cpu(), torch.full((rows,), 2))
     wanted, _ = draw(logits.cpu(), draws, params)
@@ -245,8 +234,8 @@ def test_the_kernel_draws_the_samplers_token_save_at_a_boundary(vocabulary, temp
     torch.testing.assert_close(logprobs.double(), expected, atol=2e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("advance", DRAWS)
-def test_greedy_takes_the_first_likeliest_with_its_log_probability_at_temperature_1(advance):
+@both_draws
+def test_greedy_takes_the_first_likeliest_token_and_reports_its_log_probability_at_temperature_1(advance):
     logits, state = logits_of(6, 9000), draw_state(6)
     logits[0, 8990] = logits[0, 4100] = logits[0, 4096] = 50.0
     advance(logits, every_row(6), state, SamplingParams(temperature=0))
@@ -257,7 +246,7 @@ def test_greedy_takes_the_first_likeliest_with_its_log_probability_at_temperatur
     torch.testing.assert_close(state.logprobs[:, 1].cpu().double(), expected, atol=2e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("advance", DRAWS)
+@both_draws
 def test_a_token_without_probability_is_never_drawn(advance):
     rows, possible = 20, [0, 4095, 8199]
     logits = torch.full((rows, 8300), float("-inf"), device=DEVICE)
@@ -268,8 +257,8 @@ def test_a_token_without_probability_is_never_drawn(advance):
     torch.testing.assert_close(state.logprobs[:, 1].cpu(), torch.full((rows,), math.log(0.5)))
 
 
-@pytest.mark.parametrize("advance", DRAWS)
-def test_finished_rows_stay_as_they_are_however_often_they_stand_in_the_batch(advance):
+@both_draws
+def test_finished_rows_do_not_change_even_if_repeated_in_the_batch(advance):
     state = draw_state(4, capacity=3)
     state.own_lengths[0] = 3  # full
     state.finished[0] = 2
@@ -283,11 +272,11 @@ def test_finished_rows_stay_as_they_are_however_often_they_stand_in_the_batch(ad
     assert (state.logprobs != 7).tolist() == changed
 
 
-@pytest.mark.parametrize("advance", DRAWS)
+@both_draws
 @pytest.mark.parametrize(("stops", "outcome"), [((), [0, 0, 2]), ((5,), [0, 1, 2]), ((5, 8, 2), [1, 1, 1])])
-def test_a_stop_token_ends_a_row_and_so_does_its_limit(advance, stops, outcome):
+def test_a_row_ends_at_a_stop_token_or_at_its_limit(advance, stops, outcome):
     state = draw_state(3, own=2, stops=stops)
-    state.limits[2] = 2  # one token is drawn, and this step draws the second
+    state.limits[2] = 2  # one token was drawn, and this step draws the second
     logits = torch.zeros(3, 9, device=DEVICE)
     logits[[0, 1, 2], [2, 5, 8]] = 100.0
     advance(logits, every_row(3), state, SamplingParams())
@@ -297,8 +286,8 @@ def test_a_stop_token_ends_a_row_and_so_does_its_limit(advance, stops, outcome):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize("advance", DRAWS)
-def test_logits_that_are_not_numbers_show_in_the_log_probability_and_the_token_exists(advance):
+@both_draws
+def test_nan_logits_give_a_nan_log_probability_and_a_token_of_the_vocabulary(advance):
     logits = logits_of(3, 5000)
     logits[0, 4500] = math.nan
     logits[1] = math.nan
@@ -308,7 +297,7 @@ def test_logits_that_are_not_numbers_show_in_the_log_probability_and_the_token_e
     assert ((state.tokens[:, 1] >= 0) & (state.tokens[:, 1] < 5000)).all()
 
 
-def test_truncated_draws_go_the_way_of_the_sampler():
+def test_truncated_draws_use_the_sampler():
     logits, state = logits_of(50, 40), draw_state(50)
     draw_and_advance(logits, every_row(50), state, SamplingParams(1.0, 1.0, top_k=2))
     ranks = (logits > logits.gather(1, state.tokens[:, 1:2].long())).sum(-1)
@@ -319,7 +308,7 @@ def test_truncated_draws_go_the_way_of_the_sampler():
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0), SamplingParams(1.0, 0.9, 20)])
 def test_a_cuda_graph_replays_the_draw_of_the_next_position(params):
     logits, rows_B, replayed, stepped = logits_of(30, 9000), every_row(30), draw_state(30), draw_state(30)
-    draw_and_advance(logits, rows_B, draw_state(30), params)  # compiles outside of the capture
+    draw_and_advance(logits, rows_B, draw_state(30), params)  # compile outside of the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         draw_and_advance(logits, rows_B, replayed, params)
@@ -349,40 +338,40 @@ def test_a_cuda_graph_replays_attention(split):
 
 
 def decoded(query, key, value, prefix, cos_sin, split):
-    """Rows of [prefix | own] computed one token at a time through pages, as a sampler does it."""
+    """Return the outputs of the own tokens of [prefix | own], decoded one at a time as the sampler does."""
     length, kv_heads, head_dim = key.shape
     own = length - prefix
     pages = -(-prefix // PAGE) + -(-own // PAGE)
     keys, values = (key.new_zeros(pages + 1, kv_heads, PAGE, head_dim) for _ in range(2))
     table = torch.arange(1, pages + 1, dtype=torch.int32, device=DEVICE)[None]
-    turned_key = key[:prefix]
+    rotated_key = key[:prefix]
     for t in range(prefix):
-        keys[1 + t // PAGE, :, t % PAGE], values[1 + t // PAGE, :, t % PAGE] = turned_key[t], value[t]
+        keys[1 + t // PAGE, :, t % PAGE], values[1 + t // PAGE, :, t % PAGE] = rotated_key[t], value[t]
     out = []
     for t in range(own):
         lengths = (torch.tensor([count], dtype=torch.int32, device=DEVICE) for count in (prefix, t + 1))
         state = PagedState(torch.zeros(1, dtype=torch.int32, device=DEVICE), table, *lengths)
         new = (part[prefix + t : prefix + t + 1] for part in (query, key, value))
-        out.append(decode_attention_triton(*new, keys, values, state, 0.2, cos_sin=cos_sin, split=split)[0])
+        out.append(decode_attention.triton(*new, keys, values, state, 0.2, cos_sin=cos_sin, split=split)[0])
     return torch.stack(out)
 
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(("prefix", "own"), [(0, 3), (5, 70), (PAGE, 2), (PAGE * CHUNK - 30, 40)])
-def test_the_trainer_s_attention_is_the_sampler_s_to_the_last_bit(prefix, own, split):
+def test_trainer_and_sampler_attention_give_the_same_bits(prefix, own, split):
     if DEVICE == "cpu" and own > 3:
-        own = 4  # the interpreter is slow, and its products are not those of a GPU anyway
+        own = 4  # the interpreter is slow, and does not compute products as a GPU does anyway
     dtype, heads, kv_heads, head_dim = torch.bfloat16 if DEVICE == "cuda" else torch.float32, 6, 2, 64
     generator = torch.Generator().manual_seed(prefix + own)
     parts = [torch.randn(prefix + own, h, head_dim, generator=generator) for h in (heads, kv_heads, kv_heads)]
     query, key, value = (part.to(dtype).to(DEVICE) for part in parts)
     cos_sin, positions = angles(head_dim, 600), torch.arange(prefix + own, device=DEVICE)
     both = rotate(torch.cat([query, key, value], dim=1).flatten(1), positions, cos_sin, heads, kv_heads, None)
-    turned_query, turned_key = both.unflatten(1, (-1, head_dim)).split([heads, kv_heads], dim=1)
+    rotated_query, rotated_key = both.unflatten(1, (-1, head_dim)).split([heads, kv_heads], dim=1)
     columns = [[0, prefix], [prefix, own], [0, 0], [0, prefix], [-1, -1]]
     pieces = Pieces(*torch.tensor(columns, dtype=torch.int32, device=DEVICE), longest=max(prefix, own))
-    found, _ = piece_attention_triton(turned_query, turned_key, value, pieces, 0.2)
-    raw_key = torch.cat([turned_key[:prefix], key[prefix:]])
+    found, _ = piece_attention.triton(rotated_query, rotated_key, value, pieces, 0.2)
+    raw_key = torch.cat([rotated_key[:prefix], key[prefix:]])
     expected = decoded(query, raw_key, value, prefix, cos_sin, split)
     if DEVICE == "cuda":
         assert torch.equal(found[prefix:], expected)

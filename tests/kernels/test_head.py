@@ -8,12 +8,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from dapo.kernels import head as kernels  # noqa: E402
+from dapo.kernels import head  # noqa: E402
 
 try:
     import triton.language as tl
 
-    # Triton decides when it is first imported, which may have been before this file was read.
+    # Triton reads TRITON_INTERPRET when it is first imported, which may have been before this file was.
     HAS_TRITON = DEVICE == "cuda" or type(tl.sum).__name__ == "InterpretedFunction"
 except ImportError:
     HAS_TRITON = False
@@ -41,11 +41,9 @@ def close(actual: Tensor, expected: Tensor) -> None:
 @both
 @pytest.mark.parametrize(("rows", "width"), [(5, 24), (3, 9001)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_figures_are_those_of_the_tempered_softmax(how: str, rows: int, width: int, temperature: float) -> None:
+def test_statistics_match_the_softmax_at_the_temperature(how: str, rows: int, width: int, temperature: float) -> None:
     logits, targets = chunk(rows, width)
-    logprobs, entropy, normalizer = getattr(kernels, f"logprobs_and_entropy_{how}")(
-        strided(logits), targets, temperature
-    )
+    logprobs, entropy, normalizer = getattr(head.logprobs_and_entropy, how)(strided(logits), targets, temperature)
     expected = torch.distributions.Categorical(logits=logits.double() / temperature)
     close(logprobs, expected.log_prob(targets))
     close(entropy, expected.entropy())
@@ -55,13 +53,13 @@ def test_figures_are_those_of_the_tempered_softmax(how: str, rows: int, width: i
 
 @both
 @pytest.mark.parametrize("rising", [False, True])
-def test_figures_hold_for_far_and_impossible_logits_in_any_order(how: str, rising: bool) -> None:
-    """The running peak moves with every block when the logits rise, and whole blocks may be impossible."""
+def test_statistics_are_exact_for_extreme_and_impossible_logits_in_any_order(how: str, rising: bool) -> None:
+    """Rising logits move the running peak with every block, and whole blocks may be impossible."""
     logits = torch.linspace(-300, 1000, 9001, device=DEVICE).repeat(2, 1)
     logits[0, :5000] = float("-inf")
     logits = logits if rising else logits.flip(1).contiguous()
     targets = logits.argmax(-1)
-    logprobs, entropy, normalizer = getattr(kernels, f"logprobs_and_entropy_{how}")(logits, targets, 1.0)
+    logprobs, entropy, normalizer = getattr(head.logprobs_and_entropy, how)(logits, targets, 1.0)
     probabilities = logits.double().softmax(-1)
     close(logprobs, probabilities.amax(-1).log())
     close(entropy, torch.special.entr(probabilities).sum(-1))
@@ -69,17 +67,17 @@ def test_figures_hold_for_far_and_impossible_logits_in_any_order(how: str, risin
 
 
 @both
-def test_logit_that_is_no_number_shows_in_its_row_only(how: str) -> None:
+def test_a_nan_logit_affects_only_its_row(how: str) -> None:
     logits, targets = chunk(3, 9001)
     logits[1, 17] = float("nan")
-    for figure in getattr(kernels, f"logprobs_and_entropy_{how}")(logits, targets, 1.0):
-        assert figure.isnan().tolist() == [False, True, False]
+    for statistic in getattr(head.logprobs_and_entropy, how)(logits, targets, 1.0):
+        assert statistic.isnan().tolist() == [False, True, False]
 
 
 @both
 @pytest.mark.parametrize(("rows", "width"), [(5, 24), (3, 9001)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradient_is_that_of_autograd(how: str, rows: int, width: int, temperature: float) -> None:
+def test_gradient_matches_autograd(how: str, rows: int, width: int, temperature: float) -> None:
     logits, targets = chunk(rows, width)
     grad_logprobs = torch.linspace(-2, 3, rows, device=DEVICE)
     logits64 = logits.double().requires_grad_()
@@ -87,7 +85,7 @@ def test_gradient_is_that_of_autograd(how: str, rows: int, width: int, temperatu
     (expected,) = torch.autograd.grad((logprobs64 * grad_logprobs.double()).sum(), logits64)
     normalizer = (logits / temperature).logsumexp(-1)
 
-    gradient = getattr(kernels, f"logits_gradient_{how}")
+    gradient = getattr(head.logits_gradient, how)
     out = strided(torch.full_like(logits, 9.0))
     gradient(strided(logits), normalizer, targets, grad_logprobs, temperature, out)
     close(out, expected)
@@ -101,19 +99,19 @@ def test_gradient_rounds_once_and_takes_the_expanded_gradient_of_a_sum(how: str)
     logits, targets = chunk(5, 24)
     out = torch.empty(5, 24, dtype=torch.bfloat16, device=DEVICE)
     ones = torch.ones((), device=DEVICE).expand(5)
-    getattr(kernels, f"logits_gradient_{how}")(logits, logits.logsumexp(-1), targets, ones, 1.0, out)
+    getattr(head.logits_gradient, how)(logits, logits.logsumexp(-1), targets, ones, 1.0, out)
     expected = torch.nn.functional.one_hot(targets, 24) - logits.double().softmax(-1)
     unit = 2**-7 if how == "triton" and DEVICE == "cpu" else 2**-8  # the interpreter truncates
     assert (out.double() - expected).abs().le(expected.abs() * unit * 1.001 + 1e-9).all()
 
 
-def test_public_functions_take_the_kernel_on_a_gpu_and_the_twin_elsewhere() -> None:
+def test_a_kernel_uses_triton_on_a_gpu_and_pytorch_elsewhere() -> None:
     logits, targets = chunk(5, 24)
     how = "triton" if DEVICE == "cuda" else "torch"
-    figures = kernels.logprobs_and_entropy(logits, targets, 0.7)
-    expected = getattr(kernels, f"logprobs_and_entropy_{how}")(logits, targets, 0.7)
-    torch.testing.assert_close(figures, expected, rtol=0, atol=0)
+    statistics = head.logprobs_and_entropy(logits, targets, 0.7)
+    expected = getattr(head.logprobs_and_entropy, how)(logits, targets, 0.7)
+    torch.testing.assert_close(statistics, expected, rtol=0, atol=0)
     out, expected_out = torch.empty_like(logits), torch.empty_like(logits)
-    kernels.logits_gradient(logits, figures[2], targets, figures[0], 0.7, out)
-    getattr(kernels, f"logits_gradient_{how}")(logits, figures[2], targets, figures[0], 0.7, expected_out)
+    head.logits_gradient(logits, statistics[2], targets, statistics[0], 0.7, out)
+    getattr(head.logits_gradient, how)(logits, statistics[2], targets, statistics[0], 0.7, expected_out)
     assert torch.equal(out, expected_out)

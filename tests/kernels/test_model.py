@@ -1,4 +1,6 @@
+import inspect
 import os
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,16 +11,21 @@ if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from dapo.kernels import (  # noqa: E402
+    decode_attention,
+    draw,
+    head,
     norm,
+    piece_attention,
     rotary,
     share,
     swiglu,
 )
+from dapo.kernels.dispatch import Kernel  # noqa: E402
 
 try:
     import triton.language as tl
 
-    # Triton decides when it is first imported, which may have been before this file was read.
+    # Triton reads TRITON_INTERPRET when it is first imported, which may have been before this file was.
     HAS_TRITON = DEVICE == "cuda" or type(tl.sum).__name__ == "InterpretedFunction"
 except ImportError:
     HAS_TRITON = False
@@ -35,7 +42,7 @@ def values(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same rows as a view of wider ones, so that whoever takes them for contiguous reads NaN."""
+    """Return the rows as a view of wider ones, so that code that assumes contiguous rows reads NaN."""
     wide = tensor.new_full((len(tensor), tensor.shape[1] + 11), float("nan"))
     wide[:, 3:-8] = tensor
     return wide[:, 3:-8]
@@ -46,7 +53,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
 
 
 def rounded_once(how: str, actual: Tensor, expected: Tensor) -> None:
-    """bfloat16 keeps 8 bits: rounding errs by 2^-8 of the value at most, truncation, as interpreted, by 2^-7."""
+    """Check that the error is one rounding to bfloat16: 2^-8 of the value, or 2^-7 where the interpreter truncates."""
     assert actual.dtype == torch.bfloat16
     unit = 2**-7 if how == "triton" and DEVICE == "cpu" else 2**-8
     assert (actual.double() - expected).abs().le(expected.abs() * unit * 1.001 + 1e-6).all()
@@ -58,10 +65,10 @@ def reference_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @both
 @pytest.mark.parametrize(("rows", "width", "has_delta"), [(5, 24, True), (333, 24, False), (3, 2500, True)])
-def test_norm_is_that_of_the_sum(how: str, rows: int, width: int, has_delta: bool) -> None:
+def test_norm_is_applied_to_the_sum(how: str, rows: int, width: int, has_delta: bool) -> None:
     residual, weight = values(rows, width, seed=0), values(width, seed=1)
     delta = values(rows, width, seed=2) if has_delta else None
-    normed, total, rstd = getattr(norm, f"add_rms_norm_{how}")(residual, delta, weight, 1e-3)
+    normed, total, rstd = getattr(norm.add_rms_norm, how)(residual, delta, weight, 1e-3)
     expected = residual.double() + (0 if delta is None else delta.double())
     close(total, expected)
     close(rstd, (expected.square().mean(-1) + 1e-3).rsqrt())
@@ -70,8 +77,8 @@ def test_norm_is_that_of_the_sum(how: str, rows: int, width: int, has_delta: boo
 
 
 @both
-def test_norm_rounds_once_to_the_type_of_what_is_added_or_to_the_one_asked_for(how: str) -> None:
-    forward = getattr(norm, f"add_rms_norm_{how}")
+def test_norm_rounds_once_to_the_dtype_of_the_delta_or_to_the_given_one(how: str) -> None:
+    forward = getattr(norm.add_rms_norm, how)
     residual, delta = values(9, 40, seed=0), values(9, 40, seed=1, dtype=torch.bfloat16)
     weight = values(40, seed=2, dtype=torch.bfloat16)
     normed, total, rstd = forward(residual, delta, weight.float(), 1e-5)
@@ -83,15 +90,15 @@ def test_norm_rounds_once_to_the_type_of_what_is_added_or_to_the_one_asked_for(h
 
 @both
 @pytest.mark.parametrize(("rows", "width"), [(5, 24), (333, 24), (5, 2500)])
-def test_norm_gradients_are_those_of_autograd(how: str, rows: int, width: int) -> None:
+def test_norm_gradients_match_autograd(how: str, rows: int, width: int) -> None:
     x, weight = values(rows, width, seed=0), values(width, seed=1)
     grad_normed, grad_sum = values(rows, width, seed=2), values(rows, width, seed=3)
-    _, _, rstd = norm.add_rms_norm_torch(x, None, weight, 1e-3)
+    _, _, rstd = norm.add_rms_norm.torch(x, None, weight, 1e-3)
     x64, weight64 = x.double().requires_grad_(), weight.double().requires_grad_()
     loss = (reference_norm(x64, weight64, 1e-3) * grad_normed.double()).sum()
     grad_x, grad_weight = torch.autograd.grad(loss, (x64, weight64))
 
-    backward = getattr(norm, f"add_rms_norm_backward_{how}")
+    backward = getattr(norm.add_rms_norm_backward, how)
     weight_grad = torch.full_like(weight, 7.0)
     grad, narrow = backward(grad_normed, grad_sum, x, rstd, weight, weight_grad)
     close(grad, grad_x + grad_sum.double())
@@ -102,12 +109,12 @@ def test_norm_gradients_are_those_of_autograd(how: str, rows: int, width: int) -
 
 
 @both
-def test_norm_backward_gives_both_precisions(how: str) -> None:
+def test_norm_backward_returns_both_precisions(how: str) -> None:
     x, weight = values(70, 40, seed=0), values(40, seed=1, dtype=torch.bfloat16)
     grad_normed = values(70, 40, seed=2, dtype=torch.bfloat16)
-    _, _, rstd = norm.add_rms_norm_torch(x, None, weight, 1e-5)
+    _, _, rstd = norm.add_rms_norm.torch(x, None, weight, 1e-5)
     weight_grad = torch.zeros(40, device=DEVICE)
-    grad, narrow = getattr(norm, f"add_rms_norm_backward_{how}")(grad_normed, x, x, rstd, weight, weight_grad)
+    grad, narrow = getattr(norm.add_rms_norm_backward, how)(grad_normed, x, x, rstd, weight, weight_grad)
     assert grad.dtype == torch.float32
     rounded_once(how, narrow, grad.double())
     close(weight_grad, (grad_normed.double() * x.double() * rstd.double()[:, None]).sum(0))
@@ -115,15 +122,15 @@ def test_norm_backward_gives_both_precisions(how: str) -> None:
 
 @both
 @pytest.mark.parametrize(("rows", "width"), [(5, 24), (9, 700)])
-def test_swiglu_and_its_gradient_are_those_of_autograd(how: str, rows: int, width: int) -> None:
+def test_swiglu_and_its_gradient_match_autograd(how: str, rows: int, width: int) -> None:
     gate_up, grad = 4 * values(rows, 2 * width, seed=0), values(rows, width, seed=1)
     gate_up64 = gate_up.double().requires_grad_()
     gate, up = gate_up64[:, :width], gate_up64[:, width:]
     expected = gate * torch.sigmoid(gate) * up
     (expected_grad,) = torch.autograd.grad((expected * grad.double()).sum(), gate_up64)
 
-    close(getattr(swiglu, f"swiglu_{how}")(gate_up), expected)
-    act, grad_gate_up = getattr(swiglu, f"swiglu_backward_{how}")(gate_up, grad)
+    close(getattr(swiglu.swiglu, how)(gate_up), expected)
+    act, grad_gate_up = getattr(swiglu.swiglu_backward, how)(gate_up, grad)
     close(act, expected)
     close(grad_gate_up, expected_grad)
 
@@ -133,9 +140,9 @@ def test_swiglu_rounds_once_and_survives_huge_gates(how: str) -> None:
     gate_up, grad = values(5, 48, seed=0, dtype=torch.bfloat16), values(5, 24, seed=1, dtype=torch.bfloat16)
     gate_up[0, 0], gate_up[0, 1] = -1e4, 1e4
     gate, up = gate_up.double().chunk(2, -1)
-    act, grad_gate_up = getattr(swiglu, f"swiglu_backward_{how}")(gate_up, grad)
+    act, grad_gate_up = getattr(swiglu.swiglu_backward, how)(gate_up, grad)
     rounded_once(how, act, gate * torch.sigmoid(gate) * up)
-    rounded_once(how, getattr(swiglu, f"swiglu_{how}")(gate_up), gate * torch.sigmoid(gate) * up)
+    rounded_once(how, getattr(swiglu.swiglu, how)(gate_up), gate * torch.sigmoid(gate) * up)
     rounded_once(how, grad_gate_up[:, 24:], gate * torch.sigmoid(gate) * grad.double())
     assert grad_gate_up.isfinite().all()
 
@@ -152,30 +159,30 @@ def angles_table(positions: int, size: int) -> tuple[Tensor, Tensor]:
 def reference_rotation(
     qk: Tensor, positions: Tensor, angles: Tensor | None, weights: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Each head's halves as the real and imaginary parts of complex numbers, multiplied by e^(i angle)."""
+    """Rotate each head as complex numbers, its halves being real and imaginary parts, multiplied by e^(i angle)."""
     x = qk.unflatten(1, (HEADS + KV_HEADS, -1))
     if weights is not None:
         query = reference_norm(x[:, :HEADS], weights[0], 1e-3)
         x = torch.cat([query, reference_norm(x[:, HEADS:], weights[1], 1e-3)], 1)
     if angles is not None:
         half = x.shape[-1] // 2
-        turn = torch.polar(torch.ones_like(angles.double()), angles.double())[positions, None]
-        turned = torch.complex(x[..., :half], x[..., half:]) * turn
-        x = torch.cat([turned.real, turned.imag], -1)
+        rotation = torch.polar(torch.ones_like(angles.double()), angles.double())[positions, None]
+        rotated = torch.complex(x[..., :half], x[..., half:]) * rotation
+        x = torch.cat([rotated.real, rotated.imag], -1)
     return x.flatten(1)
 
 
 @both
 @pytest.mark.parametrize("is_normed", [False, True])
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_rotated", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(5, 6), (150, 16)])
-def test_rotation_and_its_gradients_are_those_of_autograd(
-    how: str, is_normed: bool, is_turned: bool, rows: int, size: int
+def test_rotation_and_its_gradients_match_autograd(
+    how: str, is_normed: bool, is_rotated: bool, rows: int, size: int
 ) -> None:
     columns = (HEADS + KV_HEADS) * size
     qkv, grad_qk = values(rows, columns + KV_HEADS * size, seed=0), values(rows, columns, seed=1)
     positions = torch.randint(9, (rows,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    table, angles = angles_table(9, size) if is_turned else (None, None)
+    table, angles = angles_table(9, size) if is_rotated else (None, None)
     norms = head_norms(size) if is_normed else None
     qk64 = qkv[:, :columns].double().requires_grad_()
     weights = (norms.query_D.double().requires_grad_(), norms.key_D.double().requires_grad_()) if norms else None
@@ -183,7 +190,7 @@ def test_rotation_and_its_gradients_are_those_of_autograd(
     grads = torch.autograd.grad((expected * grad_qk.double()).sum(), (qk64, *(weights or ())))
 
     given = strided(qkv)
-    qk = getattr(rotary, f"rotate_{how}")(given, positions, table, HEADS, KV_HEADS, norms)
+    qk = getattr(rotary.rotate, how)(given, positions, table, HEADS, KV_HEADS, norms)
     close(qk, expected)
     close(given[:, columns:], qkv[:, columns:])
     if norms is None:
@@ -193,7 +200,7 @@ def test_rotation_and_its_gradients_are_those_of_autograd(
 
     grad_qkv = strided(torch.full_like(qkv, 5.0))
     norm_grads = (torch.full((size,), 3.0, device=DEVICE), torch.full((size,), 4.0, device=DEVICE)) if norms else None
-    backward = getattr(rotary, f"rotate_backward_{how}")
+    backward = getattr(rotary.rotate_backward, how)
     backward(strided(grad_qk), given, positions, table, HEADS, KV_HEADS, norms, norm_grads, grad_qkv)
     close(grad_qkv[:, :columns], grads[0])
     assert (grad_qkv[:, columns:] == 5).all()
@@ -207,11 +214,11 @@ def test_rotation_without_norms_is_undone_in_place_by_its_backward(how: str) -> 
     qkv = values(7, 7 * 8, seed=0)
     table, _ = angles_table(9, 8)
     positions = torch.arange(7, device=DEVICE)
-    turned = qkv.clone()
-    qk = getattr(rotary, f"rotate_{how}")(turned, positions, table, HEADS, KV_HEADS, None)
-    assert not torch.allclose(turned, qkv)
-    getattr(rotary, f"rotate_backward_{how}")(qk, turned, positions, table, HEADS, KV_HEADS, None, None, turned)
-    close(turned, qkv)
+    rotated = qkv.clone()
+    qk = getattr(rotary.rotate, how)(rotated, positions, table, HEADS, KV_HEADS, None)
+    assert not torch.allclose(rotated, qkv)
+    getattr(rotary.rotate_backward, how)(qk, rotated, positions, table, HEADS, KV_HEADS, None, None, rotated)
+    close(rotated, qkv)
 
 
 @both
@@ -223,27 +230,27 @@ def test_rotation_rounds_once_and_norms_round_before_it(how: str) -> None:
     norms = head_norms(8, torch.bfloat16)
     weights = norms.query_D.double(), norms.key_D.double()
     normed = reference_rotation(qkv[:, :40].double(), positions, None, weights)
-    rotate = getattr(rotary, f"rotate_{how}")
+    rotate = getattr(rotary.rotate, how)
     only_normed = rotate(qkv, positions, None, HEADS, KV_HEADS, norms)
     rounded_once(how, only_normed, normed)
-    turned = reference_rotation(only_normed.double(), positions, angles, None)
-    rounded_once(how, rotate(qkv, positions, table, HEADS, KV_HEADS, norms), turned)
+    rotated = reference_rotation(only_normed.double(), positions, angles, None)
+    rounded_once(how, rotate(qkv, positions, table, HEADS, KV_HEADS, norms), rotated)
     rounded_once(how, rotate(qkv, positions, table, HEADS, KV_HEADS, None), plain)
 
 
 @both
-def test_head_norms_need_no_gradients_of_their_weights(how: str) -> None:
+def test_gradients_of_head_norm_weights_are_optional(how: str) -> None:
     qkv, grad_qk = values(5, 7 * 8, seed=0), values(5, 5 * 8, seed=1)
     args = (torch.arange(5, device=DEVICE), angles_table(9, 8)[0], HEADS, KV_HEADS, head_norms(8))
     with_grads, without = torch.empty_like(qkv), torch.empty_like(qkv)
-    backward = getattr(rotary, f"rotate_backward_{how}")
+    backward = getattr(rotary.rotate_backward, how)
     backward(grad_qk, qkv, *args, (torch.zeros(8, device=DEVICE), torch.zeros(8, device=DEVICE)), with_grads)
     backward(grad_qk, qkv, *args, None, without)
     assert torch.equal(with_grads[:, :40], without[:, :40])
 
 
 def copies() -> tuple[Tensor, Tensor, Tensor]:
-    """Of 11 rows: row 4 stands nowhere, row 0 twelve times, the others in between."""
+    """Return sources, starts and places of copies of 11 rows: none of row 4, twelve of row 0, up to three of others."""
     sources = torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 9, 10, *[0] * 11, 10, 3, 3, 9], dtype=torch.int32)
     places = sources.argsort(stable=True).int()
     starts = torch.cat([torch.zeros(1), torch.bincount(sources, minlength=11).cumsum(0)]).int()
@@ -256,7 +263,7 @@ def copies() -> tuple[Tensor, Tensor, Tensor]:
 def test_spread_copies_rows_exactly(how: str, dtype: torch.dtype, width: int) -> None:
     rows = values(11, width, seed=0, dtype=dtype)
     sources, _, _ = copies()
-    spread = getattr(share, f"spread_{how}")(strided(rows), sources)
+    spread = getattr(share.spread, how)(strided(rows), sources)
     assert spread.dtype == dtype and spread.is_contiguous()
     assert torch.equal(spread, rows[sources.long()])
 
@@ -268,36 +275,45 @@ def test_gather_sum_is_the_gradient_of_spread(how: str, width: int) -> None:
     rows = torch.zeros(11, width, dtype=torch.float64, device=DEVICE, requires_grad=True)
     grads = values(len(sources), width, seed=1)
     (expected,) = torch.autograd.grad((rows[sources.long()] * grads.double()).sum(), rows)
-    close(getattr(share, f"gather_sum_{how}")(strided(grads), starts, places), expected)
+    close(getattr(share.gather_sum, how)(strided(grads), starts, places), expected)
 
 
 @both
 def test_gather_sum_rounds_once_and_leaves_rows_without_copies_zero(how: str) -> None:
     sources, starts, places = copies()
     grads = values(len(sources), 24, seed=1, dtype=torch.bfloat16)
-    total = getattr(share, f"gather_sum_{how}")(grads, starts, places)
+    total = getattr(share.gather_sum, how)(grads, starts, places)
     expected = torch.zeros(11, 24, dtype=torch.float64, device=DEVICE).index_add_(0, sources.long(), grads.double())
     rounded_once(how, total, expected)
     assert (total[4] == 0).all()
 
 
 @needs_triton
-def test_kernels_that_sum_over_rows_give_the_same_bits_every_time() -> None:
+def test_sums_over_rows_give_the_same_bits_every_time() -> None:
     x, weight, rstd = values(200, 24, seed=0), values(24, seed=1), values(200, seed=2)
     sums = [torch.zeros(24, device=DEVICE) for _ in range(2)]
     for total in sums:
-        norm.add_rms_norm_backward_triton(x, None, x, rstd, weight, total)
+        norm.add_rms_norm_backward.triton(x, None, x, rstd, weight, total)
     assert sums[0].any() and torch.equal(*sums)
 
 
-def test_public_functions_take_the_kernel_on_a_gpu_and_the_twin_elsewhere() -> None:
+def test_a_kernel_uses_triton_on_a_gpu_and_pytorch_elsewhere() -> None:
     residual, delta, weight = values(5, 24, seed=0), values(5, 24, seed=1), values(24, seed=2)
     how = "triton" if DEVICE == "cuda" else "torch"
-    pairs = [
-        (norm.add_rms_norm, f"add_rms_norm_{how}", norm, (residual, delta, weight, 1e-5)),
-        (swiglu.swiglu, f"swiglu_{how}", swiglu, (residual,)),
-        (swiglu.swiglu_backward, f"swiglu_backward_{how}", swiglu, (residual, delta[:, :12].contiguous())),
-        (share.spread, f"spread_{how}", share, (residual, copies()[0] % 5)),
+    calls = [
+        (norm.add_rms_norm, (residual, delta, weight, 1e-5)),
+        (swiglu.swiglu, (residual,)),
+        (swiglu.swiglu_backward, (residual, delta[:, :12].contiguous())),
+        (share.spread, (residual, copies()[0] % 5)),
     ]
-    for public, name, module, args in pairs:
-        torch.testing.assert_close(public(*args), getattr(module, name)(*args), rtol=0, atol=0)
+    for kernel, args in calls:
+        torch.testing.assert_close(kernel(*args), getattr(kernel, how)(*args), rtol=0, atol=0)
+
+
+@needs_triton
+@pytest.mark.parametrize("module", [decode_attention, draw, head, norm, piece_attention, rotary, share, swiglu])
+def test_both_implementations_of_a_kernel_have_the_same_signature(module: ModuleType) -> None:
+    kernels = [value for value in vars(module).values() if isinstance(value, Kernel)]
+    assert any(kernel.torch.__module__ == module.__name__ for kernel in kernels)
+    for kernel in kernels:
+        assert inspect.signature(kernel.triton) == inspect.signature(kernel.torch), kernel.__name__

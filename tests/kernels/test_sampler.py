@@ -14,7 +14,7 @@ def key_tensor(count, serial=0, phase="train", seed=0):
 
 
 def splitmix64(key, position):
-    """In Python's unbounded integers, as published by its author."""
+    """Compute the published splitmix64 in Python's unbounded integers."""
     mask = 2**64 - 1
     z = (key + (position + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -60,12 +60,12 @@ def test_samples_follow_the_softmax(vocabulary, temperature):
     probabilities = (logits.double() / temperature).softmax(-1)
     expected = probabilities.numpy() * count
     observed = np.bincount(tokens.numpy(), minlength=vocabulary)
-    common = expected >= 5  # the chi-square test wants at least that many in each cell
+    common = expected >= 5  # the chi-square test needs at least 5 per cell
     cells = [*zip(observed[common], expected[common], strict=True)]
     if (~common).any():
         cells.append((observed[~common].sum(), expected[~common].sum()))
-    seen, hoped = np.array(cells).T
-    assert stats.chisquare(seen, hoped * seen.sum() / hoped.sum()).pvalue > 0.001
+    seen, wanted = np.array(cells).T
+    assert stats.chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue > 0.001
     torch.testing.assert_close(logprobs.double(), probabilities.log()[tokens], atol=1e-5, rtol=0)
 
 

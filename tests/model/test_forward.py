@@ -50,15 +50,15 @@ def test_a_model_with_learned_positions_passes_too():
     check_model(ready(GPT2LMHeadModel(config)), 100)
 
 
-def test_a_model_that_does_not_hand_the_plan_down_is_refused(monkeypatch):
+def test_a_model_that_does_not_pass_the_plan_on_is_refused(monkeypatch):
     model = ready(tiny_llama())
     forward = model.model.forward
     monkeypatch.setattr(model.model, "forward", lambda *args, plan=None, **kwargs: forward(*args, **kwargs))
-    with pytest.raises(ModelError, match="is not handed the attention plan"):
+    with pytest.raises(ModelError, match="does not receive the attention plan"):
         check_model(model, 100)
 
 
-def test_a_window_or_context_shorter_than_asked_for_is_refused():
+def test_a_window_or_context_shorter_than_required_is_refused():
     model = ready(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=50)))
     check_model(model, 50)
     with pytest.raises(ModelError, match="window of 50 tokens, fewer than the 51"):
@@ -68,7 +68,7 @@ def test_a_window_or_context_shorter_than_asked_for_is_refused():
 
 
 @pytest.mark.parametrize("query_heads", [2, 4, 8])
-def test_packed_families_attend_as_if_each_response_stood_alone(query_heads):
+def test_packed_families_attend_as_if_each_response_were_alone(query_heads):
     model = tiny_llama(num_attention_heads=query_heads, head_dim=8)
     twin = plain.plain_copy(model, torch.float32)
     ready(model)

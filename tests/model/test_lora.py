@@ -32,7 +32,7 @@ def adapted(model: PreTrainedModel | None = None, seed: int = 0, **options: obje
 
 
 def trained(model: PeftModel) -> PeftModel:
-    """As if after some updates: no adapter is zero any more."""
+    """Make all adapters nonzero, as after some updates."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data.normal_(std=0.1)
@@ -83,7 +83,7 @@ def test_the_reference_is_the_model_without_its_adapters() -> None:
     assert not torch.allclose(logits(model), reference)
 
 
-def test_adapters_still_learn_after_the_reference_was_asked() -> None:
+def test_adapters_still_learn_after_the_reference_was_computed() -> None:
     model = trained(adapted())
     loss = model(TOKENS).logits.square().mean()
     with reference_mode(model), torch.no_grad():
@@ -100,7 +100,7 @@ def test_a_merged_directory_loads_in_plain_transformers_with_the_same_logits(tie
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not (tmp_path / "adapter_config.json").exists()  # transformers would apply the adapters a second time
     assert torch.allclose(logits(plain), before, atol=1e-5)
-    assert torch.equal(logits(model), before), "the live model is as it was"
+    assert torch.equal(logits(model), before), "merging changed the live model"
 
 
 def test_merging_into_bfloat16_weights_rounds_once() -> None:
@@ -120,7 +120,7 @@ def test_a_plain_model_is_saved_as_it_is(tmp_path: Path) -> None:
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 
-def test_what_was_loaded_saved_and_loaded_again_is_the_same(tmp_path: Path) -> None:
+def test_a_model_round_trips_through_loading_and_saving(tmp_path: Path) -> None:
     source = ModelConfig.model_validate({"path": str(save_tiny(tmp_path / "a", eos_token_id=[2, 5])), "device": "cpu"})
     first = load_model(source)
     save_merged(first.model, first.tokenizer, tmp_path / "b")
@@ -164,14 +164,14 @@ def test_adapters_of_another_shape_are_refused() -> None:
         load_adapter_state(adapted(target_modules=("q_proj",)), adapter_state(adapted()))
 
 
-def test_adapters_go_only_where_they_are_asked_for() -> None:
+def test_adapters_are_added_only_to_the_target_modules() -> None:
     names = adapter_state(adapted(target_modules=("q_proj", "layers.1.mlp.up_proj")))
     modules = {name.removeprefix("base_model.model.model.").split(".lora_")[0] for name in names}
     assert modules == {"layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.up_proj"}
 
 
 @pytest.mark.parametrize("unknown", ["query_key_value", "embed_tokens", "proj"])
-def test_one_unknown_target_among_known_ones_is_refused_with_the_names_there_are(unknown: str) -> None:
+def test_one_unknown_target_among_known_ones_is_refused_with_the_available_names(unknown: str) -> None:
     with pytest.raises(ModelError, match=f"no linear layer '{unknown}'; it has down_proj, gate_proj, k_proj"):
         adapted(target_modules=("q_proj", unknown))
 

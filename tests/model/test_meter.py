@@ -1,4 +1,4 @@
-"""Counted arithmetic against what torch counts while a tiny model really runs."""
+"""Operation counts, compared with what torch counts while a tiny model runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tiny import tiny_llama, tiny_qwen2
 
 
 def counted(model, batch: int, length: int) -> int:
-    """Of a forward and a backward through every logit, less the rotary angles where torch makes a product of them."""
+    """Return torch's count for forward and backward through all logits, minus the rotary angles that it counts too."""
     model.set_attn_implementation("eager")
     tokens = torch.arange(batch * length).view(batch, length) % model.config.vocab_size
     with FlopCounterMode(display=False) as counter:
@@ -28,11 +28,11 @@ def test_sequences_of_one_token_cost_what_torch_counts(build, tied):
     assert training_flops(model.config, 5, [1] * 5) == counted(model, 5, 1)
 
 
-def test_a_long_sequence_costs_what_torch_counts_less_the_pairs_that_causality_forbids():
-    model, length = tiny_llama(head_dim=16), 7  # the heads are wider together than the hidden state
+def test_a_long_sequence_costs_what_torch_counts_minus_the_masked_pairs():
+    model, length = tiny_llama(head_dim=16), 7  # the heads together are wider than the hidden state
     config = model.config
-    forbidden = length * (length - 1) // 2
-    wasted = 12 * config.num_hidden_layers * config.num_attention_heads * 16 * forbidden
+    masked = length * (length - 1) // 2
+    wasted = 12 * config.num_hidden_layers * config.num_attention_heads * 16 * masked
     assert training_flops(config, 2 * length, [length] * 2) == counted(model, 2, length) - 2 * wasted
 
 
@@ -49,13 +49,13 @@ def test_attention_counts_each_query_with_the_keys_up_to_its_own():
     assert training_flops(config, 4, [4]) - without == heads * one_head
 
 
-def test_tokens_that_do_not_reach_the_head_do_not_pay_for_it():
+def test_tokens_that_do_not_reach_the_head_are_not_counted_there():
     config = tiny_llama().config
     full, part = training_flops(config, 10, [10]), training_flops(config, 10, [10], head_tokens=4)
     assert full - part == 6 * 6 * config.vocab_size * config.hidden_size
 
 
-def test_a_shared_prompt_is_paid_for_once():
+def test_a_shared_prompt_counts_once():
     config = tiny_llama().config
     # Pairs of a prompt of 3 with responses of 2 and 4, counted one by one.
     pairs = sum(q + 1 for q in range(3)) + sum(3 + q + 1 for q in range(2)) + sum(3 + q + 1 for q in range(4))
@@ -69,14 +69,14 @@ def test_matmul_parameters_are_the_model_s_matrices_with_the_head_once():
         assert matmul_parameters(model.config) == sum(linear)
 
 
-def test_a_token_s_keys_and_values_take_what_a_cache_of_them_takes():
+def test_kv_bytes_match_a_real_cache():
     model = tiny_llama()
     cache = model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert 3 * kv_bytes(model.config, 4) == held
 
 
-def test_real_shapes_have_the_sizes_that_their_names_say():
+def test_real_models_have_the_sizes_in_their_names():
     small = LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49152,
@@ -105,9 +105,9 @@ def test_real_shapes_have_the_sizes_that_their_names_say():
         ("Radeon of tomorrow", None),
     ],
 )
-def test_the_peak_of_a_known_device_is_its_dense_rate_and_of_others_unknown(name, rate):
+def test_the_peak_is_the_dense_rate_of_a_known_device_and_none_otherwise(name, rate):
     assert peak_flops(name, torch.bfloat16) == rate
 
 
-def test_in_float32_no_peak_is_claimed():
+def test_the_peak_in_float32_is_unknown():
     assert peak_flops("NVIDIA H200", torch.float32) is None

@@ -1,4 +1,4 @@
-"""The fused trunk computes what transformers computes, forward and backward, on the model's own parameters."""
+"""The fused trunk matches transformers, forward and backward, on the model's own parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODELS = [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_mistral, tiny_smollm3]
 
 
 def packed(model, dtype=torch.float64):
-    """Two families, one with three responses, one with none."""
+    """Return tokens, positions and plan of two families: one with three responses, one with none."""
     generator = torch.Generator().manual_seed(1)
     tokens_T = torch.randint(0, 100, (24,), generator=generator)
     positions_T = torch.tensor([*range(5), *range(5, 9), *range(5, 10), 5, *range(9)])
@@ -32,21 +32,22 @@ def in_float64(build):
 
 
 @pytest.mark.parametrize("build", MODELS)
-def test_hidden_states_are_those_of_transformers(build):
+def test_hidden_states_match_transformers(build):
     stock, fused = in_float64(build), in_float64(build)
     assert can_fuse(fused)
     with torch.no_grad():
         expected = PlainTrunk(stock).hidden(*packed(stock))
         found = FusedTrunk.of(fused).hidden(*packed(fused))
-        still = PlainTrunk(fused).hidden(*packed(fused))
+        unchanged = PlainTrunk(fused).hidden(*packed(fused))
     # transformers rounds the angles' cosines to float32, and so does the table.
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(still, expected, atol=1e-12, rtol=1e-12)  # joined weights are still the model's
+    # The joined weights are still the parameters of the model.
+    torch.testing.assert_close(unchanged, expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("build", MODELS)
-def test_gradients_are_those_of_autograd_through_transformers(build, recompute):
+def test_gradients_match_autograd_through_transformers(build, recompute):
     stock, fused = in_float64(build), in_float64(build)
     trunk = FusedTrunk.of(fused)
     upstream = torch.randn(24, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -90,8 +91,8 @@ def test_a_model_with_joined_weights_is_saved_and_loaded_as_before(tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-def test_what_is_not_known_is_computed_by_transformers():
-    biased = tiny_llama(attention_bias=True)  # its output projection has a bias, too
+def test_other_models_are_computed_by_transformers():
+    biased = tiny_llama(attention_bias=True)  # also gives the output projection a bias
     assert not can_fuse(biased)
     assert not can_fuse(tiny_llama(hidden_act="gelu"))
     dynamic = tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})

@@ -1,4 +1,4 @@
-"""The layout of variable-length attention; for the way back a loop that says what flash attention computes."""
+"""The layout of variable-length attention. A loop replaces flash attention's backward, which needs a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ POSITIONS = torch.tensor([*range(5), *range(5, 9), *range(5, 12), 5, *range(9), 
 
 
 def flash_backward(grad_out, query, key, value, out, lse, segments, scale):
-    """By autograd through a loop over segments, causal with queries and keys aligned at their ends.
+    """Compute the gradients by autograd through a loop over segments, causal and aligned at the end.
 
-    Checks that output and logsumexp, from which the real one starts, are those of this attention.
+    Also check the output and logsumexp of the forward, which the real backward relies on.
     """
     parts = [part.detach().requires_grad_() for part in (query, key, value)]
     with torch.enable_grad():
@@ -46,12 +46,12 @@ def flash(query, key, value, segments, scale):
 
 
 @pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch):
+def _backward_without_gpu(monkeypatch):
     monkeypatch.setattr(varlen, "_flash_backward", flash_backward)
 
 
 def attended(plan, tokens, seed=0):
-    """Output and gradients of random queries, keys and values."""
+    """Return output and gradients for random queries, keys and values."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randn(1, heads, tokens, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
     upstream = torch.randn(1, tokens, 4, 8, generator=generator, dtype=torch.float64)
@@ -66,7 +66,7 @@ def expected():
     return attended(PackedAttention(FAMILIES, POSITIONS, 2, torch.float64), len(POSITIONS))
 
 
-def test_every_response_sees_its_prompt_and_itself_and_gradients_add_up():
+def test_output_and_gradients_match_packed_attention():
     plan = VarlenAttention(Segments(Layout.of(FAMILIES), torch.device("cpu")))
     for found, value in zip(attended(plan, len(POSITIONS)), expected(), strict=True):
         torch.testing.assert_close(found, value)
@@ -84,20 +84,21 @@ def test_padding_up_to_a_fixed_size_changes_nothing(tokens):
     segments = FixedSegments(FixedSize.of(layout, tokens), torch.device("cpu"))
     segments.fill(layout)
     generator = torch.Generator().manual_seed(0)
-    there = len(POSITIONS)
+    used = len(POSITIONS)
     found = attended(VarlenAttention(segments), tokens, seed=1)
-    assert all(torch.isfinite(part).all() for part in found)  # padding attends, too: NaN would spread through products
-    real = [torch.randn(1, heads, there, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
-    upstream = torch.randn(1, there, 4, 8, generator=generator, dtype=torch.float64)
+    # Padding attends too, and its NaN would spread through products.
+    assert all(torch.isfinite(part).all() for part in found)
+    real = [torch.randn(1, heads, used, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    upstream = torch.randn(1, used, 4, 8, generator=generator, dtype=torch.float64)
     filled = [torch.randn(1, part.shape[1], tokens, 8, dtype=torch.float64) for part in real]
     for part, values in zip(filled, real, strict=True):
-        part[:, :, :there] = values
+        part[:, :, :used] = values
         part.requires_grad_()
     output = VarlenAttention(segments).attend(0, *filled, 0.3)
     padded = torch.zeros(1, tokens, 4, 8, dtype=torch.float64)
-    padded[:, :there] = upstream
+    padded[:, :used] = upstream
     output.backward(padded)
-    outcome = [output.detach()[:, :there], *(part.grad[:, :, :there] for part in filled)]
+    outcome = [output.detach()[:, :used], *(part.grad[:, :, :used] for part in filled)]
     for value, reference in zip(outcome, expected(), strict=True):
         torch.testing.assert_close(value, reference)
 
@@ -116,6 +117,6 @@ def test_a_fixed_size_can_be_filled_again_with_less():
     torch.testing.assert_close(found, plan.attend(0, *(part[:, :, :9] for part in parts), 0.3))
 
 
-def test_sizes_are_few():
+def test_sizes_are_rounded_up_to_powers_of_two():
     layout = Layout.of(FAMILIES)
     assert FixedSize.of(layout, 512) == FixedSize(512, segments=64, keys=1024, longest_query=64, longest_key=64)

@@ -1,4 +1,4 @@
-"""What comes with a model is data: nothing in its folder is unpickled or run."""
+"""A model's folder is data: nothing in it is unpickled or run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONVERT = r"only \.safetensors files are loaded, because others can run code: .*
 
 
 class Trap:
-    """Creates a file when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -116,7 +116,7 @@ def test_code_that_comes_with_a_model_is_never_run(model_type: str, tmp_path: Pa
         lambda: RewardModelJudge(str(tmp_path / "judge"), RewardModelConfig(device="cpu")).close(),
     ]
     for attempt in load:
-        if model_type == "llama":  # which transformers knows without that code
+        if model_type == "llama":  # transformers has this architecture built in
             attempt()
         else:
             with pytest.raises((ModelError, RewardError), match="custom code") as refusal:
@@ -125,7 +125,7 @@ def test_code_that_comes_with_a_model_is_never_run(model_type: str, tmp_path: Pa
     assert not mark.exists()
 
 
-def test_a_kernel_from_the_hub_is_code_too(tmp_path: Path) -> None:
+def test_a_kernel_from_the_hub_is_refused_as_code(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     edit(tmp_path / "config.json", attn_implementation="someone/kernel")
     with pytest.raises(ModelError, match=r"asks for code from the hub \(attn_implementation\)"):
@@ -142,7 +142,7 @@ def test_a_kernel_from_the_hub_is_code_too(tmp_path: Path) -> None:
         ({"sliding_window": [1]}, r"sliding_window in its config.json is \[1\]"),
     ],
 )
-def test_sizes_that_no_model_has_are_refused_by_name(values: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_impossible_sizes_are_refused_by_name(values: dict[str, Any], words: str, tmp_path: Path) -> None:
     save_tiny(tmp_path)
     edit(tmp_path / "config.json", **values)
     with pytest.raises(ModelError, match=words):
@@ -158,12 +158,12 @@ def test_a_broken_config_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
 
 def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, vocab_size=100)
-    with pytest.raises(ModelError, match=r"knows the token 131 \('.*'\), but its embedding has only 100 rows"):
+    with pytest.raises(ModelError, match=r"has the token 131 \('.*'\), but its embedding has only 100 rows"):
         load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_named(value: float, tmp_path: Path) -> None:
+def test_nan_and_infinite_weights_are_named(value: float, tmp_path: Path) -> None:
     save_tiny(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = value

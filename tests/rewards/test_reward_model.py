@@ -157,7 +157,7 @@ def test_a_sum_with_a_missing_model_leaves_no_process_behind(tmp_path, monkeypat
     close = WorkerPool.close
     monkeypatch.setattr(WorkerPool, "close", lambda pool: (close(pool), closed.append(pool)))
     use = {"exact": 1.0, f"model:{tmp_path}/gone": 0.5}
-    with pytest.raises(RewardError, match="gone: is no directory here"):
+    with pytest.raises(RewardError, match="gone: is not a local directory"):
         build_judge(RewardConfig(use=use, workers=1))
     assert closed
     assert not any(pool.workers or pool.thread.is_alive() for pool in closed)
