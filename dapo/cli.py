@@ -242,7 +242,7 @@ def export(
 ) -> None:
     """Write a checkpoint's model with a model card as a plain Hugging Face directory."""
     with Console().status("exporting"):
-        from dapo.checkpoint.export_run import export_run
+        from dapo.checkpoint.export import export_run
 
         saved = export_run(run, to, which, adapters=adapters)
     Console().print(f"{saved} exported to {to}")

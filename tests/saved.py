@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dapo.checkpoint import folder as checkpoint
-from dapo.checkpoint.folder import Best, TrainerState
+from dapo.checkpoint.state import Best, TrainerState
 from dapo.config import Config
 from dapo.model.export import save_dense
 from dapo.model.loading import load_model

@@ -9,14 +9,28 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from dapo.checkpoint.folder import read_state
+from dapo.checkpoint import folder as checkpoints
+from dapo.checkpoint.card import model_card
 from dapo.checkpoint.weights import ADAPTERS
-from dapo.config import ModelConfig
+from dapo.config import Config, ModelConfig
 from dapo.errors import CheckpointError
 from dapo.model.lora import adapter_settings
 from dapo.system.files import published
 
 _WEIGHTS_AND_SHAPE = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
+
+
+def export_run(run: Path, to: Path, which: str | None = None, *, adapters: bool = False) -> Path:
+    """Write the best or last checkpoint, or that of a step; left open: the best where one is marked. Returns which."""
+    if not (run / "config.yaml").is_file():
+        raise CheckpointError(f"{run}: there is no run here (it has no config.yaml)")
+    saved = checkpoints.find(run / "checkpoints", checkpoints.parse_which(which) if which is not None else None)
+    card = model_card(run, saved, adapters=adapters)
+    if adapters:
+        export_adapters(saved, to, card, Config.load(run / "config.yaml").model)
+    else:
+        export_merged(saved, to, card)
+    return saved
 
 
 def export_merged(checkpoint: Path, folder: Path, card: str) -> None:
@@ -47,7 +61,7 @@ def _checked(checkpoint: Path, folder: Path) -> Iterator[Path]:
     """All or nothing, into a new folder, after every file was found to be what was written."""
     if folder.exists():
         raise CheckpointError(f"{folder}: exists already; name a new folder")
-    read_state(checkpoint)
+    checkpoints.read_state(checkpoint)
     with published(folder) as draft:
         yield draft
 

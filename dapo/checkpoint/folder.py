@@ -11,25 +11,19 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NotRequired, Protocol
+from typing import Any, Literal, Protocol
 
-import numpy as np
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
-from typing_extensions import TypedDict
 
+from dapo.checkpoint.state import FORMAT, STATE_FILE, Best, TrainerState, best_from_json, from_document, to_document
 from dapo.errors import CheckpointError, StorageError
 from dapo.system.files import fsync, sync_tree
-from dapo.types import FinishReason, Group, Prompt, Rollout, Score
 
-FORMAT = 3
 KEEP = 2
 PARTIAL = ".partial"
-_STATE = "trainer/state.json"
 _CHECKSUMS = "trainer/SHA256SUMS"
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})", re.ASCII)
 _OLD_LEFTOVER = re.compile(r"\.step_[0-9]+\.(old|[0-9]+\.[0-9a-f]{8})", re.ASCII)  # as earlier versions named them
@@ -48,34 +42,6 @@ class Savable(Protocol):
     def restore(self, folder: Path) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The step that an evaluation found best so far, and the metric that says so."""
-
-    step: int
-    metric: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainerState:
-    """What the next step depends on besides weights and optimizer. All randomness is hashed from these counters."""
-
-    step: int
-    version: int
-    positions: list[int]  # in the stream's sources
-    data_digest: str
-    next_serial: int
-    recent: list[bool]
-    empty_in_a_row: int
-    non_finite_in_a_row: int
-    considered: int  # prompts that the ledger was asked about
-    ledger: Mapping[str, Sequence[int]]
-    carried: list[Group]
-    pending: Mapping[int, Prompt] = field(default_factory=dict)  # by serial: in flight, to be submitted again
-    best: Best | None = None
-
-
 def save(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) -> Path:
     """Write checkpoints/step_N, all or nothing; then delete all but the newest two and the best one."""
     target = folder / f"step_{state.step}"
@@ -89,7 +55,7 @@ def save(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) -> 
         try:
             policy.save(draft)
             tokenizer.save_pretrained(draft)
-            (draft / _STATE).write_text(json.dumps(_to_document(state)), encoding="utf-8")
+            (draft / STATE_FILE).write_text(json.dumps(to_document(state)), encoding="utf-8")
             _write_checksums(draft)
             sync_tree(draft)
             if target.exists():  # from a part of the run that was undone
@@ -112,7 +78,7 @@ def clean(folder: Path) -> None:
 
 def _remove_old(folder: Path, marked: Best | None) -> None:
     for step, old in sorted(_all(folder).items())[:-KEEP]:
-        if not (marked and step == marked.step) and (old / _STATE).is_file():
+        if not (marked and step == marked.step) and (old / STATE_FILE).is_file():
             (folder / PARTIAL).mkdir(exist_ok=True)
             old.rename(folder / PARTIAL / old.name)
     clean(folder)
@@ -163,12 +129,8 @@ def best(folder: Path) -> Best | None:
     if not found:
         return None
     document = _read_json(found[max(found)])
-    marked = _best_from(document["best"]) if "best" in document else _marked_in_format_2(folder)
+    marked = best_from_json(document["best"]) if "best" in document else _marked_in_format_2(folder)
     return marked if marked and marked.step in found else None
-
-
-def _best_from(values: Any) -> Best | None:
-    return None if values is None else Best(int(values["step"]), str(values["metric"]), float(values["value"]))
 
 
 def steps(folder: Path) -> list[int]:
@@ -222,7 +184,7 @@ def read_state(checkpoint: Path) -> TrainerState:
             )
         elif not has_checksums:
             raise CheckpointError(_damaged(checkpoint, f"{_CHECKSUMS} is missing"))
-        return _from_document(document)
+        return from_document(document)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -261,9 +223,9 @@ def _compare(checkpoint: Path, written: Mapping[str, str]) -> None:
 
 def _read_json(checkpoint: Path) -> dict[str, Any]:
     try:
-        document = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+        document = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         if not isinstance(document, dict):
-            raise TypeError(f"{_STATE} holds a {type(document).__name__}")
+            raise TypeError(f"{STATE_FILE} holds a {type(document).__name__}")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(_damaged(checkpoint, f"{type(error).__name__}: {error}")) from error
     return document
@@ -289,7 +251,7 @@ def _marked_in_format_2(folder: Path) -> Best | None:
     """Checkpoints of format 2 had the mark in a file of its own."""
     path = folder / "best.json"
     try:
-        return _best_from(json.loads(path.read_text(encoding="utf-8")))
+        return best_from_json(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
@@ -312,142 +274,3 @@ def _damaged(checkpoint: Path, why: str) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class _PromptData(TypedDict):
-    uid: str
-    messages: list[dict[str, Any]]
-    tokens: list[int]
-    answer: Any
-    data_source: str
-    extra: dict[str, Any]
-    is_text: bool
-
-
-class _RolloutData(TypedDict):
-    serial: int
-    index: int
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: FinishReason
-    weight_version: int
-    text: str
-    switches: NotRequired[list[int]]  # absent from checkpoints that were written before there was an in-flight mode
-
-
-class _ScoreData(TypedDict):
-    value: float | None
-    acc: bool | None
-    error: str | None
-    extras: dict[str, Any]
-
-
-class _GroupData(TypedDict):
-    serial: int
-    prompt: _PromptData
-    rollouts: list[_RolloutData]
-    scores: list[_ScoreData]
-    rewards: list[float]
-    advantages: list[float]
-    trains: list[bool]
-    verdict: str
-    ref_logprobs: list[list[float]] | None
-
-
-class _PendingData(TypedDict):
-    serial: int
-    prompt: _PromptData
-
-
-class _BestData(TypedDict):
-    step: int
-    metric: str
-    value: float
-
-
-class _StateData(TypedDict):
-    """The types of state.json, checked strictly when it is read."""
-
-    step: int
-    version: int
-    positions: list[int]
-    data_digest: str
-    next_serial: int
-    recent: list[bool]
-    empty_in_a_row: int
-    non_finite_in_a_row: int
-    considered: int
-    ledger: dict[str, list[int]]
-    carried: list[_GroupData]
-    pending: NotRequired[list[_PendingData]]
-    best: NotRequired[_BestData | None]
-
-
-_STATE_TYPES = TypeAdapter(_StateData)
-
-
-def _to_document(state: TrainerState) -> dict[str, Any]:
-    own = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("carried", "pending", "best")}
-    return {
-        "format": FORMAT,
-        **own,
-        "carried": [_to_json(group) for group in state.carried],
-        "pending": [{"serial": serial, "prompt": asdict(prompt)} for serial, prompt in state.pending.items()],
-        "best": asdict(state.best) if state.best else None,
-    }
-
-
-def _from_document(document: dict[str, Any]) -> TrainerState:
-    try:
-        _STATE_TYPES.validate_python(document, strict=True, extra="forbid")
-    except ValidationError as error:
-        fault = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, fault['loc']))} in {_STATE}: {fault['msg']}") from None
-    carried = [_from_json(group) for group in document.pop("carried")]
-    pending = {item["serial"]: _prompt(item["prompt"]) for item in document.pop("pending", ())}
-    marked = _best_from(document.pop("best", None))
-    return TrainerState(**document, carried=carried, pending=pending, best=marked)
-
-
-def _to_json(group: Group) -> dict[str, Any]:
-    def lists(values: tuple[np.ndarray, ...] | None) -> list[list[float]] | None:
-        return None if values is None else [value.tolist() for value in values]
-
-    return {
-        "serial": group.serial,
-        "prompt": asdict(group.prompt),
-        "rollouts": [
-            {**asdict(rollout), "tokens": rollout.tokens.tolist(), "logprobs": rollout.logprobs.tolist()}
-            for rollout in group.rollouts
-        ],
-        "scores": [asdict(score) for score in group.scores],
-        "rewards": group.rewards.tolist(),
-        "advantages": group.advantages.tolist(),
-        "trains": group.trains.tolist(),
-        "verdict": group.verdict,
-        "ref_logprobs": lists(group.ref_logprobs),
-    }
-
-
-def _prompt(data: Mapping[str, Any]) -> Prompt:
-    return Prompt(**{**data, "messages": tuple(data["messages"]), "tokens": tuple(data["tokens"])})
-
-
-def _rollout(data: Mapping[str, Any]) -> Rollout:
-    arrays = {"tokens": np.array(data["tokens"], np.int32), "logprobs": np.array(data["logprobs"], np.float32)}
-    return Rollout(**{**data, **arrays, "switches": tuple(data.get("switches", ()))})
-
-
-def _from_json(data: Mapping[str, Any]) -> Group:
-    reference = data["ref_logprobs"]
-    return Group(
-        serial=data["serial"],
-        prompt=_prompt(data["prompt"]),
-        rollouts=tuple(map(_rollout, data["rollouts"])),
-        scores=tuple(Score(**score) for score in data["scores"]),
-        rewards=np.array(data["rewards"], np.float64),
-        advantages=np.array(data["advantages"], np.float64),
-        trains=np.array(data["trains"], bool),
-        verdict=data["verdict"],
-        ref_logprobs=None if reference is None else tuple(np.array(row, np.float32) for row in reference),
-    )

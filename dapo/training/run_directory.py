@@ -17,7 +17,7 @@ from typing import IO, Any
 import yaml
 
 from dapo.checkpoint import folder as checkpoint
-from dapo.checkpoint.folder import TrainerState
+from dapo.checkpoint.state import TrainerState
 from dapo.config import FIXED, Config, Source, leaves
 from dapo.errors import DISK_FAULTS, CheckpointError, StorageError
 from dapo.store.database import RunDatabase

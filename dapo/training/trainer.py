@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dapo.checkpoint import folder as checkpoint
-from dapo.checkpoint.folder import Best, TrainerState
+from dapo.checkpoint.state import Best, TrainerState
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets, load_train_stream
 from dapo.errors import CheckpointError, ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.card import sparkline
-from dapo.checkpoint.export_run import export_run
-from dapo.checkpoint.folder import Best
+from dapo.checkpoint.export import export_run
+from dapo.checkpoint.state import Best
 from dapo.config import Config
 from dapo.errors import CheckpointError, StorageError
 from dapo.store.database import RunDatabase

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dapo.checkpoint.folder import Best
+from dapo.checkpoint.state import Best
 from dapo.config import Config
 from dapo.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from dapo.evaluation.compare import comparison_json, evaluate_models, print_comparison

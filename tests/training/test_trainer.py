@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dapo import Config, Trainer
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.checkpoint import folder as checkpoint
-from dapo.checkpoint.folder import Best
+from dapo.checkpoint.state import Best
 from dapo.errors import CheckpointError, ConfigError, RewardError, TrainingStopped
 from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
