@@ -1,8 +1,8 @@
-"""Checkpoints: a Hugging Face directory beside the trainer's state, in safetensors and JSON, written all or nothing.
+"""Checkpoints on disk: a Hugging Face directory beside the trainer's state, in safetensors and JSON, all or nothing.
 
-A checkpoint is written under `checkpoints/.partial`, synced, and renamed to `checkpoints/step_N`. One that is no longer
-needed is renamed into `.partial` before its files are deleted. So a folder called step_N is always complete, and
-whatever lies in `.partial` was written by this program and may be deleted.
+A checkpoint is written under `checkpoints/.partial`, synced, and renamed to `checkpoints/step_N`. An old checkpoint is
+renamed into `.partial` before its files are deleted. So a folder called step_N is always complete, and everything in
+`.partial` was written by this program and may be deleted.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dapo.checkpoint.state import FORMAT, STATE_FILE, Best, TrainerState, best_f
 from dapo.errors import CheckpointError, StorageError
 from dapo.system.files import fsync, sync_tree
 
-KEEP = 2
+KEEP = 2  # newest checkpoints; the best one is kept besides
 PARTIAL = ".partial"
 _CHECKSUMS = "trainer/SHA256SUMS"
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})", re.ASCII)
-_OLD_LEFTOVER = re.compile(r"\.step_[0-9]+\.(old|[0-9]+\.[0-9a-f]{8})", re.ASCII)  # as earlier versions named them
+_OLD_LEFTOVER = re.compile(r"\.step_[0-9]+\.(old|[0-9]+\.[0-9a-f]{8})", re.ASCII)  # temporary names of older versions
 
 Which = int | Literal["best", "last"]
 
 
 class Savable(Protocol):
-    """What holds the weights and the optimizer, in one process or several."""
+    """The owner of weights and optimizer, in one process or several."""
 
     @property
     def checkpoint_bytes(self) -> int: ...
@@ -58,7 +58,7 @@ def save(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) -> 
             (draft / STATE_FILE).write_text(json.dumps(to_document(state)), encoding="utf-8")
             _write_checksums(draft)
             sync_tree(draft)
-            if target.exists():  # from a part of the run that was undone
+            if target.exists():  # written by steps that were undone since
                 target.rename(draft.with_name(f"{target.name}.old"))
             draft.rename(target)
             fsync(folder)
@@ -101,13 +101,13 @@ def _explained(folder: Path, target: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{target}: cannot be written ({_reason(error)}); {_remedy(folder)}") from error
     except Exception as error:
-        if type(error) is not Exception:  # tokenizers raise a bare Exception where a file cannot be written
+        if type(error) is not Exception:  # tokenizers raises a bare Exception if it cannot write a file
             raise
         raise StorageError(f"{target}: cannot be written ({_reason(error)}); {_remedy(folder)}") from error
 
 
 def _reason(error: Exception) -> str:
-    """What the operating system said; the libraries that are written in Rust wrap it into words of their own."""
+    """Return the operating system's message; libraries written in Rust wrap it in their own text."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = " ".join(str(error).split())
@@ -117,14 +117,12 @@ def _reason(error: Exception) -> str:
 
 def _remedy(folder: Path) -> str:
     found = _all(folder)
-    from_where = (
-        f"which continues after step {max(found)}" if found else "which starts from step 0: nothing was saved yet"
-    )
-    return f"free some space or repair the disk, then run the same command with --resume, {from_where}"
+    where = f"which continues after step {max(found)}" if found else "which starts from step 0: nothing was saved yet"
+    return f"free some space or repair the disk, then run the same command with --resume, {where}"
 
 
 def best(folder: Path) -> Best | None:
-    """Return the best checkpoint so far, as the newest one recorded it; None where its folder is gone."""
+    """Return the best checkpoint, as recorded in the newest one; None if its folder is gone."""
     found = _all(folder)
     if not found:
         return None
@@ -134,7 +132,7 @@ def best(folder: Path) -> Best | None:
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of all complete checkpoints, oldest first."""
+    """Return the steps of all complete checkpoints, oldest first."""
     return sorted(_all(folder))
 
 
@@ -144,16 +142,16 @@ def newest(folder: Path) -> Path | None:
 
 
 def parse_which(text: str) -> Which:
-    """What a person may name a checkpoint by: best, last, or the number of its step."""
+    """Parse a user's name for a checkpoint: best, last, or the number of its step."""
     if text in ("best", "last"):
         return text
     if _STEP.fullmatch(f"step_{text}"):
         return int(text)
-    raise CheckpointError(f"'{text}' names no checkpoint; expected best, last or the number of a step")
+    raise CheckpointError(f"'{text}' does not name a checkpoint; expected best, last or the number of a step")
 
 
 def find(folder: Path, which: Which | None = None) -> Path:
-    """The checkpoint of a step, the best or the last one; left open: the best where one is marked, else the last."""
+    """Return the checkpoint of a step, the best or the last one; default: the best if one is marked, else the last."""
     found, marked = _all(folder), best(folder)
     if not found:
         raise CheckpointError(f"{folder}: there is no checkpoint here")
@@ -162,25 +160,25 @@ def find(folder: Path, which: Which | None = None) -> Path:
     step = max(found) if which == "last" else marked.step if which == "best" and marked else which
     if isinstance(step, int) and step in found:
         return found[step]
-    there = ", ".join(map(str, sorted(found)))
+    available = ", ".join(map(str, sorted(found)))
     missing = "no checkpoint is marked best" if which == "best" else f"there is no checkpoint of step {which}"
-    raise CheckpointError(f"{folder}: {missing}; there are checkpoints of the steps {there}")
+    raise CheckpointError(f"{folder}: {missing}; there are checkpoints of steps {available}")
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """Return the trainer's state, after checking that every file of the checkpoint is what was written."""
+    """Return the trainer's state, after checking every file of the checkpoint against its checksum."""
     try:
         has_checksums = (checkpoint / _CHECKSUMS).is_file()
         if has_checksums:
             _verify(checkpoint)
         document = _read_json(checkpoint)
         found = document.pop("format", None)
-        if found == 2:  # holds the checksums of all files but itself
+        if found == 2:  # state.json itself lists the checksums of the other files
             _compare(checkpoint, document.pop("files"))
         elif found != FORMAT:
             raise CheckpointError(
-                f"{checkpoint}: written in format {found}, this version reads formats 2 and {FORMAT}; use the version "
-                "of dapo that wrote it"
+                f"{checkpoint}: written in format {found}, but this version of dapo reads formats 2 and {FORMAT}; use "
+                "the version that wrote it"
             )
         elif not has_checksums:
             raise CheckpointError(_damaged(checkpoint, f"{_CHECKSUMS} is missing"))
@@ -192,24 +190,27 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def _write_checksums(draft: Path) -> None:
-    """In the format of sha256sum, so that `sha256sum --check trainer/SHA256SUMS` works."""
+    """Write the format of sha256sum, so that `sha256sum --check trainer/SHA256SUMS` works."""
     lines = [f"{_digest(path)}  {path.relative_to(draft)}\n" for path in _files(draft)]
     (draft / _CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def _files(checkpoint: Path) -> list[Path]:
-    """All files but the checksums and hidden ones, which file systems and desktops leave behind."""
+    """Return all files except the checksums and hidden files, which file systems and desktops leave behind."""
     found = (path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith("."))
     return sorted(path for path in found if path != checkpoint / _CHECKSUMS)
 
 
 def _verify(checkpoint: Path) -> None:
-    """A file that is not listed counts as damage: transformers reads files by name, whoever put them there."""
+    """Compare all files with the checksums, and refuse files that are not listed.
+
+    transformers loads files by name, so an added file could change the model.
+    """
     lines = (checkpoint / _CHECKSUMS).read_text(encoding="utf-8").splitlines()
     written = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     _compare(checkpoint, written)
-    there = {str(path.relative_to(checkpoint)) for path in _files(checkpoint)}
-    if unknown := sorted(there - written.keys()):
+    present = {str(path.relative_to(checkpoint)) for path in _files(checkpoint)}
+    if unknown := sorted(present - written.keys()):
         raise CheckpointError(
             f"{checkpoint}: holds files that do not belong to the checkpoint ({', '.join(unknown[:3])}); move them away"
         )
@@ -232,7 +233,7 @@ def _read_json(checkpoint: Path) -> dict[str, Any]:
 
 
 def restore(checkpoint: Path, policy: Savable) -> None:
-    """Optimizer and adapters; a full model's weights are loaded from the checkpoint directory as from any other."""
+    """Restore optimizer and adapters. A full model's weights are loaded from the checkpoint like any other model's."""
     try:
         policy.restore(checkpoint)
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
@@ -240,7 +241,7 @@ def restore(checkpoint: Path, policy: Savable) -> None:
 
 
 def _all(folder: Path) -> dict[int, Path]:
-    """Complete checkpoints by step."""
+    """Return the complete checkpoints by step."""
     if not folder.is_dir():
         return {}
     matches = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir())
@@ -248,7 +249,7 @@ def _all(folder: Path) -> dict[int, Path]:
 
 
 def _marked_in_format_2(folder: Path) -> Best | None:
-    """Checkpoints of format 2 had the mark in a file of its own."""
+    """Return the best checkpoint as format 2 recorded it: in a file beside the checkpoints."""
     path = folder / "best.json"
     try:
         return best_from_json(json.loads(path.read_text(encoding="utf-8")))
@@ -266,7 +267,7 @@ def _damaged(checkpoint: Path, why: str) -> str:
     remedy = (
         f"delete this folder to resume from step {others[-1]}"
         if others
-        else "there is no other one: restore it from a copy, or start again under another run.name"
+        else "there is no other checkpoint: restore it from a copy, or start again under another run.name"
     )
     return f"{checkpoint}: the checkpoint is damaged ({why}); {remedy}"
 

@@ -1,4 +1,4 @@
-"""The trainer's part of a checkpoint: everything but weights and optimizer, as JSON with strict types."""
+"""The trainer's state and its JSON form, whose types are checked strictly when it is read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing_extensions import TypedDict
 
 from dapo.types import FinishReason, Group, Prompt, Rollout, Score
 
-FORMAT = 3
+FORMAT = 3  # raise it when a resume could misread an older state.json
 STATE_FILE = "trainer/state.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The step that an evaluation found best so far, and the metric that says so."""
+    """The step with the best evaluation so far, and the metric that it was chosen by."""
 
     step: int
     metric: str
@@ -27,20 +27,23 @@ class Best:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainerState:
-    """What the next step depends on besides weights and optimizer. All randomness is hashed from these counters."""
+    """Everything the next step depends on besides weights and optimizer.
+
+    There is no random generator to save: all randomness is hashed from the seed and these counters.
+    """
 
     step: int
-    version: int
-    positions: list[int]  # in the stream's sources
-    data_digest: str
+    version: int  # of the weights: steps so far that made an update
+    positions: list[int]  # one per data source: prompts drawn so far
+    data_digest: str  # of the data that the positions index into
     next_serial: int
-    recent: list[bool]
+    recent: list[bool]  # whether each of the latest groups was kept; sizes the next round
     empty_in_a_row: int
     non_finite_in_a_row: int
-    considered: int  # prompts that the ledger was asked about
+    considered: int  # prompts that the ledger has decided on
     ledger: Mapping[str, Sequence[int]]
     carried: list[Group]
-    pending: Mapping[int, Prompt] = field(default_factory=dict)  # by serial: in flight, to be submitted again
+    pending: Mapping[int, Prompt] = field(default_factory=dict)  # by serial: in flight when saved, submitted again
     best: Best | None = None
 
 
@@ -62,7 +65,7 @@ class _RolloutData(TypedDict):
     finish_reason: FinishReason
     weight_version: int
     text: str
-    switches: NotRequired[list[int]]  # absent from checkpoints that were written before there was an in-flight mode
+    switches: NotRequired[list[int]]  # missing in checkpoints older than the in-flight mode
 
 
 class _ScoreData(TypedDict):
@@ -96,7 +99,7 @@ class _BestData(TypedDict):
 
 
 class _StateData(TypedDict):
-    """The types of state.json, checked strictly when it is read."""
+    """The types of state.json."""
 
     step: int
     version: int
@@ -117,10 +120,11 @@ _CHECKED_STATE = TypeAdapter(_StateData)
 
 
 def to_document(state: TrainerState) -> dict[str, Any]:
-    own = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("carried", "pending", "best")}
+    """Return the content of state.json."""
+    plain = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("carried", "pending", "best")}
     return {
         "format": FORMAT,
-        **own,
+        **plain,
         "carried": [_group_to_json(group) for group in state.carried],
         "pending": [{"serial": serial, "prompt": asdict(prompt)} for serial, prompt in state.pending.items()],
         "best": asdict(state.best) if state.best else None,
@@ -128,6 +132,7 @@ def to_document(state: TrainerState) -> dict[str, Any]:
 
 
 def from_document(document: dict[str, Any]) -> TrainerState:
+    """Build the state from the content of state.json, without its `format`; a ValueError names the first bad field."""
     try:
         _CHECKED_STATE.validate_python(document, strict=True, extra="forbid")
     except ValidationError as error:

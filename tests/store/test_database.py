@@ -643,7 +643,7 @@ def directory(path: Path) -> None:
         (cut_off_in_the_first_page, "malformed|not a database|disk I/O error"),
         (overwritten, "malformed|not a database"),
         (newer, "has schema version 7, but this version of dapo reads 3"),
-        (foreign, "is an SQLite database, but not that of a run"),
+        (foreign, "is an SQLite database, but not a run's"),
         (directory, "there is no run database here"),
     ],
 )

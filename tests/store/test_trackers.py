@@ -286,7 +286,7 @@ def test_one_that_hangs_takes_no_time_while_training_and_little_at_the_end(tmp_p
     assert time.monotonic() - began < 2
     trackers.close()
     assert time.monotonic() - began < 4
-    assert faults == ["tensorboard: was not done 0.5 s after the end of the training, and was stopped"]
+    assert faults == ["tensorboard: had not finished 0.5 s after the end of the training, and was stopped"]
     assert member.process.returncode == -signal.SIGKILL
 
 

@@ -85,7 +85,7 @@ def test_a_database_that_is_not_a_run_s_is_refused_and_left_as_it_is(tmp_path, d
     else:
         file.write_text("this is a text file, and long enough to be looked at " * 50)
     before = content(config.run_dir)
-    with pytest.raises(CheckpointError, match=r"run\.db: .*(not a database|but not that of a run)"):
+    with pytest.raises(CheckpointError, match=r"run\.db: .*(not a database|but not a run's)"):
         Trainer(config)
     assert content(config.run_dir) == before
 

@@ -386,13 +386,15 @@ def test_a_checkpoint_with_one_bit_changed_anywhere_is_refused_in_one_sentence(t
         content = victim.read_bytes()
         for place in range(0, len(content), max(1, len(content) // 20)):
             victim.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-            with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
+            with pytest.raises(
+                CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other checkpoint"
+            ):
                 RunDirectory(config, resume=True)
         victim.write_bytes(content[: len(content) // 2])
-        with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
+        with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other checkpoint"):
             RunDirectory(config, resume=True)
         victim.unlink()
-        with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
+        with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other checkpoint"):
             RunDirectory(config, resume=True)
         victim.write_bytes(content)
     saved = config.run_dir / "checkpoints" / "step_1"
