@@ -198,7 +198,7 @@ def test_a_rank_that_needs_more_memory_than_was_counted_makes_all_of_them_comput
 
 
 def test_offload_is_refused_where_nothing_is_shared():
-    with pytest.raises(ConfigError, match=r"cluster.offload is for weights that several processes share"):
+    with pytest.raises(ConfigError, match=r"cluster.offload needs weights that several processes share"):
         config(cluster__offload=True)
 
 
