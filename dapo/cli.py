@@ -100,7 +100,7 @@ def view(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free port.")] = 8080,
     token: Annotated[
         str | None,
-        typer.Option("--token", envvar="DAPO_VIEW_TOKEN", help="Required of every visitor; default: random."),
+        typer.Option("--token", envvar="DAPO_VIEW_TOKEN", help="Required of visitors; default: random."),
     ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")] = False,
 ) -> None:
@@ -258,9 +258,7 @@ app.add_typer(data_app, name="data")
 @data_app.command()
 def check(
     path: Annotated[str, typer.Argument(help="A JSONL or parquet file, a glob, or a hub id.")],
-    reward: Annotated[
-        str, typer.Option("--reward", help="The rule that must be able to read the gold answers.")
-    ] = "math",
+    reward: Annotated[str, typer.Option("--reward", help="The rule that has to read the gold answers.")] = "math",
     template: Annotated[str | None, typer.Option("--template", help="As data.prompt_template.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Count tokens as this model does, not words.")] = None,
 ) -> None:

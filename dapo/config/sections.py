@@ -34,11 +34,7 @@ class Section(BaseModel):
 
 class LoraConfig(Section):
     rank: int = Field(
-        default=0,
-        ge=0,
-        le=2**16,
-        description="Rank of the LoRA adapters; 0 trains all weights.",
-        json_schema_extra=FIXED,
+        default=0, ge=0, le=2**16, description="Rank of the adapters; 0 trains all weights.", json_schema_extra=FIXED
     )
     alpha: float = Field(
         default=16.0, gt=0, description="LoRA scale: adapters are multiplied by alpha / rank.", json_schema_extra=FIXED

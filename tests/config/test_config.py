@@ -354,7 +354,7 @@ def test_the_options_page_is_current():
 
 
 def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
-    """Watch which options a real run reads, with every feature on; reads while the configuration is loaded do not count.
+    """Watch which options a real run reads with every feature on. Reads while the configuration is loaded do not count.
 
     A search through the source would prove nothing: `.name`, `.path` and `.steps` are everywhere.
     """

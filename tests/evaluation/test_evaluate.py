@@ -41,7 +41,7 @@ class ThreadJudge:
 
 
 def letters(rollout: Rollout) -> Score:
-    """Score by the sum of the tokens: the answer is the sum modulo 3, and cannot be read if the sum is a multiple of 5."""
+    """Score by the sum of the tokens: the answer is the sum modulo 3, and unreadable if 5 divides the sum."""
     total = int(rollout.tokens.sum())
     extracted = None if total % 5 == 0 else str(total % 3)
     return Score(total / 100, acc=extracted == "1", extras={"extracted": extracted})
