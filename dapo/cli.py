@@ -182,7 +182,7 @@ def plan(
     rollout_share: Annotated[
         float | None,
         typer.Option(
-            "--rollout-share", help="Share of the GPUs that only sample; 0: all take turns; default: cluster."
+            "--rollout-share", help="Share of GPUs that only sample; 0: all take turns; default: as in cluster."
         ),
     ] = None,
     tensor_parallel: Annotated[

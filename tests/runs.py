@@ -42,7 +42,7 @@ def recipe(folder: Path, reward: str = REWARD, **sections: dict[str, Any]) -> Pa
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (folder / "reward.py").write_text(reward, encoding="utf-8")
     values: dict[str, dict[str, Any]] = {
-        "run": {"dir": str(folder / "runs"), "steps": 6, "save_every": 3, "seed": 5},  # groups are carried over at step 3
+        "run": {"dir": str(folder / "runs"), "steps": 6, "save_every": 3, "seed": 5},  # carries groups at step 3
         "model": {"path": str(folder / "model"), "device": "cpu"},
         "data": {
             "train": str(folder / "data.jsonl"), "train_batch_size": 4, "gen_batch_size": 6,

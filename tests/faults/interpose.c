@@ -1,5 +1,5 @@
-/* Stands between a process and the C library wherever it changes a file: counts these calls below one folder, writes them
- * to a log, and at the n-th one kills the process or makes the call fail.
+/* Intercepts the C library calls by which a process changes files below one folder: counts them, writes them to a log,
+ * and at the n-th call kills the process or makes the call fail.
  *
  * Loaded with LD_PRELOAD. It does nothing until faults_arm() is called, and then only in the process that called it.
  */
@@ -29,7 +29,7 @@ static long fault_at, seen;
 static int log_file = -1;
 static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
 
-/* Calls are numbered from 1; the fault strikes at number `at`. */
+/* Calls are numbered from 1; the fault happens at call `at`. */
 void faults_arm(const char *below, int what, long at, const char *log_path) {
     snprintf(folder, sizeof folder, "%s", below);
     folder_length = strlen(folder);
@@ -55,7 +55,7 @@ static int path_of(int fd, char *path) {
     return 1;
 }
 
-/* The absolute path of `name` as a call with this directory descriptor means it. */
+/* Return the absolute path of `name`, relative to the directory descriptor as in the *at() calls. */
 static int resolve(int directory, const char *name, char *path) {
     char start[PATH_MAX];
     if (name[0] == '/') return snprintf(path, PATH_MAX, "%s", name) < PATH_MAX;

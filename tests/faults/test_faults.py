@@ -104,9 +104,7 @@ def test_syncing_a_folder_does_not_sync_the_names_in_its_subfolders():
         call("sync", "", inode=99),
     ]:
         disk.apply(each)
-    assert disk.content(Survives.NOTHING) == {"run": None}, (
-        "the name of the folder was synced, the names in it were not"
-    )
+    assert disk.content(Survives.NOTHING) == {"run": None}, "the folder's name was synced, the names in it were not"
     disk.apply(call("sync", "run", inode=98))
     assert disk.content(Survives.NOTHING) == {"run": None, "run/x": b"x"}
     disk.apply(call("truncate", "run/x", inode=1, offset=0))

@@ -51,7 +51,7 @@ def make_rollout(serial: int, index: int, text: str = "so 42") -> Rollout:
 
 
 def make_group(serial: int, verdict: str = "kept", uid: str | None = None, **changes: Any) -> Group:
-    """Build a group of two rollouts. The same serial gives the same group, as when a carried group is reported again."""
+    """Build a group of two rollouts. The same serial gives the same group, so that a carried one can be repeated."""
     values: dict[str, Any] = {
         "serial": serial,
         "prompt": Prompt(uid or f"p{serial}", ({"role": "user", "content": f"6 * {serial}?"},), (5, 6), {"value": 42}),
