@@ -99,7 +99,7 @@ def wandb_records(run_dir: Path) -> Iterator[Any]:
 
 
 def log_entries(data: bytes) -> Iterator[bytes]:
-    """Parse wandb's file, for which it ships no reader: LevelDB's log format in 32 KiB blocks, after a 7-byte header."""
+    """Parse wandb's file, for which it ships no reader: LevelDB's log format, 32 KiB blocks after a 7-byte header."""
     assert data.startswith(b":W&B")
     at, entry = 7, b""
     while at + 7 <= len(data):

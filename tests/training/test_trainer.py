@@ -166,7 +166,7 @@ def test_one_whole_step_agrees_with_a_plain_padded_float64_oracle(tmp_path):
     train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         stored = [(group, list(database.rollouts(group["serial"]))) for group in database.groups()]
-        (figures,) = database.steps()
+        (metrics,) = database.steps()
     mixed = [group["serial"] for group, rollouts in stored if len({r["acc"] for r in rollouts}) > 1]
     kept = [group["serial"] for group, _ in stored if group["verdict"] == "kept"]
     assert kept == mixed[:4]
@@ -180,8 +180,8 @@ def test_one_whole_step_agrees_with_a_plain_padded_float64_oracle(tmp_path):
     grads = plain.gradients(oracle, loss)
     expected = plain.adamw(dict(oracle.named_parameters()), grads, lr=1e-3, weight_decay=0.1, clip=1.0)
     norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
-    assert figures["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
-    assert figures["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     found = AutoModelForCausalLM.from_pretrained(config.run_dir / "checkpoints" / "step_1")
     for name, value in found.named_parameters():
         # Adam's first step is the sign of the gradient, which rounding decides if the gradient is almost zero.
