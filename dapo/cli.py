@@ -338,7 +338,7 @@ def sentences() -> Iterator[None]:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line."""
     with sentences():
         app()
 

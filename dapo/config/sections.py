@@ -167,10 +167,7 @@ class RolloutConfig(Section):
 
 class OverlongBufferConfig(Section):
     len: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_TOKENS,
-        description="Width in tokens of the zone before the limit in which the penalty grows.",
+        default=0, ge=0, le=MOST_TOKENS, description="Tokens before the limit over which the penalty grows."
     )
     penalty_factor: float = Field(default=1.0, gt=0, description="The penalty at the limit.")
 
@@ -197,14 +194,14 @@ class RewardConfig(Section):
     )
     regex: str | None = Field(
         default=None,
-        description="For `regex`: the pattern that a response must match; its first group is compared with the answer.",
+        description="For `regex`: the pattern that a response must match; a first group must equal the answer.",
     )
     threshold: float = Field(default=1.0, gt=0, description="For `gym`: the lowest score of a right answer.")
     workers: int = Field(default=0, ge=0, le=1024, description="Processes that judge; 0: one per core, at most 8.")
     timeout: float = Field(
         default=10.0, gt=0, le=MOST_SECONDS, description="Seconds after which a response counts as unjudged."
     )
-    memory_gb: float = Field(default=4.0, ge=0, le=1e6, description="Address space of a judging process; 0: no limit.")
+    memory_gb: float = Field(default=4.0, ge=0, le=1e6, description="Address space of a judge in GB; 0: no limit.")
     model: RewardModelConfig = RewardModelConfig()
     length_shaping: Literal["none", "buffer", "target"] = Field(
         default="none",
@@ -340,7 +337,10 @@ class RunConfig(Section):
     steps: int = Field(default=100, ge=1, le=MOST_STEPS, description="Training steps.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="The seed of all randomness.", json_schema_extra=FIXED)
     save_every: int = Field(
-        default=50, ge=0, le=MOST_STEPS, description="Steps between checkpoints; 0: only at the end of the run."
+        default=50,
+        ge=0,
+        le=MOST_STEPS,
+        description="Steps between checkpoints, besides the one at the end; 0: only that one.",
     )
     store_tokens: Literal["all", "kept", "none"] = Field(
         default="kept", description="Groups whose tokens, log-probabilities and entropies are stored in the database."
