@@ -88,8 +88,8 @@ def _check_space(folder: Path, target: Path, policy: Savable) -> None:
     needed, free = policy.checkpoint_bytes, shutil.disk_usage(folder).free
     if free < needed:
         raise StorageError(
-            f"{target}: a checkpoint takes about {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB of the disk are "
-            f"free; {_remedy(folder)}"
+            f"{target}: a checkpoint takes about {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free on "
+            f"the disk; {_remedy(folder)}"
         )
 
 

@@ -35,7 +35,7 @@ def evaluate(
     by_serial = dict(enumerate(prompts, start=step * len(prompts)))
     engine.submit([Request(serial, prompt.tokens, k, params, "eval") for serial, prompt in by_serial.items()])
     finished: dict[int, list[Rollout]] = defaultdict(list)
-    judged: dict[int, Future[list[Score]]] = {}
+    scores: dict[int, Future[list[Score]]] = {}
     done = 0
     while rollouts := engine.poll():
         for rollout in rollouts:
@@ -43,14 +43,14 @@ def evaluate(
             members.append(rollout)
             if len(members) == k:
                 members.sort(key=lambda member: member.index)
-                judged[rollout.serial] = judge.submit(by_serial[rollout.serial], members)
+                scores[rollout.serial] = judge.submit(by_serial[rollout.serial], members)
         done += len(rollouts)
         on_sample(done, k * len(prompts))
-    assert judged.keys() == by_serial.keys(), "the engine lost samples"
+    assert scores.keys() == by_serial.keys(), "the engine lost samples"
     samples = tuple(
         EvalSample(by_serial[serial], rollout, score)
-        for serial in sorted(judged)
-        for rollout, score in zip(finished[serial], judged[serial].result(), strict=True)
+        for serial in sorted(scores)
+        for rollout, score in zip(finished[serial], scores[serial].result(), strict=True)
     )
     return EvalReport(step, name, _metrics(samples, k), samples)
 

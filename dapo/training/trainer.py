@@ -181,7 +181,7 @@ class Trainer:
             recording.result()
 
     def train_step(self) -> None:
-        """Prompt -> Rollout -> Score -> Group -> Batch -> loss -> step -> report."""
+        """Run one step: Prompt -> Rollout -> Score -> Group -> Batch -> loss -> update -> report."""
         start = time.perf_counter()
         step = self.step + 1
         sampled = self.sampler.fill(step, self.version)
@@ -190,7 +190,7 @@ class Trainer:
         updating = time.perf_counter()
         self.reporter.phase("training")
         if self.policy.needs_cache and not self.sampler.pending:
-            self.parts.release_cache()
+            self.parts.release_cache()  # lend the sampler's memory to the update; only if nothing is in flight
         update = self.policy.update(sampled.batch, step, self.version)
         if update.metrics["updates"] > 0:
             self.version += 1
