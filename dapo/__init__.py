@@ -3,10 +3,10 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-# Before torch is imported: its threads otherwise spin for milliseconds when they wait, and with anything else on the
-# same cores (the processes that judge, a second run, a browser) the whole program becomes ten times slower.
+# Both variables must be set before torch is imported. By default its threads spin for milliseconds while they wait.
+# With anything else on the same cores (judging processes, a second run) that makes the program ten times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-# The library whose products can be told to give the same bits for any number of rows; see dapo.model.products.
+# cuBLASLt can give the same bits for any number of rows; see dapo.model.products.
 os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
 
 from dapo.config import Config
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes seconds to import; `dapo --help` and configuration errors should not.
+    # Import torch only when it is needed: it takes seconds, which `dapo --help` and configuration errors should not.
     if name in ("RunResult", "Trainer"):
         from dapo.training import trainer
 

@@ -53,7 +53,7 @@ def train(
         typer.echo(plan_text(config))
         return
     _check_cluster(config)
-    # torch and transformers take seconds to import: only the commands that need them do.
+    # torch and transformers take seconds to import, so only commands that need them import them.
     with console.status("starting"):
         from dapo.evaluation.evaluate import differences
         from dapo.terminal.console import ConsoleReporter, before_after_table
@@ -81,7 +81,7 @@ def metrics(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per step and line.")] = False,
 ) -> None:
-    """Print the figures of every step of a run, its evaluations, and what else happened."""
+    """Print the metrics of every step of a run, its evaluations and its newest events."""
     from dapo.terminal.history import json_lines, print_history
 
     if as_json:
@@ -93,17 +93,18 @@ def metrics(
 
 @app.command()
 def view(
-    runs: Annotated[Path, typer.Argument(help="The folder of runs, or one run's.")] = Path("runs"),
-    host: Annotated[str, typer.Option("--host", help="Where to listen; beyond this machine a token is needed.")] = (
+    runs: Annotated[Path, typer.Argument(help="A folder of runs, or one run directory.")] = Path("runs"),
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; other machines need a token.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8080,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free port.")] = 8080,
     token: Annotated[
-        str | None, typer.Option("--token", envvar="DAPO_VIEW_TOKEN", help="Asked of every visitor; default: made up.")
+        str | None,
+        typer.Option("--token", envvar="DAPO_VIEW_TOKEN", help="Required of visitors; default: random."),
     ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")] = False,
 ) -> None:
-    """Look at runs in the browser, also while they train: curves, groups, tokens, prompts, warnings."""
+    """Show runs in the browser, also while they train: curves, groups, tokens, prompts, warnings."""
     try:
         from dapo.view.page.server import address, serve
     except ModuleNotFoundError as error:
@@ -116,13 +117,13 @@ def view(
         where,
         opens=not no_open,
         find_model=_model_folder,
-        ready=lambda: typer.echo(f"{runs} is shown at {where.url} (Ctrl-C ends)"),
+        ready=lambda: typer.echo(f"{runs} is shown at {where.url} (Ctrl-C to stop)"),
     )
 
 
 @cache
 def _model_folder(path: str) -> Path | None:
-    """Of a run, whose model may be gone or damaged by now."""
+    """Return the local folder of a run's model; None if it is gone or damaged."""
     from dapo.model.gguf import find_local
 
     try:
@@ -136,12 +137,12 @@ def report(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
     out: Annotated[Path | None, typer.Option("--out", help="The file to write; default: RUN-report.html here.")] = None,
 ) -> None:
-    """Write a run as one HTML file to share: curves, evaluations, groups, warnings and options, without a server."""
+    """Write a run as one HTML file that needs no server: curves, evaluations, groups, warnings and options."""
     from dapo.view.report import write_report
 
     file = out or Path(f"{run.resolve().name}-report.html")
     write_report(run, file)
-    typer.echo(f"{file} is written ({file.stat().st_size / 1e6:.1f} MB)")
+    typer.echo(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB)")
 
 
 @app.command("eval")
@@ -149,13 +150,13 @@ def evaluate(
     models: Annotated[
         list[str], typer.Argument(help="Runs (RUN, RUN@STEP, RUN@best, RUN@last) or models, then KEY=VALUE options.")
     ],
-    data: Annotated[str | None, typer.Option("--data", help="What to ask: a file, a hub id, or as eval.data.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="Questions: a file, a hub id, or as eval.data.")] = None,
     k: Annotated[int | None, typer.Option("--k", min=1, help="Samples per question.")] = None,
     preset: Annotated[str | None, typer.Option("--preset", help="aime: 32 samples, temperature 1, top_p 0.7.")] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file as well.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Also write all metrics to this file.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Where samples go; default: runs/eval-SET-TIME.")] = None,
 ) -> None:
-    """Evaluate runs or models: avg@k, pass@k, maj@k with 95 % intervals, and how each differs from the first."""
+    """Evaluate runs or models: avg@k, pass@k, maj@k with 95 % intervals, and the differences from the first one."""
     if as_json is not None and not as_json.parent.is_dir():
         raise ConfigError(f"--json {as_json}: there is no folder {as_json.parent}")
     console = Console()
@@ -175,28 +176,30 @@ def plan(
     overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example rollout.n=8.")] = None,
     gpus: Annotated[
         str | None,
-        typer.Option("--gpus", help="How many, or several: 8,128,1024; default: as cluster says."),
+        typer.Option("--gpus", help="Number of GPUs, or several: 8,128,1024; default: as in cluster."),
     ] = None,
     gpu: Annotated[str, typer.Option("--gpu", help="h200, h100, h800, h20, b200, a100, l40s, rtx4090, ...")] = "h200",
     rollout_share: Annotated[
         float | None,
-        typer.Option("--rollout-share", help="Of the GPUs only sample; 0: all in turns; default: as cluster says."),
+        typer.Option(
+            "--rollout-share", help="Share of GPUs that only sample; 0: all take turns; default: as in cluster."
+        ),
     ] = None,
     tensor_parallel: Annotated[
-        int, typer.Option("--tensor-parallel", help="GPUs of one vLLM engine; 0: as the recipe says, or the fastest.")
+        int, typer.Option("--tensor-parallel", help="GPUs of one vLLM engine; 0: as in the recipe, or the fastest.")
     ] = 0,
     mean_response: Annotated[
-        float | None, typer.Option("--mean-response", help="Tokens; default: a quarter of the longest.")
+        float | None, typer.Option("--mean-response", help="Tokens; default: a quarter of the maximum.")
     ] = None,
     mean_prompt: Annotated[float | None, typer.Option("--mean-prompt", help="Tokens; default: 256.")] = None,
     keep_rate: Annotated[
-        float | None, typer.Option("--keep-rate", help="Share of the groups that teach; default: 0.5.")
+        float | None, typer.Option("--keep-rate", help="Share of the groups that are kept; default: 0.5.")
     ] = None,
     judge_seconds: Annotated[
-        float | None, typer.Option("--judge-seconds", help="Of one worker for one response; default: 0.0008, as math.")
+        float | None, typer.Option("--judge-seconds", help="Seconds per response and worker; default: 0.0008, as math.")
     ] = None,
     network: Annotated[
-        float | None, typer.Option("--network", help="GB/s per GPU between nodes; default: by the kind of GPU.")
+        float | None, typer.Option("--network", help="GB/s per GPU between nodes; default: that of the GPU's type.")
     ] = None,
 ) -> None:
     """Estimate memory, seconds per step and the bottleneck of a recipe on N GPUs, without any GPU."""
@@ -216,13 +219,13 @@ def plan(
 def profile(
     recipe: Annotated[Path, typer.Argument(help="A YAML file, for example recipes/guess_five.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example optim.lr=1e-5.")] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to watch, after two to warm up.")] = 1,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to profile, after two to warm up.")] = 1,
     out: Annotated[Path, typer.Option("--out", help="The folder that the Chrome traces go to.")] = Path("profile"),
 ) -> None:
-    """Train a few steps in a throw-away directory, and show which kernels their time goes to."""
+    """Train a few steps in a temporary directory, and show the kernels that take the most time."""
     config = Config.load(recipe, overrides or ())
     console = Console()
-    with console.status("training and watching"):
+    with console.status("training under the profiler"):
         from dapo.profile import print_phase
         from dapo.profile import profile as profile_steps
 
@@ -236,36 +239,36 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
     to: Annotated[Path, typer.Option("--to", help="Where to write the Hugging Face directory.")],
     which: Annotated[
-        str | None, typer.Option("--which", help="best, last or a step; default: the best where one is marked.")
+        str | None, typer.Option("--which", help="best, last or a step; default: the best if one is marked.")
     ] = None,
-    adapters: Annotated[bool, typer.Option("--adapters", help="LoRA adapters on their own, not merged.")] = False,
+    adapters: Annotated[bool, typer.Option("--adapters", help="Write the LoRA adapters alone, not merged.")] = False,
 ) -> None:
     """Write a checkpoint's model with a model card as a plain Hugging Face directory."""
     with Console().status("exporting"):
-        from dapo.checkpoint.export_run import export_run
+        from dapo.checkpoint.export import export_run
 
         saved = export_run(run, to, which, adapters=adapters)
     Console().print(f"{saved} exported to {to}")
 
 
-data_app = typer.Typer(no_args_is_help=True, help="Look at a dataset, or write a well-known one.")
+data_app = typer.Typer(no_args_is_help=True, help="Check a dataset, or write a well-known one.")
 app.add_typer(data_app, name="data")
 
 
 @data_app.command()
 def check(
     path: Annotated[str, typer.Argument(help="A JSONL or parquet file, a glob, or a hub id.")],
-    reward: Annotated[str, typer.Option("--reward", help="The rule whose view of the gold answers counts.")] = "math",
+    reward: Annotated[str, typer.Option("--reward", help="The rule that has to read the gold answers.")] = "math",
     template: Annotated[str | None, typer.Option("--template", help="As data.prompt_template.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Count tokens as this model does, not words.")] = None,
 ) -> None:
-    """Rows, repeats, bad rows, lengths, and how many gold answers the reward can read. Exit code 1: bad rows."""
+    """Count rows, repeats, bad rows and lengths, and gold answers that the reward can read. Exit code 1: bad rows."""
     from dapo.config import RewardConfig
     from dapo.data.check import check_dataset, print_report
     from dapo.rewards.rules import can_parse
 
     options = RewardConfig()
-    can_parse(reward, "0", options)  # an unknown rule is refused before a large file is read
+    can_parse(reward, "0", options)  # raises for an unknown rule before a large file is read
     tokenizer = None
     if model is not None:
         with Console().status("reading the tokenizer"):
@@ -280,10 +283,10 @@ def check(
 @data_app.command()
 def prepare(
     name: Annotated[str, typer.Argument(help="dapo-math-17k, aime-2024, gsm8k or math.")],
-    source: Annotated[str | None, typer.Option("--from", help="A file that you have, instead of the hub.")] = None,
+    source: Annotated[str | None, typer.Option("--from", help="A local file instead of the hub.")] = None,
     to: Annotated[Path, typer.Option("--to", help="The folder that the parquet file is written to.")] = Path("data"),
 ) -> None:
-    """Fetch a dataset, or take a file, and write it as the recipes expect it: each question once, with its answer."""
+    """Fetch a dataset, or read a file, and write it as the recipes expect it: each question once, with its answer."""
     from dapo.data.prepare import prepare as prepare_dataset
 
     for sentence in prepare_dataset(name, source, to).sentences():
@@ -292,7 +295,7 @@ def prepare(
 
 @app.command()
 def doctor() -> None:
-    """Check what this machine has, and what each part of dapo would need."""
+    """Check what this machine has and what is missing."""
     from dapo.doctor import check, is_usable, print_table
 
     findings = check()
@@ -301,7 +304,7 @@ def doctor() -> None:
 
 
 def _check_cluster(config: Config) -> None:
-    """What is wrong with the place of the run shows before seconds are spent on imports."""
+    """Raise what is wrong with the run directory or the cluster's resources, before seconds are spent on imports."""
     from dapo.cluster.joining import check_room, check_run_dir, needs_ray
 
     check_run_dir(config)
@@ -310,32 +313,32 @@ def _check_cluster(config: Config) -> None:
 
 
 def _program() -> str:
-    """This command as it was typed, where it was: .venv/bin/dapo need not be on the path."""
+    """Return this command as it was typed, if it was: .venv/bin/dapo may not be on the path."""
     return sys.argv[0] if Path(sys.argv[0]).name == "dapo" else "dapo"
 
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    """Turn what the user can mend into one sentence on standard error and an exit code, never a traceback."""
+    """Turn what the user can fix into one sentence on standard error and an exit code, without a traceback."""
     try:
         yield
     except DapoError as error:
         _fail(str(error), error.exit_code)
     except OSError as error:
-        # No permission, no space, a file where a folder should be: the user's to mend, if it names the file.
+        # No permission, no space, a file instead of a folder: the user can fix it if the error names the file.
         if error.filename is None and error.errno not in DISK_FAULTS:
             raise
         where = f"{error.filename}: " if error.filename is not None else ""
         is_disk = error.errno in DISK_FAULTS
         _fail(f"{where}{error.strerror}", StorageError.exit_code if is_disk else DapoError.exit_code)
     except MemoryError:
-        _fail("this machine has too little memory for it; lower the batch sizes or lengths, or use a smaller model", 3)
+        _fail("this machine has too little memory; lower the batch sizes or lengths, or use a smaller model", 3)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line."""
     with sentences():
         app()
 
@@ -344,8 +347,8 @@ _MAX_SHOWN = 1000
 
 
 def _fail(sentence: str, exit_code: int) -> NoReturn:
-    # Names of files can hold line ends, escape sequences, and bytes that are no text.
-    shown = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in sentence)
+    # File names can contain newlines, escape sequences, and bytes that are not text.
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in sentence)
     if len(shown) > 2 * _MAX_SHOWN:
         shown = f"{shown[:_MAX_SHOWN]} ... {shown[-_MAX_SHOWN:]}"
     Console(stderr=True, soft_wrap=True).print(f"error: {shown}", style="red", markup=False, highlight=False)

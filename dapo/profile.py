@@ -1,4 +1,4 @@
-"""dapo profile: where the time of a training step goes, kernel by kernel, sampling and training apart."""
+"""`dapo profile`: the time of a training step, kernel by kernel, separately for sampling and training."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torch.profiler import profile as torch_profile
 from dapo.config import Config
 from dapo.training.trainer import Trainer
 
-WARM_UP_STEPS = 2  # compilation, capture and the allocator's first growth are not what is asked about
+WARM_UP_STEPS = 2  # not measured: compilation, graph capture and the allocator's first growth happen here
 TOP = 10
 _NAME_WIDTH = 60
 
 
 @dataclass(slots=True)
 class Kernel:
-    """On a CPU an operator, on a GPU a kernel or a copy: how often it ran, and its own time in all."""
+    """An operator (CPU) or a kernel or copy (GPU): its number of calls, and its total time without its children."""
 
     name: str
     calls: int = 0
@@ -37,7 +37,7 @@ class Kernel:
 
 @dataclass(slots=True)
 class Phase:
-    """What was seen of one part of the step."""
+    """The measurements of one part of the step."""
 
     name: str
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class Phase:
 
     @property
     def kernels(self) -> list[Kernel]:
-        """The most expensive first."""
+        """All kernels, the most expensive first."""
         return sorted(self._kernels.values(), key=lambda kernel: -kernel.seconds)
 
     @property
@@ -60,14 +60,14 @@ class Phase:
 
 
 def profile(config: Config, out: Path, steps: int = 1) -> tuple[Phase, Phase]:
-    """Train a few steps in a directory that is thrown away; write traces of the last `steps` into `out`."""
+    """Train a few steps in a temporary directory, and write Chrome traces of the last `steps` into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="dapo-profile-") as folder:
-        trainer = Trainer(_elsewhere(config, folder, WARM_UP_STEPS + steps))
+        trainer = Trainer(_in_folder(config, folder, WARM_UP_STEPS + steps))
         try:
             for _ in range(WARM_UP_STEPS):
                 trainer.train_step()
-                trainer.empty_in_a_row = 0  # steps that found nothing to learn from are worth looking at, too
+                trainer.empty_in_a_row = 0  # do not stop: steps without anything to learn from can be profiled, too
             sampling = _Recorder(Phase("sampling"), out, steps)
             training = _Recorder(Phase("training"), out, steps)
             trainer.sampler.fill = sampling.around(trainer.sampler.fill)
@@ -82,13 +82,13 @@ def profile(config: Config, out: Path, steps: int = 1) -> tuple[Phase, Phase]:
 
 def print_phase(console: Console, phase: Phase) -> None:
     total = phase.kernel_seconds
-    table = Table(title=f"{phase.name}: {phase.seconds:.3f} s while being watched, {total:.3f} s in kernels")
+    table = Table(title=f"{phase.name}: {phase.seconds:.3f} s under the profiler, {total:.3f} s in kernels")
     table.add_column("kernel")
     for heading in ("calls", "ms", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
     for kernel in phase.kernels[:TOP]:
         share = 100 * kernel.seconds / total if total else 0.0
-        # Where the terminal is narrow the name gives way, not the figures.
+        # In a narrow terminal, shorten the name and not the numbers.
         name = Text(kernel.name[:_NAME_WIDTH], no_wrap=True, overflow="ellipsis")
         table.add_row(name, f"{kernel.calls:,}", f"{1e3 * kernel.seconds:,.2f}", f"{share:.1f} %")
     console.print(table)
@@ -97,7 +97,7 @@ def print_phase(console: Console, phase: Phase) -> None:
 
 
 class _Recorder:
-    """Watches every call of one function, and keeps a trace of each."""
+    """Profiles every call of one function, and writes a trace of each."""
 
     def __init__(self, phase: Phase, out: Path, expected: int) -> None:
         self.phase = phase
@@ -106,7 +106,7 @@ class _Recorder:
         self.has_gpu = torch.cuda.is_available()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def profiled(*args: Any, **kwargs: Any) -> Any:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.has_gpu else [])]
             with torch_profile(activities=activities) as session:
                 start = time.perf_counter()
@@ -117,7 +117,7 @@ class _Recorder:
             self._keep(session)
             return result
 
-        return watched
+        return profiled
 
     def _keep(self, session: Any) -> None:
         number = f"-{len(self.phase.traces) + 1}" if self.expected > 1 else ""
@@ -129,7 +129,7 @@ class _Recorder:
 
 
 def _own_times(events: Sequence[Any], has_gpu: bool) -> dict[str, tuple[int, float]]:
-    """Calls and seconds by name. Annotations span kernels that are counted already, so they are left out."""
+    """Return calls and seconds by name. Annotations are left out: they span kernels that are counted already."""
     found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     wanted = DeviceType.CUDA if has_gpu else DeviceType.CPU
     for event in events:
@@ -141,8 +141,8 @@ def _own_times(events: Sequence[Any], has_gpu: bool) -> dict[str, tuple[int, flo
     return found
 
 
-def _elsewhere(config: Config, folder: str, steps: int) -> Config:
-    """The same training in another directory, without evaluations and checkpoints."""
+def _in_folder(config: Config, folder: str, steps: int) -> Config:
+    """Return the same configuration for another directory, without evaluations and checkpoints."""
     run = config.run.model_copy(update={"dir": folder, "steps": steps, "save_every": 0})
     evaluation = config.eval.model_copy(update={"k": 0, "every": 0, "best_metric": None})
     return config.model_copy(update={"run": run, "eval": evaluation})

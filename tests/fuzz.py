@@ -1,6 +1,6 @@
-"""Inputs that nobody would write on purpose, made from a seed: options, recipes, datasets and models.
+"""Generators of broken options, recipes, datasets and models, from a seed.
 
-They start from something good and damage it, because a random string gets no further than the first check.
+They start from a good input and damage it, because a random string fails at the first check.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCALARS: list[str] = [
 
 
 def survives(action: Callable[[], object]) -> str | None:
-    """Run it, and return the sentence that the command line would show for it; any other exception goes through."""
+    """Run the action, and return the sentence that the command line would show; let any other exception through."""
     try:
         action()
     except OSError as error:  # such as a name that is too long
@@ -58,7 +58,7 @@ def survives(action: Callable[[], object]) -> str | None:
 
 
 def key(random: Random) -> str:
-    """An option's name, mostly as it is."""
+    """Return the name of an option, sometimes damaged."""
     name = random.choice(KEYS)
     match random.randrange(12):
         case 0:
@@ -95,14 +95,14 @@ def overrides(random: Random) -> list[str]:
 
 
 def recipe(random: Random, good: dict[str, Any]) -> bytes:
-    """A good recipe with a few things replaced, or its text damaged."""
+    """Return a good recipe with some values replaced or its text damaged."""
     values = copy.deepcopy(good)
     for _ in range(random.randrange(3)):
         replace_somewhere(random, values)
     try:
         text = yaml.safe_dump(values, allow_unicode=random.random() < 0.5)
     except RecursionError:
-        text = json.dumps(values)  # which is YAML, too
+        text = json.dumps(values)  # JSON is YAML, too
     for _ in range(random.randrange(3)):
         text += f"\n{key(random).split('.')[0]}: {value(random)}\n"
     data = text.encode("utf-8", "surrogatepass")
@@ -110,7 +110,7 @@ def recipe(random: Random, good: dict[str, Any]) -> bytes:
 
 
 def odd(random: Random) -> Any:
-    """A JSON value that is probably of the wrong kind."""
+    """Return a JSON value that probably has the wrong type."""
     return random.choice(
         [None, True, False, 0, 1, -1, 2, 3.5, -0.0, 10**6, 2**31, 2**63, -(2**70), 10**400, 1e308, float("nan"),
          float("inf"), "", " ", "a", "\0", "\ud800", "é" * 50, "x" * 10_000, "1" * 5000, [], [None],
@@ -187,7 +187,7 @@ def rows(random: Random) -> list[Any]:
 
 
 def write_dataset(random: Random, folder: Path) -> Path:
-    """JSONL or parquet, with rows or bytes damaged."""
+    """Write a JSONL or parquet file with damaged rows or bytes."""
     if random.random() < 0.6:
         path = folder / "rows.jsonl"
         lines = [json.dumps(row, ensure_ascii=random.random() < 0.5) for row in rows(random)]
@@ -224,7 +224,7 @@ MODEL_VALUES: list[Any] = [
 
 
 def damage_model(random: Random, good: Path, folder: Path) -> Path:
-    """A copy of a good model's folder, with one or two things wrong."""
+    """Copy a good model's folder, and damage one or two files."""
     shutil.copytree(good, folder)
     for _ in range(random.choice([1, 1, 2])):
         name = random.choice(

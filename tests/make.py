@@ -1,4 +1,4 @@
-"""Records for tests, built in one line."""
+"""Short constructors of records for tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def group(
     extras: Sequence[dict[str, object]] | None = None,
     ref_logprobs: Sequence[np.ndarray] | None = None,
 ) -> Group:
-    """A group with these scores (None: could not be judged); tokens and log-probabilities do not matter."""
+    """Build a group with these scores (None: unjudged) and arbitrary tokens and log-probabilities."""
     n = len(values)
     lengths = lengths or [3] * n
     finish: list[FinishReason] = ["length" if c else "stop" for c in (cut_off or [False] * n)]
@@ -55,7 +55,7 @@ def group(
 
 
 class Scripted:
-    """A judge that does at once what a function of prompt and rollout says."""
+    """A judge that calls a function of prompt and rollout at once."""
 
     def __init__(self, judge: Callable[[Prompt, Rollout], Score]) -> None:
         self.judge = judge

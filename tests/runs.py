@@ -1,4 +1,4 @@
-"""Real runs on a tiny model: everything but the size is as in the product."""
+"""Real runs of a tiny model for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dapo.config import Config
 from dapo.store.database import RunDatabase
 from tests.tiny import save_tiny
 
-# Half of the groups at most differ in it, and no other one is like it: verdicts, carry-over and advantages all occur.
+# With this reward some groups have different accuracies and some do not, so that all verdicts and carry-over occur.
 REWARD = """
 def reward(completion, answer, **row):
     letters = sum(character.isalpha() for character in completion)
@@ -22,7 +22,7 @@ def reward(completion, answer, **row):
 
 
 def deadly_reward(marker: Path) -> str:
-    """From its worker process it kills the trainer in step 5, once: then the marker is there."""
+    """Return a reward that kills the trainer from its worker process in step 5, unless the file `marker` exists."""
     return REWARD.replace(
         "def reward(completion, answer, **row):",
         "import os, signal\nfrom pathlib import Path\ncalls = 0\n"
@@ -34,7 +34,7 @@ def deadly_reward(marker: Path) -> str:
 
 
 def recipe(folder: Path, reward: str = REWARD, **sections: dict[str, Any]) -> Path:
-    """Model, data, reward and recipe on disk."""
+    """Write a model, data, a reward and a recipe, and return the path of the recipe."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
         save_tiny(folder / "model")
@@ -42,7 +42,7 @@ def recipe(folder: Path, reward: str = REWARD, **sections: dict[str, Any]) -> Pa
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (folder / "reward.py").write_text(reward, encoding="utf-8")
     values: dict[str, dict[str, Any]] = {
-        "run": {"dir": str(folder / "runs"), "steps": 6, "save_every": 3, "seed": 5},  # groups wait when it is saved
+        "run": {"dir": str(folder / "runs"), "steps": 6, "save_every": 3, "seed": 5},  # carries groups at step 3
         "model": {"path": str(folder / "model"), "device": "cpu"},
         "data": {
             "train": str(folder / "data.jsonl"), "train_batch_size": 4, "gen_batch_size": 6,
@@ -72,7 +72,7 @@ def weights_of(folder: Path) -> dict[str, Any]:
 
 
 def figures(run_dir: Path) -> list[dict[str, Any]]:
-    """Every step's metrics but those of the clock."""
+    """Return the metrics of every step, without those that depend on the clock."""
     with RunDatabase.open_readonly(run_dir / "run.db") as database:
         return [
             {

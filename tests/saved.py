@@ -1,4 +1,4 @@
-"""A run directory with checkpoints as a trainer leaves it, for tests of what comes after training."""
+"""Run directories with checkpoints but without training, for tests of export and evaluation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dapo.checkpoint import folder as checkpoint
-from dapo.checkpoint.folder import Best, TrainerState
+from dapo.checkpoint.state import Best, TrainerState
 from dapo.config import Config
 from dapo.model.export import save_dense
 from dapo.model.loading import load_model
@@ -19,7 +19,7 @@ from tests.tiny import save_tiny
 
 
 def save_merged(model: Any, tokenizer: Any, directory: Path) -> None:
-    """A model's part of a checkpoint, adapters or not."""
+    """Save a model as a checkpoint does, with adapters merged if it has any."""
     save_dense(causal_lm(model), merged(model), directory)
     tokenizer.save_pretrained(directory)
 
@@ -28,7 +28,7 @@ IDS = torch.tensor([[1, 40, 50, 60, 70, 80]])
 
 
 class SavedRun:
-    """A run directory as a trainer leaves it, without the training: weights move by themselves."""
+    """A run directory as a trainer leaves it; `move` changes the weights at random instead of training."""
 
     def __init__(self, folder: Path, rank: int = 0, targets: Any = "all-linear", **sections: dict[str, Any]) -> None:
         save_tiny(folder / "model")
@@ -69,7 +69,7 @@ class SavedRun:
         return sorted(int(path.name.removeprefix("step_")) for path in self.folder.glob("step_*"))
 
     def logits(self) -> torch.Tensor:
-        """Of the model as it is in memory, adapters on, through transformers' own attention."""
+        """Return the logits of the model in memory, adapters on, computed with transformers' own attention."""
         self.policy.causal_lm.set_attn_implementation("eager")
         with torch.no_grad():
             return self.policy.model(IDS).logits

@@ -1,4 +1,4 @@
-"""What a user sees: figures, and one sentence for each mistake."""
+"""Tests of the command line in real processes: what it prints, and one sentence for each mistake."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_training_prints_each_step_and_a_before_and_after_table(finished):
     assert any(line.split()[:1] == ["1"] and "4 kept" in line for line in lines)
     assert any(line.split()[:1] == ["2"] and "4 kept" in line for line in lines)
     assert "6 questions x 8 fresh samples, before and after" in done.stdout
-    assert all(figure in done.stdout for figure in ("reward", "avg@8", "points ["))
+    assert all(text in done.stdout for text in ("reward", "avg@8", "points ["))
     assert "2 steps," in done.stdout
 
 
-def test_metrics_as_json_are_one_object_per_step_with_the_names_users_know(finished):
+def test_metrics_as_json_are_one_object_per_step_with_the_documented_names(finished):
     folder, _ = finished
     done = dapo("metrics", folder / "runs" / "recipe", "--json")
     steps = [json.loads(line) for line in done.stdout.splitlines()]
@@ -62,7 +62,7 @@ def test_metrics_as_json_are_one_object_per_step_with_the_names_users_know(finis
     assert all(heading in table for heading in ("score", "acc", "entropy", "dropped", "s/step"))
 
 
-def test_metrics_show_the_newest_of_what_happened_besides(finished, tmp_path):
+def test_metrics_show_the_newest_events(finished, tmp_path):
     folder, _ = finished
     quiet = dapo("metrics", folder / "runs" / "recipe").stdout
     assert "finished" not in quiet and "events" not in quiet
@@ -71,7 +71,7 @@ def test_metrics_show_the_newest_of_what_happened_besides(finished, tmp_path):
         for number in range(7):
             database.record_event(Event("worker", f"rollout worker {number} died", 1))
     shown = dapo("metrics", tmp_path / "copy").stdout.splitlines()
-    assert shown[-6] == "7 events, of which the newest are:"
+    assert shown[-6] == "7 events; the newest are:"
     assert shown[-5:] == [f"worker at step 1: rollout worker {number} died" for number in range(2, 7)]
 
 
@@ -86,7 +86,7 @@ def test_the_exported_directory_loads_in_plain_transformers(finished, tmp_path):
     assert "exists already" in again.stderr
 
 
-def test_a_damaged_checkpoint_is_not_exported_and_a_folder_that_cannot_be_made_is_one_sentence(finished, tmp_path):
+def test_a_damaged_checkpoint_and_an_impossible_folder_are_one_sentence_each_on_export(finished, tmp_path):
     folder, _ = finished
     copy = tmp_path / "copy"
     shutil.copytree(folder / "runs" / "recipe", copy)
@@ -146,14 +146,14 @@ def test_bad_input_gets_one_sentence_exit_code_2_and_leaves_no_run_behind(tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_reward_that_fails_on_every_sample_of_the_first_round_stops_with_its_reason(tmp_path):
+def test_a_reward_that_fails_on_every_response_of_the_first_round_stops_the_run_with_its_reason(tmp_path):
     recipe = runs.recipe(tmp_path, reward="def reward(completion, answer):\n    return completion['text']")
     done = dapo("train", recipe)
     assert done.returncode == 2
     assert "judged none of the first 6 groups; the first reason: TypeError: string indices" in done.stderr
 
 
-def test_an_empty_dataset_and_a_run_without_database(tmp_path):
+def test_an_empty_dataset_and_a_run_without_a_database_are_one_sentence_each(tmp_path):
     recipe = runs.recipe(tmp_path)
     (tmp_path / "data.jsonl").write_text("")
     done = dapo("train", recipe)
@@ -162,14 +162,14 @@ def test_an_empty_dataset_and_a_run_without_database(tmp_path):
     assert (done.returncode, "there is no run database here" in done.stderr) == (2, True)
 
 
-def test_a_run_and_its_base_model_are_evaluated_side_by_side_and_every_sample_is_kept(finished, tmp_path):
+def test_a_run_and_its_base_model_are_evaluated_together_and_every_sample_is_stored(finished, tmp_path):
     folder, _ = finished
     run, base = folder / "runs" / "recipe", folder / "model"
     options = ["--data", folder / "data.jsonl", "--k", "4", "--out", tmp_path / "eval", "--json", tmp_path / "all.json"]
     done = dapo("eval", base, run, f"{run}@2", *options, "eval.temperature=0.7")
     assert done.returncode == 0, done.stderr
     assert "data: 6 problems x 4 samples" in done.stdout
-    assert "difference to model" in done.stdout
+    assert "difference from model" in done.stdout
     models = json.loads((tmp_path / "all.json").read_text())["sets"]["data"]["models"]
     assert [model["model"] for model in models] == ["model", "recipe@2", "recipe@2-2"]
     assert models[1]["metrics"] == models[2]["metrics"]  # the same weights, questions and random numbers
@@ -179,7 +179,7 @@ def test_a_run_and_its_base_model_are_evaluated_side_by_side_and_every_sample_is
     assert "evaluation of data at step 2: avg@4" in dapo("metrics", tmp_path / "eval" / "recipe@2").stdout
 
 
-def test_a_run_that_is_not_there_is_not_asked_of_the_hub(finished, tmp_path, monkeypatch):
+def test_a_missing_run_is_not_looked_up_on_the_hub(finished, tmp_path, monkeypatch):
     folder, _ = finished
     with pytest.raises(CheckpointError, match=r"runs/nope: there is no such run or model in"):
         resolve([str(folder / "runs" / "nope")], data="none")

@@ -21,7 +21,7 @@ def test_a_machine_that_runs_these_tests_is_usable(findings: list[Finding]) -> N
     assert status["torch"] == status["transformers"] == "ok"
 
 
-def test_every_part_is_looked_at(findings: list[Finding]) -> None:
+def test_every_part_is_checked(findings: list[Finding]) -> None:
     names = {finding.name for finding in findings}
     assert {"python", "device", "cores", "memory", "disk for runs", "disk for cache", "SmolLM2", "vllm", "ray"} <= names
     assert {"tensorboard", "wandb", "trackio"} <= names
@@ -49,14 +49,14 @@ def test_the_table_shows_every_finding_and_takes_text_literally() -> None:
     assert "run `pip install ray`" in text
 
 
-def test_memory_is_read_from_meminfo_where_there_is_one(tmp_path: Path) -> None:
+def test_memory_is_read_from_meminfo(tmp_path: Path) -> None:
     file = tmp_path / "meminfo"
     file.write_text("MemTotal:  8 kB\nMemFree:  1 kB\nMemAvailable:  4 kB\n")
     assert memory(file) == (8 * 1024, 4 * 1024)
 
 
 @pytest.mark.skipif(not hasattr(os, "sysconf"), reason="needs a POSIX system")
-def test_without_meminfo_the_total_comes_from_the_system(tmp_path: Path) -> None:
+def test_without_meminfo_the_total_comes_from_sysconf(tmp_path: Path) -> None:
     total, available = memory(tmp_path / "none")
     assert total is not None
     assert total > 0

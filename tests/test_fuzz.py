@@ -1,6 +1,7 @@
-"""No input of any kind ends in a traceback: thousands of them from a seed, of which `make test` runs a sample.
+"""Fuzz tests: no input may end in a traceback.
 
-`DAPO_FUZZ=10000 python -m pytest tests/test_fuzz.py` runs that many in all. A failure names its area and seed.
+`make test` runs a sample; `DAPO_FUZZ=10000 python -m pytest tests/test_fuzz.py` runs 10,000 inputs in total. A failure
+names its area and seed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests import fuzz, runs
 from tests.tiny import tiny_tokenizer
 
 TOTAL = int(os.environ.get("DAPO_FUZZ", "450"))
-# Shares of the total, by what they cost: a model takes a tenth of a second, a configuration a thousandth.
+# Shares of the total, by cost: a model takes a tenth of a second, a configuration a thousandth.
 COUNTS = {"overrides": 0.3, "recipes": 0.24, "rows": 0.24, "models": 0.12, "commands": 0.1}
 
 
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Neither the hub nor the package index is asked, and relative paths lead nowhere."""
+    """Keep the tests off the hub and the package index, and let relative paths lead nowhere."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -56,7 +57,10 @@ def seeds(area: str) -> Iterator[tuple[int, Random]]:
 
 
 def hunt(area: str, attempt: Callable[[int, Random], object]) -> None:
-    """Tell the kinds of faults, each with its first seed; a good share is refused, or the inputs would show nothing."""
+    """Run all attempts of an area, and report each kind of fault with its first seed.
+
+    At least a fifth of the inputs must be refused; otherwise they would not test the error messages.
+    """
     refused, faults = 0, {}
     for seed, random in seeds(area):
         try:
@@ -70,7 +74,7 @@ def hunt(area: str, attempt: Callable[[int, Random], object]) -> None:
 
 
 def use(config: Config, folder: Path) -> None:
-    """What is not refused is a configuration: it survives being written, and can be planned with."""
+    """Check that an accepted configuration survives being written and read, and can be planned."""
     file = folder / "again.yaml"
     file.write_text(config.to_yaml(), encoding="utf-8")
     assert Config.load(file) == config
@@ -127,7 +131,7 @@ def test_models(folder: Path, tmp_path: Path) -> None:
 
 
 def test_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Through the command line itself, whose sentence and exit code are what a user sees."""
+    """Fuzz the command line itself: its messages and exit codes."""
     recipe, data = str(folder / "recipe.yaml"), str(folder / "data.jsonl")
 
     def arguments(random: Random) -> list[str]:

@@ -1,4 +1,4 @@
-"""dapo profile on a CPU: a real tiny run, watched."""
+"""Tests of `dapo profile` on a CPU, with a real run of a tiny model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def names(trace: Path) -> set[str]:
     return {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
 
 
-def test_each_phase_has_a_trace_of_its_own_and_only_training_goes_backward(profiled):
+def test_each_phase_has_its_own_trace_and_only_training_has_a_backward_pass(profiled):
     folder, _ = profiled
     sampling, training = (names(folder / "out" / f"{phase}.json.gz") for phase in ("sampling", "training"))
     assert any("Backward" in str(name) for name in training)
@@ -52,7 +52,7 @@ def test_the_run_directory_stays_untouched(profiled):
     assert not (folder / "runs").exists()
 
 
-def test_several_steps_leave_a_trace_each_and_are_counted_together(tmp_path):
+def test_each_profiled_step_has_a_trace_and_their_kernels_are_summed(tmp_path):
     config = Config.load(runs.recipe(tmp_path), ["reward.workers=1"])
     once, twice = (profile(config, tmp_path / f"out{n}", steps=n)[1] for n in (1, 2))
     assert [trace.name for trace in twice.traces] == ["training-1.json.gz", "training-2.json.gz"]
@@ -64,7 +64,7 @@ def _calls(phase: Phase, name: str) -> int:
     return next(kernel.calls for kernel in phase.kernels if kernel.name == name)
 
 
-def test_the_table_is_sorted_by_time_and_its_shares_are_of_all_kernels():
+def test_the_table_is_sorted_by_time_and_shows_shares_of_all_kernels():
     phase = Phase("sampling", seconds=1.0)
     phase.add("short", 1, 0.1)
     phase.add("n" * 80, 2, 0.3)

@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it was made from and how, and what the run measured; nothing else."""
+"""The model card (README.md) of an exported model: what it was trained from, how, and what the run measured."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _COUNTS = ("problems", "problems/unjudged", "unjudged")
 
 
 def model_card(run: Path, saved: Path, *, adapters: bool) -> str:
-    """From the run's configuration and database, up to the step of the checkpoint `saved`."""
+    """Write the card from the run's configuration and its database up to the step of the checkpoint `saved`."""
     config = Config.load(run / "config.yaml")
     step = int(saved.name.removeprefix("step_"))
     with RunDatabase.open_readonly(run / "run.db") as database:
-        steps = [figures for figures in database.steps() if figures["step"] <= step]
+        steps = [metrics for metrics in database.steps() if metrics["step"] <= step]
         evals = [evaluation for evaluation in database.evals() if evaluation["step"] <= step]
         meta = database.meta()
     parts = [
         _front_matter(adapters),
         f"# {config.run.name}\n",
-        _made_of(config, run, step, steps, adapters),
+        _facts(config, run, step, steps, adapters),
         "## Evaluations\n",
         _evaluations(evals),
         "## Training\n",
@@ -48,7 +48,7 @@ def model_card(run: Path, saved: Path, *, adapters: bool) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
-    """At most `width` bars, each the mean of its share of the values, between the lowest and the highest bar."""
+    """Draw at most `width` bars, each the mean of an equal share of the values, scaled from lowest to highest."""
     finite = np.array([value for value in values if np.isfinite(value)], dtype=np.float64)
     if len(finite) == 0:
         return ""
@@ -62,7 +62,7 @@ def _front_matter(adapters: bool) -> str:
     return f"---\nlibrary_name: {'peft' if adapters else 'transformers'}\ntags:\n- dapo\n---\n"
 
 
-def _made_of(config: Config, run: Path, step: int, steps: Sequence[Mapping[str, float]], adapters: bool) -> str:
+def _facts(config: Config, run: Path, step: int, steps: Sequence[Mapping[str, float]], adapters: bool) -> str:
     lora = config.model.lora
     trained = f"LoRA adapters of rank {lora.rank}" if lora.rank else "all weights"
     if lora.rank:
@@ -70,7 +70,7 @@ def _made_of(config: Config, run: Path, step: int, steps: Sequence[Mapping[str, 
     marked = checkpoint.best(run / "checkpoints")
     reached = f"{step} of {config.run.steps}"
     if marked is not None and marked.step == step:
-        reached += f", chosen by {marked.metric} ({marked.value:.4g}), so that this figure is an optimistic one"
+        reached += f", chosen by {marked.metric} ({marked.value:.4g}), which makes that value optimistic"
     use = config.reward.use
     rows = {
         "base model": f"`{config.model.path}`",
@@ -96,25 +96,25 @@ def _total(steps: Sequence[Mapping[str, float]], name: str) -> int:
 
 
 def _evaluations(evals: Sequence[Mapping[str, Any]]) -> str:
-    """Of each set its first and its last evaluation."""
+    """Show the first and the last evaluation of each set."""
     if not evals:
         return "This run was not evaluated.\n"
     parts = []
     for name in dict.fromkeys(evaluation["name"] for evaluation in evals):
         own = [evaluation for evaluation in evals if evaluation["name"] == name]
         shown = [own[0], own[-1]] if len(own) > 1 else own
-        named = dict.fromkeys(figure for evaluation in shown for figure in evaluation["metrics"])
-        figures = [n for n in named if not n.endswith(("/low", "/high")) and n not in _COUNTS and n != "pass@1"]
+        named = dict.fromkeys(metric for evaluation in shown for metric in evaluation["metrics"])
+        metrics = [n for n in named if not n.endswith(("/low", "/high")) and n not in _COUNTS and n != "pass@1"]
         rows = []
-        for figure in figures:
-            title = f"`{figure}`" if "@" in figure else heading(figure)
-            rows.append((title, *(with_interval(evaluation["metrics"], figure) for evaluation in shown)))
+        for metric in metrics:
+            title = f"`{metric}`" if "@" in metric else heading(metric)
+            rows.append((title, *(with_interval(evaluation["metrics"], metric) for evaluation in shown)))
         problems = shown[-1]["metrics"].get("problems")
         title = f"`{_cell(name)}`" + (f", {problems:.0f} problems" if problems else "")
         columns = ["before training" if e["step"] == 0 else f"after step {e['step']}" for e in shown]
         unjudged = sum(e["metrics"].get("unjudged", 0) for e in shown)
         note = f"\n{unjudged:.0f} responses could not be judged and are left out.\n" if unjudged else ""
-        parts.append(f"{title}:\n\n{_table(('figure', *columns), rows)}{note}")
+        parts.append(f"{title}:\n\n{_table(('metric', *columns), rows)}{note}")
     return "\n".join(parts) + "\nIn brackets: 95 % bootstrap intervals over the problems.\n"
 
 
@@ -126,18 +126,18 @@ def _curves(steps: Sequence[Mapping[str, float]]) -> str:
             rows.append((title, f"{values[0]:.4g}", f"`{sparkline(values)}`", f"{values[-1]:.4g}"))
     if not rows:
         return "No step was recorded.\n"
-    return _table(("per step", "first", "", "last"), rows) + "\nMeasured on what was sampled for training.\n"
+    return _table(("per step", "first", "", "last"), rows) + "\nMeasured on the responses sampled for training.\n"
 
 
 def _versions(meta: Mapping[str, str]) -> str:
     known = {key: value for key, value in meta.items() if key not in ("config", "created", "recipe")}
-    told = ", ".join(f"{key} {value}" for key, value in sorted(known.items()))
+    versions = ", ".join(f"{key} {value}" for key, value in sorted(known.items()))
     started = meta.get("created", "at an unknown time")
-    return visible(f"Trained with {told}, started {started}; exported by dapo {__version__}.\n")
+    return visible(f"Trained with {versions}, started {started}; exported by dapo {__version__}.\n")
 
 
 def _fenced(text: str) -> str:
-    """As code, in a fence longer than any in the text: a prompt template may hold some."""
+    """Put text into a code fence longer than any fence in it: a prompt template may contain one."""
     fence = "`" * (1 + max((len(ticks) for ticks in re.findall("`+", text)), default=2))
     return f"{fence}yaml\n{text}{fence}\n"
 
@@ -148,5 +148,5 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """On one line, and without what would end the cell: names come from data that others made."""
+    """Return text that cannot break out of its table cell: names come from other people's data."""
     return " ".join(visible(text).split()).replace("|", "\\|")

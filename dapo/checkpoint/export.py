@@ -1,4 +1,4 @@
-"""A checkpoint's model leaves the run: as a plain Hugging Face directory, or as PEFT adapters for its base model."""
+"""`dapo export`: a checkpoint's model and its card, as a plain Hugging Face directory or as PEFT adapters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from dapo.checkpoint.folder import read_state
+from dapo.checkpoint import folder as checkpoints
+from dapo.checkpoint.card import model_card
 from dapo.checkpoint.weights import ADAPTERS
-from dapo.config import ModelConfig
+from dapo.config import Config, ModelConfig
 from dapo.errors import CheckpointError
 from dapo.model.lora import adapter_settings
 from dapo.system.files import published
@@ -19,22 +20,35 @@ from dapo.system.files import published
 _WEIGHTS_AND_SHAPE = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 
 
+def export_run(run: Path, to: Path, which: str | None = None, *, adapters: bool = False) -> Path:
+    """Export the checkpoint that `which` names (best, last or a step; default: the best if marked), and return it."""
+    if not (run / "config.yaml").is_file():
+        raise CheckpointError(f"{run}: there is no run here (it has no config.yaml)")
+    saved = checkpoints.find(run / "checkpoints", checkpoints.parse_which(which) if which is not None else None)
+    card = model_card(run, saved, adapters=adapters)
+    if adapters:
+        export_adapters(saved, to, card, Config.load(run / "config.yaml").model)
+    else:
+        export_merged(saved, to, card)
+    return saved
+
+
 def export_merged(checkpoint: Path, folder: Path, card: str) -> None:
-    """The whole model, adapters merged, which transformers and vLLM load as it is."""
+    """Write the whole model, adapters merged; transformers and vLLM load it as it is."""
     with _checked(checkpoint, folder) as draft:
         shutil.copytree(checkpoint, draft, ignore=shutil.ignore_patterns("trainer"), dirs_exist_ok=True)
         (draft / "README.md").write_text(card, encoding="utf-8")
 
 
 def export_adapters(checkpoint: Path, folder: Path, card: str, model: ModelConfig) -> None:
-    """The adapters alone, which `peft.PeftModel.from_pretrained(base, folder)` puts on the base model again."""
+    """Write the adapters alone, for `peft.PeftModel.from_pretrained(base, folder)`."""
     if not (checkpoint / ADAPTERS).is_file():
         raise CheckpointError(
-            f"{checkpoint}: all weights were trained here, so there are no adapters; export without --adapters"
+            f"{checkpoint}: this run trained all weights, so there are no adapters; export without --adapters"
         )
     with _checked(checkpoint, folder) as draft:
-        others = shutil.ignore_patterns("trainer", *_WEIGHTS_AND_SHAPE)  # what stays is the tokenizer
-        shutil.copytree(checkpoint, draft, ignore=others, dirs_exist_ok=True)
+        all_but_tokenizer = shutil.ignore_patterns("trainer", *_WEIGHTS_AND_SHAPE)
+        shutil.copytree(checkpoint, draft, ignore=all_but_tokenizer, dirs_exist_ok=True)
         shutil.copyfile(checkpoint / ADAPTERS, draft / "adapter_model.safetensors")
         targets, base = _targets(checkpoint, model), model.path
         settings = adapter_settings(model.lora, targets, base_model_name_or_path=base, inference_mode=True)
@@ -44,16 +58,16 @@ def export_adapters(checkpoint: Path, folder: Path, card: str, model: ModelConfi
 
 @contextmanager
 def _checked(checkpoint: Path, folder: Path) -> Iterator[Path]:
-    """All or nothing, into a new folder, after every file was found to be what was written."""
+    """Yield a draft that is published as `folder` all or nothing, after the checkpoint's checksums were verified."""
     if folder.exists():
         raise CheckpointError(f"{folder}: exists already; name a new folder")
-    read_state(checkpoint)
+    checkpoints.read_state(checkpoint)
     with published(folder) as draft:
         yield draft
 
 
 def _targets(checkpoint: Path, model: ModelConfig) -> list[str]:
-    """The layers by name: some programs that read adapters do not know `all-linear`."""
+    """Return the names of the adapted layers: some programs that read adapters do not know `all-linear`."""
     if model.lora.target_modules != "all-linear":
         return list(model.lora.target_modules)
     with safe_open(checkpoint / ADAPTERS, framework="np") as file:

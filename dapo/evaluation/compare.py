@@ -1,4 +1,4 @@
-"""`dapo eval`: several models on the same questions with the same random numbers, and what differs between them."""
+"""`dapo eval`: evaluate several models on the same questions with the same random numbers, and compare them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dapo.data.dataset import load_eval_sets
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import RewardError
 from dapo.evaluation.evaluate import differences, evaluate
-from dapo.evaluation.subjects import Subject, resolve, unlike
+from dapo.evaluation.subjects import Subject, differing_settings, resolve
 from dapo.model.forward import check_model
 from dapo.model.loading import load_model, resolve_path
 from dapo.rewards.judge import build_judge
@@ -35,12 +35,12 @@ from dapo.types import EvalReport, SamplingParams
 class Result:
     subject: Subject
     report: EvalReport
-    seconds: float  # of sampling and judging
+    seconds: float  # spent on sampling and judging
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """What was found, by set: each model, and how each differs from the first."""
+    """The results of all models and their differences from the first model, by evaluation set."""
 
     folder: Path
     notes: tuple[str, ...]
@@ -60,17 +60,17 @@ def evaluate_models(
 ) -> Comparison:
     """Evaluate one model after the other, one in memory at a time, and compare each with the first."""
     subjects = resolve(models, overrides, data=data, k=k, preset=preset, out=out)
-    for subject in subjects:  # a model that is not there should be known before hours are spent on the one before it
+    for subject in subjects:  # report a missing model before hours are spent on the models before it
         resolve_path(subject.config.model.path)
     results: dict[str, list[Result]] = {}
     for subject in subjects:
         for result in _evaluate(subject, console or Console(quiet=True)):
             results.setdefault(result.report.name, []).append(result)
-        gc.collect()  # the next model needs the room
+        gc.collect()  # free the memory for the next model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     found = {name: _differences(members) for name, members in results.items()}
-    return Comparison(Path(subjects[0].config.run.dir), unlike(subjects), results, found)
+    return Comparison(Path(subjects[0].config.run.dir), differing_settings(subjects), results, found)
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
@@ -81,15 +81,15 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         if len(results) > 1:
             console.print(differences_table(results[0].subject.label, comparison.differences[name]))
     first = next(iter(comparison.results.values()))[0].subject.config
-    told = f"judged by {first.reward.use}, at most {first.data.max_response_length:,} tokens a response"
-    console.print(told, markup=False, highlight=False)
+    settings = f"judged by {first.reward.use}, at most {first.data.max_response_length:,} tokens per response"
+    console.print(settings, markup=False, highlight=False)
     for note in comparison.notes:
         console.print(f"note: {note}", style="yellow", markup=False, highlight=False)
     console.print(f"every sample is in {comparison.folder}", markup=False, highlight=False)
 
 
 def comparison_json(comparison: Comparison) -> str:
-    """Everything but the samples. JSON has no NaN: a figure that does not exist is null."""
+    """Return everything but the samples as JSON. A metric that is not finite is null, because JSON has no NaN."""
     sets = {}
     for name, results in comparison.results.items():
         models = [
@@ -99,7 +99,7 @@ def comparison_json(comparison: Comparison) -> str:
                 "step": result.subject.step,
                 "folder": str(result.subject.config.run_dir),
                 "seconds": result.seconds,
-                "metrics": {figure: _finite(value) for figure, value in result.report.metrics.items()},
+                "metrics": {name: _finite(value) for name, value in result.report.metrics.items()},
             }
             for result in results
         ]
@@ -145,7 +145,7 @@ def _evaluate(subject: Subject, console: Console) -> list[Result]:
             for name, prompts in sets.items():
                 start = time.perf_counter()
                 with _progress(console, f"{subject.label}, {name}") as on_sample:
-                    # Step 0 for all: the same numbers for the same question make the comparison a paired one.
+                    # Step 0 for every model: the same question gets the same random numbers, which pairs the models.
                     report = evaluate(engine, judge, prompts, options.k, params, 0, name, on_sample)
                 report = replace(report, step=subject.step)
                 database.record_eval(report)
@@ -156,7 +156,7 @@ def _evaluate(subject: Subject, console: Console) -> list[Result]:
 
 
 def _database(config: Config) -> RunDatabase:
-    """A folder like that of a run, so that everything that opens runs opens it."""
+    """Create a run directory for the samples, so that every command that reads runs can read it."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     resolved = config.to_yaml()
     database = RunDatabase.create(config.run_dir / "run.db", resolved, versions())
@@ -180,7 +180,7 @@ def _progress(console: Console, description: str) -> Iterator[Callable[[int, int
         console=console,
         transient=True,
         disable=not console.is_terminal,
-        # Short samples end first: the whole evaluation so far is the best guess at the rest.
+        # Short samples finish first, so estimate the speed from the whole evaluation so far.
         speed_estimate_period=3600,
     )
     with bar:

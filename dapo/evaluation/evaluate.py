@@ -1,4 +1,4 @@
-"""Evaluation through the same engine and rewards as training: k samples per question, and what they say."""
+"""Evaluation with the engine and judge of training: k samples per question, and the metrics over them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dapo.rewards.protocol import Judge
 from dapo.terminal.evaltable import DifferenceRow, headline
 from dapo.types import EvalReport, EvalSample, Prompt, Request, Rollout, SamplingParams, Score
 
-Figures = dict[str, dict[str, float]]  # figure -> problem uid -> value
+MetricsByProblem = dict[str, dict[str, float]]  # metric -> problem uid -> value
 
 
 def evaluate(
@@ -28,14 +28,14 @@ def evaluate(
     name: str,
     on_sample: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvalReport:
-    """k samples for each prompt, judged while the engine goes on.
+    """Sample k responses to each prompt, and judge each group while the engine samples the others.
 
-    The serials follow from the step, so that every evaluation of a run draws fresh numbers.
+    Serials are numbered from the step, so that every evaluation of a run draws fresh random numbers.
     """
     by_serial = dict(enumerate(prompts, start=step * len(prompts)))
     engine.submit([Request(serial, prompt.tokens, k, params, "eval") for serial, prompt in by_serial.items()])
     finished: dict[int, list[Rollout]] = defaultdict(list)
-    promised: dict[int, Future[list[Score]]] = {}
+    scores: dict[int, Future[list[Score]]] = {}
     done = 0
     while rollouts := engine.poll():
         for rollout in rollouts:
@@ -43,73 +43,75 @@ def evaluate(
             members.append(rollout)
             if len(members) == k:
                 members.sort(key=lambda member: member.index)
-                promised[rollout.serial] = judge.submit(by_serial[rollout.serial], members)
+                scores[rollout.serial] = judge.submit(by_serial[rollout.serial], members)
         done += len(rollouts)
         on_sample(done, k * len(prompts))
-    assert promised.keys() == by_serial.keys(), "the engine lost samples"
+    assert scores.keys() == by_serial.keys(), "the engine lost samples"
     samples = tuple(
         EvalSample(by_serial[serial], rollout, score)
-        for serial in sorted(promised)
-        for rollout, score in zip(finished[serial], promised[serial].result(), strict=True)
+        for serial in sorted(scores)
+        for rollout, score in zip(finished[serial], scores[serial].result(), strict=True)
     )
     return EvalReport(step, name, _metrics(samples, k), samples)
 
 
-def figures_by_problem(samples: Iterable[EvalSample], k: int) -> Figures:
-    """Every figure, problem by problem: its mean over problems is the model's, and two models can be paired on it.
+def metrics_by_problem(samples: Iterable[EvalSample], k: int) -> MetricsByProblem:
+    """Return every metric for each problem. A model's metric is the mean over problems; models are paired by problem.
 
-    Samples that could not be judged are left out of their problem, and a problem without judged samples is left out.
+    Unjudged samples are left out, and so are problems without a judged sample. Lengths count all samples.
     """
     problems: dict[str, list[EvalSample]] = defaultdict(list)
     for sample in samples:
         problems[sample.prompt.uid].append(sample)
     judged = {uid: scores for uid, members in problems.items() if (scores := _judged(members))}
     scores = [score for members in judged.values() for score in members]
-    figures: Figures = {"reward/mean": {uid: _mean(s.value for s in members) for uid, members in judged.items()}}
+    metrics: MetricsByProblem = {
+        "reward/mean": {uid: _mean(s.value for s in members) for uid, members in judged.items()}
+    }
     has_acc = bool(scores) and all(score.acc is not None for score in scores)
     has_answers = any("extracted" in score.extras for score in scores)
     if has_acc:
-        figures[f"avg@{k}"] = {uid: _mean(s.acc for s in members) for uid, members in judged.items()}
+        metrics[f"avg@{k}"] = {uid: _mean(s.acc for s in members) for uid, members in judged.items()}
         for j in ks(k):
-            figures[f"pass@{j}"] = {
+            metrics[f"pass@{j}"] = {
                 uid: pass_at_k(len(members), sum(bool(s.acc) for s in members), j) for uid, members in judged.items()
             }
     if has_acc and has_answers:
-        figures[f"maj@{k}"] = {
+        metrics[f"maj@{k}"] = {
             uid: majority([_answer(s) for s in members], [bool(s.acc) for s in members])
             for uid, members in judged.items()
         }
     if has_answers:
-        figures["parse_rate"] = {uid: _mean(_answer(s) is not None for s in members) for uid, members in judged.items()}
-    figures["response_length/mean"] = {
+        metrics["parse_rate"] = {uid: _mean(_answer(s) is not None for s in members) for uid, members in judged.items()}
+    metrics["response_length/mean"] = {
         uid: _mean(len(sample.rollout) for sample in members) for uid, members in problems.items()
     }
-    figures["response_length/clip_ratio"] = {
+    metrics["response_length/clip_ratio"] = {
         uid: _mean(sample.rollout.finish_reason == "length" for sample in members) for uid, members in problems.items()
     }
-    return figures
+    return metrics
 
 
 def differences(before: EvalReport, after: EvalReport, k: int, label: str = "after") -> list[DifferenceRow]:
-    """How the second evaluation's headline figures differ from the first one's, problem by problem."""
-    old, new = (figures_by_problem(report.samples, k) for report in (before, after))
+    """Return the paired differences of the main metrics, problem by problem: `after` minus `before`."""
+    old, new = (metrics_by_problem(report.samples, k) for report in (before, after))
     names = headline(before.metrics)
     return [DifferenceRow(label, name, *paired_difference(old[name], new.get(name, {}))) for name in names]
 
 
 def _metrics(samples: Sequence[EvalSample], k: int) -> dict[str, float]:
-    """The means over problems, each with its 95 % interval beside it where there is one."""
+    """Return the means over problems, with their 95 % intervals if there are enough problems."""
     metrics: dict[str, float] = {}
-    figures = figures_by_problem(samples, k)
-    for name, values in figures.items():
+    by_problem = metrics_by_problem(samples, k)
+    for name, values in by_problem.items():
         mean, low, high = estimate(list(values.values()))
         metrics[name] = mean
         if not math.isnan(low):
             metrics |= {f"{name}/low": low, f"{name}/high": high}
-    problems = len(figures["response_length/mean"])
+    problems = len(by_problem["response_length/mean"])
     return metrics | {
         "problems": float(problems),
-        "problems/unjudged": float(problems - len(figures["reward/mean"])),
+        "problems/unjudged": float(problems - len(by_problem["reward/mean"])),
         "unjudged": float(sum(not sample.score.judged for sample in samples)),
     }
 

@@ -1,4 +1,4 @@
-"""What the arguments of `dapo eval` mean: which models, asked what, and judged how."""
+"""The arguments of `dapo eval`: which models to evaluate, on which questions, with which settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_K = 32
 PRESETS: dict[str, dict[str, Any]] = {
     "aime": {"k": 32, "temperature": 1.0, "top_p": 0.7, "data": "data/aime-2024.parquet"},
 }
-# Where these differ between two models, so does what is measured.
+# Metrics of two models are comparable only if these options are the same for both.
 _SHARED_KEYS = (
     "data.max_prompt_length", "data.max_response_length", "data.prompt_template", "data.system_prompt",
     *(key for key, _ in leaves() if key.startswith("reward.")),
@@ -28,11 +28,11 @@ _SHARED_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model to evaluate: `config.model.path` is what is loaded, `config.run_dir` is where its samples go."""
+    """A model to evaluate: `config.model.path` is loaded, and its samples go to `config.run_dir`."""
 
     label: str
     config: Config
-    step: int  # of the run it comes from; 0 for a model that comes from none
+    step: int  # of the checkpoint; 0 for a plain model
 
 
 def resolve(
@@ -44,28 +44,28 @@ def resolve(
     preset: str | None = None,
     out: Path | None = None,
 ) -> list[Subject]:
-    """What each argument means.
+    """Return one subject per argument of the command line.
 
-    A run brings its own template, reward and lengths. A plain model is asked and judged as the first run that is named
-    beside it, or by the defaults. What is asked, how it is sampled and the seed are the first one's for all.
+    A run brings its own template, reward and lengths. A plain model takes those of the first run among the arguments,
+    or the defaults. The questions, the sampling parameters and the seed are those of the first model, for all.
     """
     if not models:
         raise ConfigError("dapo eval: name at least one run or model")
-    # A run's own best_metric names a set of its own, and nothing is kept by it here.
+    # A run's best_metric names one of its own evaluation sets; no checkpoint is chosen here.
     options = ["eval.best_metric=null", *_preset(preset), *overrides]
     if data is not None:
         options.append(f"eval.data={data if data.lstrip().startswith(('{', '[')) else json.dumps(data)}")
     if k is not None:
         options.append(f"eval.k={k}")
     found = [_run_and_checkpoint(model) for model in models]
-    pattern = next((run for run, _ in found if run is not None), None)
+    first_run = next((run for run, _ in found if run is not None), None)
     configs = []
     for model, (run, saved) in zip(models, found, strict=True):
-        configs.append(_config(run or pattern, str(saved or model), options))
+        configs.append(_config(run or first_run, str(saved or model), options))
     first = configs[0]
     if not first.eval.data:
         raise ConfigError(
-            "dapo eval: there is nothing to evaluate on; give --data, as in --data data/aime-2024.parquet"
+            "dapo eval: there is no data to evaluate on; give --data, for example --data data/aime-2024.parquet"
         )
     common = first.eval.model_copy(update={"k": first.eval.k or DEFAULT_K})
     folder = out or Path("runs") / f"eval-{next(iter(first.eval.data))}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -81,31 +81,31 @@ def resolve(
     return subjects
 
 
-def unlike(subjects: Sequence[Subject]) -> tuple[str, ...]:
-    """What is not the same for all models besides the model."""
+def differing_settings(subjects: Sequence[Subject]) -> tuple[str, ...]:
+    """Return a note for each setting that affects the metrics and is not the same for all models."""
     notes = []
     for key in _SHARED_KEYS:
         values = {subject.label: reduce(getattr, key.split("."), subject.config) for subject in subjects}
         if len(set(map(repr, values.values()))) > 1:
-            told = ", ".join(f"{value!r} for {label}" for label, value in values.items())
-            notes.append(f"{key} is {told}; set it for all with {key}=...")
+            by_model = ", ".join(f"{value!r} for {label}" for label, value in values.items())
+            notes.append(f"{key} is {by_model}; set it for all with {key}=...")
     return tuple(notes)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Models and overrides, which the command line takes in any order; `pypi:NAME==1.0` is a model."""
+    """Separate models from overrides, which may come in any order; `pypi:NAME==1.0` is a model."""
     override = re.compile(rf"({'|'.join(Config.model_fields)})\.[\w.]+=")
     models = [argument for argument in arguments if not override.match(argument)]
     return models, [argument for argument in arguments if override.match(argument)]
 
 
 def _run_and_checkpoint(model: str) -> tuple[Path | None, Path | None]:
-    """The run and the checkpoint that RUN, RUN@STEP, RUN@best or RUN@last names; nothing for a plain model."""
+    """Return the run and checkpoint that RUN, RUN@STEP, RUN@best or RUN@last names; None for a plain model."""
     if _is_run(Path(model)):
         return Path(model), checkpoint.find(Path(model) / "checkpoints")
     name, at, which = model.rpartition("@")
     if not at or not _is_run(Path(name)):
-        if not Path(model).exists() and _holds_runs(Path(model).parent):  # else the hub would be asked for it
+        if not Path(model).exists() and _holds_runs(Path(model).parent):  # else it may be the id of a hub model
             raise CheckpointError(f"{model}: there is no such run or model in {Path(model).parent}")
         return None, None
     return Path(name), checkpoint.find(Path(name) / "checkpoints", checkpoint.parse_which(which))
@@ -116,18 +116,18 @@ def _is_run(path: Path) -> bool:
 
 
 def _holds_runs(folder: Path) -> bool:
-    """A folder that has some, or is where they go unless something else is said."""
+    """Return whether a folder contains runs, or is `runs`, the default of run.dir."""
     if folder in (Path(), Path("runs")) or not folder.is_dir():
         return folder == Path("runs")
     return any(_is_run(path) for path in folder.iterdir())
 
 
 def _config(run: Path | None, path: str, options: Sequence[str]) -> Config:
-    # A checkpoint has its adapters merged.
+    # Checkpoints are saved with their adapters merged.
     options = [*options, f"model.path={json.dumps(path)}", "model.lora.rank=0"]
     if run is not None:
         return Config.load(run / "config.yaml", options)
-    values: dict[str, Any] = {"data": {"train": "none"}}  # a configuration must name it; nothing is trained here
+    values: dict[str, Any] = {"data": {"train": "none"}}  # a required option, but nothing is trained here
     for option in options:
         apply_override(values, option, option_names())
     return Config.parse(values, source="dapo eval")
@@ -137,7 +137,7 @@ def _preset(name: str | None) -> list[str]:
     if name is None:
         return []
     if name not in PRESETS:
-        raise ConfigError(f"--preset is '{name}'; there are: {', '.join(PRESETS)}")
+        raise ConfigError(f"--preset is '{name}'; the presets are: {', '.join(PRESETS)}")
     return [f"eval.{key}={json.dumps(value)}" for key, value in PRESETS[name].items()]
 
 

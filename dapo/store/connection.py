@@ -1,4 +1,4 @@
-"""Opening run.db, for writing or for reading, and saying in one sentence what is wrong with it."""
+"""Connections to run.db for writing and for reading, and one-sentence errors for whatever is wrong with the file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 from dapo.errors import CheckpointError, DapoError, StorageError
 from dapo.store.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 
-# Processor time for one query of a command, or for one snapshot of a page. Waiting for a slow disk or a busy machine
-# does not count; whatever leads in a circle computes all the time.
+# CPU time for one query of a command, or for one snapshot of the page. Waiting for a slow disk or a busy machine does
+# not count; a query that runs in a cycle over damaged pages uses CPU time all along.
 READ_SECONDS = 10.0
-_BUSY_SECONDS = 5.0  # how long a reader waits for a lock; a writer in WAL mode holds none that readers need
-_CLOSE_SECONDS = 1.0  # how long a writer that closes waits for readers to leave
-_ATTEMPTS = 3  # to open a database that a writer opens or closes at the same moment
+_BUSY_SECONDS = 5.0  # a reader's wait for a lock; in WAL mode a writer never blocks readers
+_CLOSE_SECONDS = 1.0  # a closing writer's wait for readers to leave
+_ATTEMPTS = 3  # to open a database while a writer opens or closes it
 _LONGEST_VALUE = 16 * 2**20  # bytes: four million tokens
 _LONGEST_REASON = 300
-_STEPS_BETWEEN_CHECKS = 1_000  # of SQLite's virtual machine: some microseconds
+_STEPS_BETWEEN_CHECKS = 1_000  # instructions of SQLite's virtual machine: some microseconds
 
 _PYTHON_TYPES: dict[str, frozenset[type]] = {
     "TEXT": frozenset({str}),
@@ -36,7 +36,7 @@ _PYTHON_TYPES: dict[str, frozenset[type]] = {
 
 @contextmanager
 def connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
-    """Open for writing (`rw` or `rwc`); the connection is closed again when what follows fails."""
+    """Open for writing with `mode` rw or rwc (create); the connection is closed if the block fails."""
     if mode != "rwc" and not os.path.isfile(path):
         raise CheckpointError(f"{path}: there is no run database here")
     with explained(path, "opened as a run database", writes=mode.startswith("rw")):
@@ -45,13 +45,13 @@ def connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
             uri=True,
             timeout=60,
             isolation_level=None,
-            check_same_thread=False,  # a thread may write while another waits for it
+            check_same_thread=False,  # the trainer writes from a background thread, one thread at a time
         )
         try:
             connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA foreign_keys = ON")
-            # A killed process loses nothing at NORMAL either. FULL adds one fsync per step, little beside the seconds
-            # that a step takes, and so even a power cut cannot leave the database behind the checkpoint.
+            # FULL adds one fsync per step, which is little next to the seconds a step takes. NORMAL would be enough
+            # for a killed process, but a power cut could then leave the database behind the checkpoint.
             connection.execute("PRAGMA synchronous = FULL")
             yield connection
         except BaseException:
@@ -60,9 +60,10 @@ def connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
 
 
 def close_writer(connection: sqlite3.Connection, path: Path) -> None:
-    """Close so that only run.db stays: the last connection moves the WAL into the file and removes it.
+    """Close so that only run.db remains: the last connection to close moves the WAL into run.db and deletes it.
 
-    A reader that is looking at this moment would be the last one, and may not write; so wait for it to leave.
+    If a reader is still open, it would be the last, and it cannot write. So wait for it to leave, then open and close
+    once more.
     """
     connection.close()
     wal = Path(f"{path}-wal")
@@ -75,21 +76,21 @@ def close_writer(connection: sqlite3.Connection, path: Path) -> None:
 
 
 class DatabaseChanged(CheckpointError):
-    """A writer came while the database was read without locks."""
+    """A writer changed the database while it was being read without locks."""
 
 
 class ReadingConnection(sqlite3.Connection):
     """A connection to a run.db that may be damaged or hostile.
 
-    It refuses values of a type that the schema does not have there, and stops what takes too long.
+    It refuses values whose type does not match the schema, and stops queries that take too long.
     """
 
     path: Path
-    stamp: tuple[int, ...] | None = None  # of a file that is read without locks, because nobody was writing to it
-    deadline = math.inf
+    stamp: tuple[int, ...] | None = None  # identity of the file when it was opened, if it is read without locks
+    deadline = math.inf  # in CPU seconds of this thread
 
     def allow(self, seconds: float | None = None) -> None:
-        """Let this thread compute for so long from now on; default: READ_SECONDS."""
+        """Set the deadline to this many CPU seconds from now; default: READ_SECONDS."""
         self.deadline = time.thread_time() + (READ_SECONDS if seconds is None else seconds)
 
     def cursor(self, factory: Any = None) -> sqlite3.Cursor:
@@ -99,13 +100,13 @@ class ReadingConnection(sqlite3.Connection):
         return self.cursor().execute(sql, parameters)
 
     def check_unchanged(self) -> None:
-        """Raise where a writer has changed what was read without locks: the answers may not fit together."""
+        """Raise if a writer has changed a file that is read without locks: its rows may not be consistent."""
         if self.stamp is not None and self.stamp != _stamp(self.path):
-            raise DatabaseChanged(f"{self.path}: was changed while it was being read; try again")
+            raise DatabaseChanged(f"{self.path}: changed while it was being read; try again")
 
     @property
     def is_outdated(self) -> bool:
-        """Whether there is something new that this connection cannot see, because it reads without the WAL."""
+        """Whether the file has new content that this connection, which reads without the WAL, cannot see."""
         return self.stamp is not None and (self.stamp != _stamp(self.path) or not _is_empty(f"{self.path}-wal"))
 
 
@@ -118,7 +119,7 @@ class _CheckedCursor(sqlite3.Cursor):
 
 
 def open_for_reading(path: Path, seconds: float | None = None) -> ReadingConnection:
-    """Open a run's database, also while it is written; leave no file behind, and never change what is in it."""
+    """Open a run's database, also while a run writes to it; create no files and change nothing."""
     if not os.path.isfile(path):
         raise CheckpointError(f"{path}: there is no run database here")
     for _ in range(_ATTEMPTS - 1):
@@ -156,7 +157,10 @@ def _open_once(path: Path, seconds: float | None) -> ReadingConnection:
 
 @contextmanager
 def unchanged(connection: sqlite3.Connection) -> Iterator[None]:
-    """Read within: what a writer changed meanwhile is no damage, and no answer either."""
+    """Raise DatabaseChanged if a writer changes the file during the block, even if the block itself failed.
+
+    Such a failure is not damage, and a result obtained meanwhile cannot be trusted.
+    """
     try:
         yield
     except Exception:
@@ -168,17 +172,19 @@ def unchanged(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _reading_mode(path: Path) -> str:
-    """How to read without leaving a file behind and without disturbing a writer.
+    """Return the SQLite open mode that leaves no file behind and does not disturb a writer.
 
-    SQLite's readers of a WAL database make `-wal` and `-shm` where they are missing, and cannot remove them if they are
-    read-only. Where nothing is in the WAL, run.db holds everything: it is read as it lies there, without locks, and
-    whether it was changed meanwhile shows afterwards. Where something is in it, both files are there, a live or a
-    killed writer's, and are used. But for a copy without `-shm`: nobody writes to that one, and a connection that may
-    write makes the file, and removes both when it closes.
+    A read-only SQLite connection to a WAL database creates missing `-wal` and `-shm` files and cannot delete them. So:
+
+    - An empty or missing WAL means that run.db holds everything. It is read without locks (`immutable`), and
+      `check_unchanged` finds out afterwards whether a writer came.
+    - A WAL with content and its `-shm` belong to a live or a killed writer. They are used as they are.
+    - A WAL with content but without `-shm` is a copy, which has no writer. A connection that may write creates the
+      `-shm`, and removes both files when it closes.
     """
     wal, index, journal = (f"{path}{end}" for end in ("-wal", "-shm", "-journal"))
     for each in (wal, index, journal):
-        if os.path.lexists(each) and not os.path.isfile(each):  # opening a FIFO would wait for ever
+        if os.path.lexists(each) and not os.path.isfile(each):  # opening a FIFO would block forever
             raise CheckpointError(f"{each}: is not a regular file; remove it to read the run")
     if os.path.exists(journal):
         return "ro"
@@ -203,20 +209,21 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def check(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise unless this is a run's database with exactly the tables, indexes and views of this schema version."""
     if is_blank(connection):
         raise CheckpointError(f"{path}: is empty; the run never started, or the file was copied without its -wal file")
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     if application != APPLICATION_ID:
-        raise CheckpointError(f"{path}: is an SQLite database, but not that of a run")
+        raise CheckpointError(f"{path}: is an SQLite database, but not a run's")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version != SCHEMA_VERSION:
         raise CheckpointError(f"{path}: has schema version {version}, but this version of dapo reads {SCHEMA_VERSION}")
-    # Objects of the user's own do no harm: no query names them. A view in place of a table could do anything.
+    # A user's own tables do no harm: no query names them. But a view in place of a table could run anything.
     found = _objects(connection, tuple(_schema()))
     for name, expected in _schema().items():
         if found.get(name) != expected:
-            what = "is not as dapo makes it" if name in found else "is missing"
-            raise CheckpointError(f"{path}: its {expected[0]} {name} {what}, so this is not a run's database")
+            problem = "is not as dapo makes it" if name in found else "is missing"
+            raise CheckpointError(f"{path}: its {expected[0]} {name} {problem}, so this is not a run's database")
 
 
 def is_blank(connection: sqlite3.Connection) -> bool:
@@ -224,7 +231,7 @@ def is_blank(connection: sqlite3.Connection) -> bool:
 
 
 def _objects(connection: sqlite3.Connection, names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Tables, indexes and views by name: what each is, and the statement that made it."""
+    """Return tables, indexes and views by name: the type of each and the statement that created it."""
     query = (
         f"SELECT type, name, sql FROM sqlite_master WHERE name IN ({', '.join('?' * len(names))}) AND type != 'trigger'"
     )
@@ -233,45 +240,46 @@ def _objects(connection: sqlite3.Connection, names: Sequence[str]) -> dict[str, 
 
 @cache
 def _schema() -> dict[str, tuple[str, str]]:
-    made = _made()
-    names = [row[0] for row in made.execute("SELECT name FROM sqlite_master WHERE sql IS NOT NULL")]
-    return _objects(made, names)
+    """Return the objects of a fresh database: what `check` compares with."""
+    fresh = _fresh_database()
+    names = [row[0] for row in fresh.execute("SELECT name FROM sqlite_master WHERE sql IS NOT NULL")]
+    return _objects(fresh, names)
 
 
 @cache
 def _column_types() -> dict[str, frozenset[type]]:
-    """The Python types that each column may come back as; columns of one name are alike in all tables.
+    """Return the Python types that each column may have. Columns with the same name have the same type in all tables.
 
-    `meta` is left out: its `value` is text, the one in `metrics` a number.
+    Except `value`, which is text in `meta` and a number in `metrics`: `meta` is left out here.
     """
-    made, found = _made(), {}
+    fresh, found = _fresh_database(), {}
     for table, (kind, _) in _schema().items():
         if kind != "table" or table == "meta":
             continue
-        for _, name, declared, is_required, _, key in made.execute(f"PRAGMA table_info({table})"):
-            nothing = frozenset() if is_required or key else frozenset({type(None)})
-            found[name] = found.get(name, frozenset()) | _PYTHON_TYPES[declared] | nothing
+        for _, name, declared, is_required, _, key in fresh.execute(f"PRAGMA table_info({table})"):
+            null = frozenset() if is_required or key else frozenset({type(None)})
+            found[name] = found.get(name, frozenset()) | _PYTHON_TYPES[declared] | null
     return found
 
 
-def _made() -> sqlite3.Connection:
-    made = sqlite3.connect(":memory:")
-    made.executescript(SCHEMA)
-    return made
+def _fresh_database() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:")
+    connection.executescript(SCHEMA)
+    return connection
 
 
 def _row_factory(names: Sequence[str]) -> Callable[[sqlite3.Cursor, tuple[Any, ...]], sqlite3.Row]:
-    """Make rows whose columns that are named as in the schema also have the types that the schema says."""
+    """Return a row factory that refuses a column of the schema whose value has another type than the schema says."""
     types = _column_types()
-    checks = [(place, types[name], name) for place, name in enumerate(names) if name in types]
+    checks = [(index, types[name], name) for index, name in enumerate(names) if name in types]
     if not checks:
         return sqlite3.Row
 
     def build(cursor: sqlite3.Cursor, values: tuple[Any, ...]) -> sqlite3.Row:
-        for place, allowed, name in checks:
-            if type(values[place]) not in allowed:
-                wanted = " or ".join(sorted(each.__name__ for each in allowed))
-                raise ValueError(f"a {name} is {type(values[place]).__name__} instead of {wanted}")
+        for index, allowed, name in checks:
+            if type(values[index]) not in allowed:
+                expected = " or ".join(sorted(each.__name__ for each in allowed))
+                raise ValueError(f"a {name} is {type(values[index]).__name__} instead of {expected}")
         return sqlite3.Row(cursor, values)
 
     return build
@@ -279,9 +287,9 @@ def _row_factory(names: Sequence[str]) -> Callable[[sqlite3.Cursor, tuple[Any, .
 
 @contextmanager
 def explained(path: Path, doing: str, *, writes: bool = False) -> Iterator[None]:
-    """What a user can mend (a damaged file, a full disk, no permission) becomes one sentence; a bug goes through.
+    """Turn what a user can fix (a damaged file, a full disk, no permission) into one sentence; let bugs through.
 
-    Where the disk failed while writing, SQLite has undone the transaction, so the run can resume.
+    If the disk failed while writing, SQLite has rolled the transaction back, so the run can resume.
     """
     try:
         yield
@@ -299,9 +307,9 @@ def explained(path: Path, doing: str, *, writes: bool = False) -> Iterator[None]
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn whatever the content of a database makes fail into one sentence: it may be damaged, or made to do harm.
+    """Turn every error that a damaged or hostile database can cause into one sentence.
 
-    Values that are not what a run writes show as errors of conversion here, where they are read, and not later.
+    Values that a run would not have written fail here, where they are decoded, and not later.
     """
     try:
         yield
@@ -309,13 +317,13 @@ def readable(path: Path) -> Iterator[None]:
         raise
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
-            raise CheckpointError(f"{path}: cannot be read: it takes too long, as a damaged file may") from error
+            raise CheckpointError(f"{path}: cannot be read: it takes too long; the file may be damaged") from error
         raise CheckpointError(f"{path}: cannot be read ({_reason(error)})") from error
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: not what a run writes ({_reason(error)})") from error
 
 
 def _reason(error: BaseException) -> str:
-    """The error's words on one line, of sensible length: they may quote what is in the file."""
-    words = re.sub(r"[^\w\s!-~]+", "?", " ".join(str(error).split())) or type(error).__name__
-    return words if len(words) <= _LONGEST_REASON else words[:_LONGEST_REASON] + "…"
+    """Return the error's message as one short, printable line: it may quote the content of the file."""
+    message = re.sub(r"[^\w\s!-~]+", "?", " ".join(str(error).split())) or type(error).__name__
+    return message if len(message) <= _LONGEST_REASON else message[:_LONGEST_REASON] + "…"

@@ -1,13 +1,12 @@
-"""The run's database: every group, rollout, score, figure and event of a run in one SQLite file."""
+"""Writing a run's database: every group, rollout, score, metric and event of a run in one SQLite file."""
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -22,44 +21,36 @@ from dapo.store.connection import (
     connected,
     explained,
     is_blank,
-    open_for_reading,
-    readable,
-    unchanged,
 )
 from dapo.store.encoding import (
     FLOATS,
     TOKENS,
-    figures_from_json,
-    from_blob,
-    from_json,
-    messages_from_json,
-    switches_from_json,
     to_blob,
     to_json,
     to_text,
 )
+from dapo.store.reading import RunReader
 from dapo.store.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from dapo.types import CARRIED, EvalReport, Event, Group, Prompt, Rollout, Score, StepReport, TokenStats
 
 StoreTokens = Literal["all", "kept", "none"]
 
 
-class RunDatabase:
-    """One writer, any number of readers. Each `record_...` and `rewind` is one transaction."""
+class RunDatabase(RunReader):
+    """A run's database, with one writer and any number of readers. Each `record_...` and `rewind` is a transaction."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path, store_tokens: StoreTokens = "none") -> None:
-        self.path = path
-        self._connection = connection
+        super().__init__(connection, path)
         self._store_tokens: StoreTokens = store_tokens
 
     @classmethod
     def create(cls, path: str | Path, config_yaml: str, meta: Mapping[str, str]) -> Self:
-        """Start a run's database. `config_yaml` is the resolved configuration; its run.store_tokens is obeyed."""
+        """Create a run's database. `config_yaml` is the resolved configuration, which sets run.store_tokens."""
         path = Path(path)
         with connected(path, "rwc") as connection:
             database = cls(connection, path, _store_tokens(config_yaml))
             with database._transaction():
-                # An empty file is what a process killed at this point leaves behind: starting again must work.
+                # A process killed here leaves an empty file behind, so an empty file must not block a new start.
                 if not is_blank(connection):
                     raise CheckpointError(f"{path}: exists already and is not empty; resume that run or name another")
                 for statement in SCHEMA.split(";"):
@@ -72,9 +63,9 @@ class RunDatabase:
 
     @classmethod
     def exists(cls, path: Path) -> bool:
-        """Whether a run's database was begun here; a missing or empty file is one that was not.
+        """Return whether a run was begun in this file; a missing or empty file means no.
 
-        Opens it for writing, because a process that was killed may have left a journal that has to be rolled back.
+        Opens it for writing, because a killed process may have left a journal that must be rolled back.
         """
         if not path.exists():
             return False
@@ -85,7 +76,7 @@ class RunDatabase:
             return True
 
     def restart(self, config_yaml: str, meta: Mapping[str, str]) -> None:
-        """Begin again where no step was recorded."""
+        """Start over in a database that has no step yet."""
         assert self.last_step() == 0
         with self._transaction() as connection:
             for table in ("meta", "evaluations", "events", "prompts"):
@@ -93,14 +84,9 @@ class RunDatabase:
             self._insert_meta(config_yaml, meta)
         self._store_tokens = _store_tokens(config_yaml)
 
-    def last_step(self) -> int:
-        """The newest recorded step; 0 where there is none."""
-        (row,) = self._rows("SELECT coalesce(max(step), 0) AS step FROM steps")
-        return row["step"]
-
     @classmethod
     def open(cls, path: str | Path, config_yaml: str | None = None) -> Self:
-        """Open to go on writing. A resumed run may have changed options: its configuration replaces the stored one."""
+        """Open for writing. If a resumed run has changed options, its configuration replaces the stored one."""
         path = Path(path)
         with connected(path, "rw") as connection:
             check(connection, path)
@@ -112,23 +98,11 @@ class RunDatabase:
             database._store_tokens = _store_tokens(database.meta()["config"])
             return database
 
-    @classmethod
-    def open_readonly(cls, path: str | Path) -> Self:
-        """Open to look, also while the run is going on."""
-        path = Path(path)
-        return cls(open_for_reading(path), path)
-
     def close(self) -> None:
         if isinstance(self._connection, ReadingConnection):
             self._connection.close()
         else:
             close_writer(self._connection, self.path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def record_step(self, report: StepReport) -> None:
         now = time.time()
@@ -145,7 +119,7 @@ class RunDatabase:
                 self._insert_event(event, now)
 
     def record_eval(self, report: EvalReport) -> None:
-        """Evaluating the same set again at the same step, as a resumed run may, replaces what was there."""
+        """Record an evaluation. It replaces an earlier one of the same set and step, which a resumed run may repeat."""
         with self._transaction() as connection:
             connection.execute(
                 "DELETE FROM evaluations WHERE (step, name) = (?, ?)", (report.step, to_text(report.name))
@@ -168,9 +142,9 @@ class RunDatabase:
             self._insert_event(event, time.time())
 
     def rewind(self, step: int) -> int:
-        """Take back everything after `step`, the decisions on groups carried over from before it included.
+        """Remove everything after `step`, and return the number of steps removed.
 
-        Returns the number of steps removed. Events that tell of earlier resumes stay.
+        Groups generated up to `step` but decided later are carried-over groups again. Events of earlier resumes stay.
         """
         with self._transaction() as connection:
             (last,) = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()
@@ -196,86 +170,6 @@ class RunDatabase:
             self._insert_event(Event("resumed", message, step), time.time())
         return steps
 
-    def meta(self) -> dict[str, str]:
-        with readable(self.path):
-            found = {row["key"]: row["setting"] for row in self._rows("SELECT key, value AS setting FROM meta")}
-            if not all(isinstance(text, str) for pair in found.items() for text in pair):
-                raise ValueError("meta holds something else than text")
-        return found
-
-    def steps(self) -> Iterator[dict[str, Any]]:
-        """Per step, in order: `step`, `time` and every metric under its name."""
-        rows = self._rows(
-            "SELECT step, time, name AS metric, value FROM steps LEFT JOIN metrics USING (step) ORDER BY step, name",
-            order=("step", "metric"),
-        )
-        with readable(self.path):
-            for (step, when), metrics in groupby(rows, key=lambda row: (row["step"], row["time"])):
-                values = {row["metric"]: _or_nan(row["value"]) for row in metrics if row["metric"] is not None}
-                if not all(isinstance(name, str) for name in values):
-                    raise ValueError("the name of a metric is no text")
-                yield {"step": step, "time": when, **values}
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        for row in self._rows("SELECT id, step, time, kind, message FROM events ORDER BY id", order=("id",)):
-            del row["id"]
-            yield row
-
-    def groups(self, step: int | None = None, verdict: str | None = None) -> Iterator[dict[str, Any]]:
-        """Groups with their prompts; of one step: those generated in it and those decided in it."""
-        conditions, values = ["1"], []
-        if step is not None:
-            conditions.append("(generated_step = ? OR decided_step = ?)")
-            values += [step, step]
-        if verdict is not None:
-            conditions.append("verdict = ?")
-            values.append(verdict)
-        rows = self._rows(
-            "SELECT serial, generated_step, decided_step, verdict, prompt_uid, data_source, messages, answer, extra,"
-            " tokens FROM groups JOIN prompts ON uid = prompt_uid"
-            f" WHERE {' AND '.join(conditions)} ORDER BY serial",
-            *values,
-            order=("serial",),
-        )
-        with readable(self.path):
-            for row in rows:
-                yield {
-                    **{name: value for name, value in row.items() if name != "tokens"},
-                    "messages": messages_from_json(row["messages"]),
-                    "answer": from_json(row["answer"], object),
-                    "extra": from_json(row["extra"], dict),
-                    "prompt_tokens": from_blob(row["tokens"], TOKENS),
-                }
-
-    def rollouts(self, serial: int) -> Iterator[dict[str, Any]]:
-        """The rollouts of a group, in sampling order; arrays that were not stored are None."""
-        rows = self._rows(
-            "SELECT rollouts.*, tokens, sampler_logprobs, policy_logprobs, entropy"
-            " FROM rollouts LEFT JOIN rollout_tokens USING (serial, sample) WHERE serial = ? ORDER BY sample",
-            serial,
-            order=("sample",),
-        )
-        arrays = ("sampler_logprobs", "policy_logprobs", "entropy")
-        with readable(self.path):
-            for row in rows:
-                yield {
-                    **row,
-                    "acc": None if row["acc"] is None else bool(row["acc"]),
-                    "trains": bool(row["trains"]),
-                    "switches": switches_from_json(row["switches"]),
-                    "extras": from_json(row["extras"], dict),
-                    "tokens": from_blob(row["tokens"], TOKENS),
-                    **{name: from_blob(row[name], FLOATS) for name in arrays},
-                }
-
-    def evals(self) -> Iterator[dict[str, Any]]:
-        rows = self._rows(
-            "SELECT step, name, time, metrics FROM evaluations ORDER BY step, name", order=("step", "name")
-        )
-        with readable(self.path):
-            for row in rows:
-                yield {**row, "metrics": figures_from_json(row["metrics"])}
-
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with explained(self.path, "written", writes=True):
@@ -284,26 +178,10 @@ class RunDatabase:
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
-                # After some errors, a full disk for one, SQLite has rolled back already.
+                # After some errors, such as a full disk, SQLite has already rolled back.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
-
-    def _rows(self, query: str, *values: Any, order: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-        """The rows, each after the one before in the columns `order`: damaged pages can lead in a circle."""
-        if isinstance(self._connection, ReadingConnection) and self._connection.is_outdated:
-            self._connection.close()
-            self._connection = open_for_reading(self.path)
-        connection, last = self._connection, None
-        with readable(self.path), unchanged(connection):
-            _allow_time(connection)
-            for row in connection.execute(query, values):
-                place = tuple(row[name] for name in order)
-                if last is not None and order and not last < place:
-                    raise ValueError(f"rows are not in the order of {' and '.join(order)}")
-                last = place
-                yield dict(row)
-                _allow_time(connection)  # the caller's own time does not count
 
     def _insert_meta(self, config_yaml: str, meta: Mapping[str, str]) -> None:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -319,7 +197,10 @@ class RunDatabase:
         self._insert("events", row)
 
     def _insert_prompt(self, prompt: Prompt, step: int) -> None:
-        """Once per uid. An older checkpoint may be evaluated later, so the first step is not always the first seen."""
+        """Insert a prompt once per uid, with the earliest step that uses it.
+
+        Steps do not always arrive in order: an older checkpoint may be evaluated later.
+        """
         tokens = None if self._store_tokens == "none" else to_blob(prompt.tokens, TOKENS)
         self._connection.execute(
             "INSERT INTO prompts (uid, first_step, data_source, messages, answer, extra, tokens)"
@@ -337,9 +218,9 @@ class RunDatabase:
         )
 
     def _record_group(self, group: Group, step: int) -> None:
-        """A carried-over group comes a second time with its decision; all else about it was known the first time.
+        """Insert a group, or, if it was carried over, update its verdict: nothing else about it has changed.
 
-        A group that was decided already fails on its primary key.
+        Recording a group that already has its final verdict fails on the primary key.
         """
         verdict = to_text(group.verdict)
         decided_step = None if verdict == CARRIED else step
@@ -375,7 +256,7 @@ class RunDatabase:
             )
 
     def _record_tokens(self, group: Group, token_stats: Mapping[tuple[int, int], TokenStats]) -> None:
-        # Carried groups count as kept here: their tokens are then written once, and a rewind need not guess at them.
+        # Tokens of carried groups are stored too. So they are written once, and a rewind to "carried" has them.
         kept = group.kept or group.verdict == CARRIED
         if self._store_tokens == "none" or (self._store_tokens == "kept" and not kept):
             return
@@ -397,12 +278,12 @@ class RunDatabase:
 
 
 def versions() -> dict[str, str]:
-    """What a run's figures may depend on besides its configuration."""
+    """Return the versions of the packages that a run's results depend on."""
     return {"dapo": __version__, **{name: version(name) for name in ("torch", "transformers", "peft")}}
 
 
 def _sample_columns(rollout: Rollout, score: Score) -> dict[str, Any]:
-    """The columns that rollouts and eval_samples share."""
+    """Return the columns that rollouts and eval_samples share."""
     extracted = score.extras.get("extracted")
     return {
         "sample": rollout.index,
@@ -420,12 +301,3 @@ def _sample_columns(rollout: Rollout, score: Score) -> dict[str, Any]:
 
 def _store_tokens(config_yaml: str) -> StoreTokens:
     return yaml.safe_load(config_yaml)["run"]["store_tokens"]
-
-
-def _allow_time(connection: sqlite3.Connection) -> None:
-    if isinstance(connection, ReadingConnection):
-        connection.allow()
-
-
-def _or_nan(value: float | None) -> float:
-    return float("nan") if value is None else value

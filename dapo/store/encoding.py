@@ -1,4 +1,4 @@
-"""How values become SQLite columns and come back."""
+"""The encoding of values in SQLite columns: text, JSON and blobs."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 
 import numpy as np
 
-TOKENS = "<i4"
-FLOATS = "<f4"
-_DEEPEST = 50  # objects and lists within each other; whoever walks through a value may recurse
+TOKENS = "<i4"  # little-endian int32
+FLOATS = "<f4"  # little-endian float32
+_DEEPEST = 50  # levels of nested objects and lists; code that walks through a value may recurse
 
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 _SHORT = {0x00: "nul", 0x07: "bell", 0x08: "backspace", 0x0C: "form feed", 0x0D: "cr", 0x1B: "esc", 0x7F: "del"}
 
 
 def to_text(value: str) -> str:
-    """SQLite takes only valid UTF-8, so a lone surrogate is written out as \\udXXX; everything else stays as it is."""
+    """Write lone surrogates out as \\udXXX, because SQLite takes only valid UTF-8; leave all else as it is."""
     return value.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def to_json(value: Any) -> str:
-    # A surrogate escaped by to_text is also a correct JSON escape, so JSON columns give it back unchanged.
+    # The \udXXX of to_text is also a valid JSON escape, so a lone surrogate survives in JSON columns.
     return to_text(json.dumps(_plain(value), ensure_ascii=False, allow_nan=False))
 
 
 def from_json(text: str, kind: type) -> Any:
-    """Return the value of a JSON column; a ValueError says that it is no `kind`, or nested too deeply."""
+    """Return the value of a JSON column; raise ValueError if it is not a `kind` or is nested too deeply."""
     value = json.loads(text)
     if not isinstance(value, kind):
-        raise ValueError(f"a JSON {type(value).__name__} is where a {kind.__name__} belongs")
+        raise ValueError(f"found a JSON {type(value).__name__} instead of a {kind.__name__}")
     level, depth = [value], 0
     while level := [item for each in level for item in _items(each)]:
         depth += 1
@@ -45,24 +45,24 @@ def from_json(text: str, kind: type) -> Any:
 def messages_from_json(text: str) -> list[dict[str, Any]]:
     messages = from_json(text, list)
     if not all(isinstance(message, dict) for message in messages):
-        raise ValueError("a chat message is no JSON object")
+        raise ValueError("a chat message is not a JSON object")
     return messages
 
 
 def switches_from_json(text: str) -> list[int]:
     switches = from_json(text, list)
-    if not all(type(place) is int and 0 <= place < 2**31 for place in switches):
-        raise ValueError("switches are no places in a response")
+    if not all(type(position) is int and 0 <= position < 2**31 for position in switches):
+        raise ValueError("switches are not positions in a response")
     return switches
 
 
 def figures_from_json(text: str) -> dict[str, float]:
-    """Metrics by name. JSON has no NaN and no infinities: they are stored by their names."""
+    """Return metrics by name. NaN and infinities, which JSON does not have, are stored as strings."""
     return {name: float(value) for name, value in from_json(text, dict).items()}
 
 
 def visible(text: str) -> str:
-    """Name the characters that steer a terminal or turn the direction of writing, so that nothing obeys them."""
+    """Replace characters that control a terminal or the direction of text by their names in ⟨⟩."""
     return _HIDDEN.sub(_named, text)
 
 
@@ -79,17 +79,17 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _named(found: re.Match[str]) -> str:
-    sign = found.group()
-    code = ord(sign)
-    # Words, because few fonts have the pictures that Unicode has for the first 32.
+    character = found.group()
+    code = ord(character)
+    # Unicode has no names for control characters, and few fonts show its symbols for them.
     short = _SHORT.get(code, f"U+{code:04X}")
-    return f"⟨{unicodedata.name(sign, short)}⟩"
+    return f"⟨{unicodedata.name(character, short)}⟩"
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say; the rest as its `str`, so that a strange value from a reward function cannot stop a run."""
+    """Convert to values that JSON has; anything else becomes its `str`, so that no reward function can stop a run."""
     if isinstance(value, float):
-        # JSON has no NaN or infinity. Their names survive, and float() understands them.
+        # JSON has no NaN or infinity. They become strings that float() understands.
         return value if math.isfinite(value) else str(float(value))
     if value is None or isinstance(value, str | bool | int):
         return value

@@ -1,9 +1,9 @@
-"""The tables of run.db, which docs/run-database.md explains. A change here raises the version."""
+"""The tables of run.db, documented in docs/run-database.md. Any change here must raise SCHEMA_VERSION."""
 
 APPLICATION_ID = 0x6461706F  # "dapo"
 SCHEMA_VERSION = 3
 
-# Kept to what SQLite 3.26 understands: that is what Python still links on some clusters.
+# Uses only what SQLite 3.26 understands: Python on some clusters is still linked with it.
 SCHEMA = """
 CREATE TABLE meta (
     key TEXT PRIMARY KEY,
@@ -31,7 +31,7 @@ CREATE INDEX groups_by_generated_step ON groups (generated_step, verdict);
 CREATE INDEX groups_by_decided_step ON groups (decided_step, verdict);
 CREATE INDEX groups_by_prompt ON groups (prompt_uid, generated_step);
 
--- The long text comes last, so that a query over rewards need not read it.
+-- The long text is the last column, so that a query over rewards does not read it.
 CREATE TABLE rollouts (
     serial INTEGER NOT NULL REFERENCES groups (serial) ON DELETE CASCADE,
     sample INTEGER NOT NULL,
@@ -50,10 +50,10 @@ CREATE TABLE rollouts (
     text TEXT NOT NULL,
     PRIMARY KEY (serial, sample)
 );
--- Holds all that statistics over many responses ask for: they need not read the texts, which are most of the table.
+-- Covers the statistics over many responses: they never read the texts, which are most of the table.
 CREATE INDEX rollouts_figures ON rollouts (serial, acc, score, reward, length, error);
 
--- Apart from rollouts, because these bytes are most of the file and few queries want them.
+-- Separate from rollouts, because these bytes are most of the file and few queries need them.
 CREATE TABLE rollout_tokens (
     serial INTEGER NOT NULL,
     sample INTEGER NOT NULL,
@@ -65,7 +65,7 @@ CREATE TABLE rollout_tokens (
     FOREIGN KEY (serial, sample) REFERENCES rollouts (serial, sample) ON DELETE CASCADE
 );
 
--- How each prompt fared, group by group: what the ledger of algorithm.ledger goes by.
+-- The history of each prompt, group by group: the history that algorithm.ledger uses.
 CREATE VIEW prompt_history AS
 SELECT prompt_uid, serial, generated_step AS step, verdict,
        sum(error IS NULL) AS judged, sum(acc) AS correct, avg(score) AS mean_score

@@ -1,4 +1,4 @@
-"""Figures for other programs to show: TensorBoard, Weights & Biases, trackio. None can stop or slow a training."""
+"""The run's side of the trackers (TensorBoard, Weights & Biases, trackio), which can neither stop nor slow a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dapo.config import Config
 from dapo.errors import ConfigError
 from dapo.types import EvalReport, StepReport
 
-CLOSE_SECONDS = 60.0  # for what is still to be written or sent when the training is over
+CLOSE_SECONDS = 60.0  # for writing and sending what is left when the run has ended
 
-# With the training process's own import path; as a module (-m) the working directory would come first.
+# Passes this process's import path on. With -m, the working directory would come first in it.
 _COMMAND = "import sys; sys.path[:] = sys.argv[2:]; from dapo.store.tracking import main; main()"
 
 
 def require_trackers(names: Iterable[str]) -> None:
-    """Called before any model is loaded. Each package is called what its tracker is called."""
+    """Raise ConfigError if a tracker's package, which has the tracker's name, is not installed."""
     for name in names:
         try:
             metadata.distribution(name)
@@ -34,7 +34,7 @@ def require_trackers(names: Iterable[str]) -> None:
 
 
 class Trackers:
-    """All of a run's trackers. One that fails is named to `on_failure` once, and then left alone."""
+    """All trackers of a run. One that fails is reported to `on_failure` once, and gets nothing more."""
 
     def __init__(self, config: Config, step: int, on_failure: Callable[[str], None]) -> None:
         self.on_failure = on_failure
@@ -58,26 +58,26 @@ class Trackers:
         self._send(report.step, {f"eval/{report.name}/{name}": value for name, value in report.metrics.items()})
 
     def close(self) -> None:
-        """Waits for what is under way, but not forever. Closing twice is closing once."""
+        """Wait up to CLOSE_SECONDS until all trackers have finished, then stop them. May be called twice."""
         members, self.members = self.members, []
         for member in members:
-            member.finish_input()  # all at once, so that they finish side by side
+            member.finish_input()  # of all trackers first, so that they finish in parallel
         end = time.monotonic() + CLOSE_SECONDS
         for member in members:
             if fault := member.close(max(0.0, end - time.monotonic())):
                 self.on_failure(f"{member.name}: {fault}")
 
     def _send(self, step: int, metrics: Mapping[str, float]) -> None:
-        figures = {name: float(value) for name, value in metrics.items()}
+        values = {name: float(value) for name, value in metrics.items()}
         for member in tuple(self.members):
-            if fault := member.send({"step": step, "figures": figures}):
+            if fault := member.send({"step": step, "metrics": values}):
                 self.members.remove(member)
                 member.close()
                 self.on_failure(f"{member.name}: {fault}")
 
 
 class TrackerProcess:
-    """One tracker's process, written to without ever waiting for it."""
+    """One tracker's process. Writing to it never blocks."""
 
     def __init__(self, name: str, setup: Mapping[str, Any]) -> None:
         self.name = name
@@ -88,7 +88,9 @@ class TrackerProcess:
             stdout=subprocess.DEVNULL,
             stderr=self.stderr,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the training, which then closes it; killed with all it has started
+            # Ctrl-C must reach the trainer only, which then closes the tracker. A session of its own also lets `close`
+            # kill everything that the tracker has started.
+            start_new_session=True,
         )
         assert self.process.stdin is not None
         self.stdin = self.process.stdin
@@ -97,43 +99,43 @@ class TrackerProcess:
         self.send(setup)
 
     def send(self, message: Mapping[str, Any]) -> str | None:
-        """What went wrong with it since the last time, if anything did."""
+        """Send a message; return the reason if the process has ended."""
         self.outgoing += json.dumps(message).encode() + b"\n"
         self._write()
-        return None if self.process.poll() is None else self._last_words()
+        return None if self.process.poll() is None else self._last_error()
 
     def finish_input(self) -> None:
-        """Tell it that nothing more comes, unless it has not taken everything yet."""
+        """Close its input, unless some of it is still waiting to be written."""
         self._write()
         if not self.outgoing:
             self.stdin.close()
             self.process.stdin = None
 
     def close(self, seconds: float = 0.0) -> str | None:
-        """What went wrong with it, if anything did."""
+        """Wait for the process to end, kill it after `seconds`, and return the reason if it failed."""
         try:
             self.process.communicate(self.outgoing or None, timeout=seconds)
-            return None if self.process.returncode == 0 else self._last_words()
+            return None if self.process.returncode == 0 else self._last_error()
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-            return f"was not done {CLOSE_SECONDS:g} s after the end of the training, and was stopped"
+            return f"had not finished {CLOSE_SECONDS:g} s after the end of the training, and was stopped"
         finally:
             self.stdin.close()
             self.stderr.close()
 
     def _write(self) -> None:
-        """As much as fits into the pipe; the rest goes along with the next report."""
+        """Write as much as fits into the pipe; the rest waits for the next call."""
         try:
             while self.outgoing:
                 self.outgoing = self.outgoing[os.write(self.stdin.fileno(), self.outgoing) :]
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self.outgoing = b""  # that it is gone is told by its exit status
+            self.outgoing = b""  # the process has ended; its exit status tells why
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
         self.stderr.seek(0)
         lines = self.stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"ended with status {self.process.returncode}"

@@ -1,11 +1,11 @@
-"""TensorBoard, Weights & Biases and trackio, each in a process of its own: the far side of `dapo.store.trackers`.
+"""The process of one tracker (TensorBoard, Weights & Biases or trackio), started by `dapo.store.trackers`.
 
-These libraries print, hook into the interpreter, keep one folder per process or wait for a network. In their own
-process none of that reaches the training, and whatever they do wrong ends here.
+These libraries print, hook into the interpreter, keep one folder per process, and wait for the network. In a process of
+their own none of that affects the run.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# The libraries are optional, and the messages of TensorBoard's protocol are made when they are imported.
+# The libraries are optional, and TensorBoard's protocol messages are generated at import time.
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ PROJECT = "dapo"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a tracker is told first. With `is_resumed` it should go on with its run called `id`."""
+    """The first message to a tracker. With `is_resumed` the tracker continues its run `id`, else it starts one."""
 
     run_dir: Path
     run_name: str
     config: Mapping[str, Any]
-    step: int  # the last step that counts; what was tracked after it was undone
+    step: int  # the step that the run resumes after; later steps that were tracked have been undone
     id: str
     is_resumed: bool
 
 
 class Tracker(Protocol):
-    can_go_back: bool  # whether a step that was sent before takes the place of the earlier one
+    can_go_back: bool  # whether sending a step again replaces the earlier values
 
     def __init__(self, start: Start) -> None: ...
-    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Event files as torch's SummaryWriter makes them, without torch: it would take half a gigabyte more."""
+    """Writes the event files of torch's SummaryWriter without importing torch, which would take half a gigabyte."""
 
     can_go_back = True
 
@@ -57,14 +57,14 @@ class TensorBoard:
         self.event = event_pb2.Event
         self.writer = EventFileWriter(str(start.run_dir / "tensorboard"))
         began = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        # Readers drop everything from this step on: the evaluation at step 0 only where the run begins anew.
+        # Readers drop everything from this step on. Step 0, the first evaluation, is dropped only if the run restarts.
         self._add(start.step + 1 if start.step > 0 else 0, session_log=began)
         self._add(start.step, summary=_text("configuration", _as_markdown(start)))
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._add(step, summary=Summary(value=values))
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ def _as_markdown(start: Start) -> str:
 
 
 class Wandb:
-    """Offline unless WANDB_MODE says otherwise; `wandb sync` sends the files later."""
+    """Writes offline unless WANDB_MODE says otherwise; `wandb sync` sends the files later."""
 
     can_go_back = False  # it ignores steps below its latest
 
@@ -102,7 +102,7 @@ class Wandb:
         import wandb
 
         settings: dict[str, Any] = {"silent": True, "console": "off"}
-        # Of the machine it is told its versions and platform, which cannot be turned off; of code and person nothing.
+        # Record nothing about the code or the user. Package versions and the platform cannot be turned off.
         settings |= dict.fromkeys(("disable_git", "disable_code", "x_disable_meta", "x_disable_stats"), True)
         settings |= {"x_disable_machine_info": True, "x_save_requirements": False, "save_code": False}
         settings |= {"host": "", "username": "", "email": ""}
@@ -115,28 +115,28 @@ class Wandb:
             mode=os.environ.get("WANDB_MODE", "offline"),  # pyright: ignore[reportArgumentType]
             resume="allow",
             allow_val_change=True,
-            force=True,  # an error rather than a question where nobody is logged in
+            force=True,  # if nobody is logged in, raise an error instead of asking
             settings=settings,
         )
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self.run.log(dict(figures), step=step)
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         self.run.finish()
 
 
 class Trackio:
-    """In the run directory unless TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says otherwise."""
+    """Writes to the run directory unless TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says otherwise."""
 
-    can_go_back = False  # it would keep both
+    can_go_back = False  # it would keep both values
 
     def __init__(self, start: Start) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(start.run_dir / "trackio"))
         if not os.environ.keys() & {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"}:
-            os.environ["HF_HUB_OFFLINE"] = "1"  # it asks the hub for the user's name even when all stays here
+            os.environ["HF_HUB_OFFLINE"] = "1"  # trackio asks the hub for the user's name even when it writes locally
         self.faults: list[str] = []
-        # Its errors are warnings, and some come from its own threads.
+        # trackio reports its errors as warnings, some of them from its own threads.
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = self._note
         import trackio
@@ -152,8 +152,8 @@ class Trackio:
         )
         self._check()
 
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self.run.log(dict(figures), step=step)
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(dict(metrics), step=step)
         self._check()
 
     def close(self) -> None:
@@ -172,14 +172,14 @@ class Trackio:
 TRACKERS: Mapping[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 
 
-class Sent:
-    """Which run a tracker has under way and how far it is, kept in the run directory for the day it is resumed."""
+class Progress:
+    """The tracker's run id and its newest step, kept in the run directory so that a resumed run can continue it."""
 
-    def __init__(self, path: Path, *, goes_on: bool) -> None:
+    def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
-        self.is_resumed = goes_on and path.exists()
+        self.is_resumed = resume and path.exists()
         known = json.loads(path.read_text(encoding="utf-8")) if self.is_resumed else {}
-        # Not made from the path: a run that was deleted and started anew would go on with the old one's curves.
+        # A random id: if it followed from the path, a run that was deleted and restarted would extend the old curves.
         self.id: str = known.get("id") or secrets.token_hex(6)
         self.before = self.step = int(known.get("step", -1))
 
@@ -191,27 +191,27 @@ class Sent:
 
 
 def follow(name: str, lines: Iterable[str]) -> None:
-    """First the setup, then one line for each report, until there are no more."""
+    """Read the setup from the first line, then send the report of every further line to the tracker."""
     lines = iter(lines)
     setup = json.loads(next(lines))
     run_dir, step = Path(setup["run_dir"]), setup["step"]
-    (run_dir / name).mkdir(parents=True, exist_ok=True)  # where it cannot, wandb would quietly go elsewhere
-    sent = Sent(run_dir / f".{name}.json", goes_on=step > 0)
+    (run_dir / name).mkdir(parents=True, exist_ok=True)  # fail here: wandb would silently write somewhere else
+    sent = Progress(run_dir / f".{name}.json", resume=step > 0)
     start = Start(run_dir, setup["run_name"], setup["config"], step, sent.id, sent.is_resumed)
     tracker = TRACKERS[name](start)
     for line in lines:
         if not line.endswith("\n"):
-            break  # the training was killed in the middle of it
+            break  # the trainer was killed while writing it
         report = json.loads(line)
         if tracker.can_go_back or report["step"] > sent.before:
-            tracker.log(report["step"], report["figures"])
+            tracker.log(report["step"], report["metrics"])
             sent.reached(report["step"])
     tracker.close()
 
 
 def main() -> None:
     name = sys.argv[1]
-    # The libraries and what they start must neither read the reports nor hold the pipe open.
+    # Move the pipe away from stdin: the libraries and their children must neither read it nor keep it open.
     lines = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
@@ -220,4 +220,4 @@ def main() -> None:
         first = (str(error).strip().splitlines() or [""])[0]
         sys.stderr.write(f"\n{type(error).__name__}: {first}\n")
         sys.stderr.flush()
-        os._exit(1)  # at its regular exit a broken library may hang, or have the last word
+        os._exit(1)  # a regular exit would run the exit handlers of a broken library, which may hang or print more

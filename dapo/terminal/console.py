@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: groups kept and dropped as they are decided, each step's figures, an ETA."""
+"""The terminal output of `dapo train`: one line of metrics per step, a progress bar, and a before-and-after table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARNINGS = ("exhausted", "unjudged", "stopped", "memory", "tracker")
 
 
 class Reporter:
-    """Told what happens, as it happens; it may not change it. This one keeps quiet: all is in the run database."""
+    """Observes a run, without changing it. This base class is silent: everything is in the run database."""
 
     def training(self, config: Config, first_step: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -34,7 +34,7 @@ class Reporter:
 
 
 class ConsoleReporter(Reporter):
-    """One line per step above a progress bar that tells what is going on right now."""
+    """Prints one line per step above a progress bar that shows the current phase."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -47,7 +47,7 @@ class ConsoleReporter(Reporter):
             TimeRemainingColumn(elapsed_when_finished=False),
             TextColumn("[dim]{task.fields[now]}"),
             console=self.console,
-            # Steps are few and long: the whole run so far is the best guess at the next one.
+            # Steps are few and long, so estimate the speed from the whole run so far.
             speed_estimate_period=3600,
         )
         self.task = self.progress.add_task("steps", total=None, now="")
@@ -97,10 +97,10 @@ class ConsoleReporter(Reporter):
         self._print(f"[{style}]{escape(event.kind)}: {escape(event.message)}[/]")
 
     def stopping(self) -> None:
-        self._print("[yellow]stopping after this step, then saving; once more to stop at once[/]")
+        self._print("[yellow]stopping after this step, then saving; press again to stop at once[/]")
 
     def _print(self, text: str) -> None:
-        # In a file a line is a line, however long.
+        # Wrap in a terminal only; in a file every message stays one line.
         self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
 
 
@@ -122,15 +122,15 @@ def _header() -> str:
 
 def _line(report: StepReport) -> str:
     m = report.metrics
-    figures = [
+    cells = [
         f"{report.step}",
-        _figure(m.get("score/mean"), ".3f"),
-        _figure(m.get("reward/mean"), ".3f"),
-        _figure(m.get("response_length/mean"), ".1f"),
-        _figure(m.get("entropy"), ".3f"),
-        _figure(m.get("grad_norm"), ".2f"),
-        _figure(m.get("logprob_gap/mean"), ".1e"),
-        _figure(m.get("timing_s/step"), ".1f"),
+        _number(m.get("score/mean"), ".3f"),
+        _number(m.get("reward/mean"), ".3f"),
+        _number(m.get("response_length/mean"), ".1f"),
+        _number(m.get("entropy"), ".3f"),
+        _number(m.get("grad_norm"), ".2f"),
+        _number(m.get("logprob_gap/mean"), ".1e"),
+        _number(m.get("timing_s/step"), ".1f"),
     ]
     prefix = "groups/dropped/"
     reasons = {name.removeprefix(prefix): int(n) for name, n in m.items() if name.startswith(prefix)}
@@ -140,10 +140,10 @@ def _line(report: StepReport) -> str:
     for name in ("carried", "stale"):
         if m[f"groups/{name}"]:
             groups += f", {int(m[f'groups/{name}'])} {name}"
-    return "".join(f"{text:>{width}}" for text, (_, width) in zip(figures, _COLUMNS, strict=True)) + f"  {groups}"
+    return "".join(f"{text:>{width}}" for text, (_, width) in zip(cells, _COLUMNS, strict=True)) + f"  {groups}"
 
 
-def _figure(value: float | None, form: str) -> str:
+def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
@@ -152,7 +152,7 @@ def _reasons(counts: dict[str, int]) -> str:
 
 
 def before_after_table(before: EvalReport, after: EvalReport, differences: Sequence[DifferenceRow]) -> Table:
-    """The figures side by side with their paired differences; of a single question also its commonest answers."""
+    """Show the metrics before and after with their paired differences; for a single question also the top answers."""
     problems = {sample.prompt.uid for sample in after.samples}
     each = len(after.samples) // max(len(problems), 1)
     asked = "1 question" if len(problems) == 1 else f"{len(problems)} questions"
@@ -160,10 +160,10 @@ def before_after_table(before: EvalReport, after: EvalReport, differences: Seque
     for column in ("", "before", "after"):
         table.add_column(column)
     table.add_column("difference [95 %]")
-    by_figure = {row.figure: row for row in differences}
-    for name in dict.fromkeys(["reward/mean", *by_figure, "response_length/mean"]):
+    by_metric = {row.figure: row for row in differences}
+    for name in dict.fromkeys(["reward/mean", *by_metric, "response_length/mean"]):
         cells = (escape(with_interval(report.metrics, name)) for report in (before, after))
-        table.add_row(heading(name), *cells, escape(with_sign(by_figure[name])) if name in by_figure else "")
+        table.add_row(heading(name), *cells, escape(with_sign(by_metric[name])) if name in by_metric else "")
     if len(problems) > 1:
         return table
     answers = [Counter(sample.rollout.text for sample in report.samples).most_common(5) for report in (before, after)]

@@ -1,4 +1,4 @@
-"""How evaluations are shown: figures with their intervals, model by model, and what differs between models."""
+"""Tables of evaluations: the metrics of each model with their intervals, and the differences between models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 _RATES = re.compile(r"(avg|pass|maj)@\d+|parse_rate|response_length/clip_ratio")
 _WIDE = 110
-_LEGEND = " (shares in %, below them 95 % intervals)"
+_LEGEND = " (rates in %, below them 95 % intervals)"
 _HEADINGS = {
     "parse_rate": "parsed", "response_length/clip_ratio": "cut off", "response_length/mean": "length",
     "reward/mean": "reward",
@@ -31,10 +31,10 @@ class EvalRow:
 
 @dataclass(frozen=True, slots=True)
 class DifferenceRow:
-    """One figure of one model against the first model, on the problems that both have."""
+    """The difference of one metric between a model and the first model, on the problems that both were judged on."""
 
     model: str
-    figure: str
+    figure: str  # the metric's name; called so in the JSON of `dapo eval`
     value: float
     low: float
     high: float
@@ -48,7 +48,7 @@ class DifferenceRow:
 
 
 def headline(metrics: Mapping[str, float]) -> list[str]:
-    """The figures that say how good a model is: avg@k, pass@k, maj@k, or the reward where nothing is right or wrong."""
+    """Return the main metrics: avg@k, pass@k and maj@k, or the reward if responses have no accuracy."""
     averages = [name for name in metrics if re.fullmatch(r"avg@\d+", name)]
     if not averages:
         return ["reward/mean"]
@@ -57,7 +57,7 @@ def headline(metrics: Mapping[str, float]) -> list[str]:
 
 
 def summary(metrics: Mapping[str, float]) -> str:
-    """One line for the log of a run: the headline figures, the reward and the length."""
+    """Return one line with the main metrics, the reward and the response length."""
     names = [*headline(metrics), "reward/mean", "response_length/mean", "response_length/clip_ratio"]
     parts = [f"{heading(name)} {with_interval(metrics, name)}" for name in dict.fromkeys(names) if name in metrics]
     if unjudged := metrics.get("unjudged"):
@@ -70,17 +70,18 @@ def heading(name: str) -> str:
 
 
 def with_interval(metrics: Mapping[str, float], name: str) -> str:
-    """`12.5 % [10.1, 15.0]`: shares in per cent, all else as it is."""
+    """Format a metric with its interval, such as `12.5 % [10.1, 15.0]`; rates are in percent."""
     if name not in metrics:
         return ""
-    text = figure(name, metrics[name]) + (" %" if is_rate(name) and not math.isnan(metrics[name]) else "")
+    text = number(name, metrics[name]) + (" %" if is_rate(name) and not math.isnan(metrics[name]) else "")
     if f"{name}/low" in metrics and f"{name}/high" in metrics:
-        low, high = (figure(name, metrics[f"{name}/{end}"]) for end in ("low", "high"))
+        low, high = (number(name, metrics[f"{name}/{end}"]) for end in ("low", "high"))
         text += f" [{low}, {high}]"
     return text
 
 
-def figure(name: str, value: float) -> str:
+def number(name: str, value: float) -> str:
+    """Format the value of a metric without its unit; rates are in percent."""
     if math.isnan(value):
         return "-"
     if is_rate(name):
@@ -93,9 +94,9 @@ def is_rate(name: str) -> bool:
 
 
 def models_table(title: str, rows: Sequence[EvalRow], width: int) -> Table:
-    """One row per model, shares in per cent; a terminal that is too narrow for all of pass@2, pass@4, ... goes without.
+    """Show one row per model, with rates in percent and the intervals of the main metrics below them.
 
-    The headline figures have their intervals under them; all intervals are in the database and in the JSON.
+    A narrow terminal shows no pass@2, pass@4, ... All metrics and intervals are in the database and in the JSON.
     """
     first = rows[0].metrics
     main = headline(first)
@@ -122,18 +123,18 @@ def models_table(title: str, rows: Sequence[EvalRow], width: int) -> Table:
 
 
 def with_sign(row: DifferenceRow) -> str:
-    """`+4.5 points [+2.1, +6.9]`"""
+    """Format a difference, such as `+4.5 points [+2.1, +6.9]`."""
     if math.isnan(row.value):
         return "-"
     scale, unit, form = (100, " points", "+.1f") if is_rate(row.figure) else (1, "", "+.3f")
-    value, low, high = (format(scale * number, form) for number in (row.value, row.low, row.high))
+    value, low, high = (format(scale * each, form) for each in (row.value, row.low, row.high))
     return f"{value}{unit}" if math.isnan(row.low) else f"{value}{unit} [{low}, {high}]"
 
 
 def differences_table(first: str, rows: Sequence[DifferenceRow]) -> Table:
-    table = Table(title=escape(f"difference to {first}"), box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=escape(f"difference from {first}"), box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("model", overflow="fold")
-    table.add_column("figure")
+    table.add_column("metric")
     table.add_column(escape("difference [95 %]"), justify="right", no_wrap=True)
     table.add_column("problems", justify="right")
     table.add_column("")
@@ -147,7 +148,7 @@ def differences_table(first: str, rows: Sequence[DifferenceRow]) -> Table:
 def _cell(metrics: Mapping[str, float], name: str, has_interval: bool) -> str:
     if name not in metrics:
         return ""
-    text = f"{metrics[name]:.0f}" if name == "unjudged" else figure(name, metrics[name])
+    text = f"{metrics[name]:.0f}" if name == "unjudged" else number(name, metrics[name])
     if has_interval and f"{name}/low" in metrics:
-        text += "\n" + "–".join(figure(name, metrics[f"{name}/{end}"]) for end in ("low", "high"))
+        text += "\n" + "–".join(number(name, metrics[f"{name}/{end}"]) for end in ("low", "high"))
     return text

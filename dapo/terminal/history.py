@@ -1,4 +1,4 @@
-"""`dapo metrics`: the figures of every step, the evaluations, and whatever else happened, as text or JSON."""
+"""`dapo metrics`: the metrics of every step, the evaluations and the newest events, as text or JSON."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _COLUMNS = {
     "tokens": "tokens/generated",
     "s/step": "timing_s/step",
 }
-_USUAL = ("data", "plan", "finished")  # events of a run without surprises
+_USUAL = ("data", "plan", "finished")  # every run has these events, so they are not shown
 _NEWEST = 5
 
 
 def json_lines(run: Path) -> Iterator[str]:
-    """One object per step. JSON has no NaN: a figure that does not exist is null."""
-    # All is read before anything is written: whoever takes the lines may be slow, and nobody waits for a reader.
+    """Yield one JSON object per step. A metric that is not finite is null, because JSON has no NaN."""
+    # Read everything first: the consumer of the lines may be slow, and must not keep the database open.
     with RunDatabase.open_readonly(run / "run.db") as database:
         steps = list(database.steps())
     for step in steps:
@@ -50,7 +50,7 @@ def print_history(console: Console, run: Path) -> None:
     for found in evaluations:
         _say(console, f"evaluation of {found['name']} at step {found['step']}: {summary(found['metrics'])}")
     if len(events) > _NEWEST:
-        _say(console, f"{len(events)} events, of which the newest are:")
+        _say(console, f"{len(events)} events; the newest are:")
     for event in events[-_NEWEST:]:
         _say(console, f"{event['kind']} at step {event['step']}: {event['message']}")
 

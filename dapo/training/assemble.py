@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run that hold weights: in this process, under torchrun, or placed by Ray."""
+"""Builds the parts of a run that hold weights: in this process, on the ranks of torchrun, or placed by Ray."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ def assemble(
     on_event: Callable[[str, str], None] = lambda kind, message: None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> Parts:
-    """As the configuration says; weights from the checkpoint `saved` where there is one.
+    """Build learner, engine and judge as configured, with the weights of the checkpoint `saved` if there is one.
 
-    Parts that live elsewhere tell what happens to them by `on_event(kind, message)`, and while they wait for something
-    they ask whether the run is to stop.
+    Remote parts report events by `on_event(kind, message)`, and stop waiting when `is_stopping()` is true.
     """
     if needs_ray(config):
         prepare()  # before anything imports Ray
@@ -53,20 +52,20 @@ def assemble(
         engine = _vllm(config, saved, loaded, policy)
     else:
         engine = embedded_engine(config, loaded, policy.causal_lm, reserved=policy.optimizer.bytes_to_come)
-    if config.rollout.mode == "strict":  # in flight the cache is never empty
+    if config.rollout.mode == "strict":  # in flight, the cache is never empty, so the update cannot borrow its memory
         policy.cache_bytes = engine.cache_bytes
     return Parts(policy, engine, loaded.tokenizer, loaded.stop_ids, engine.cache_bytes, engine.release_cache)
 
 
 def _check_vllm(config: Config, saved: Path | None) -> None:
-    """What can be told before any weights are read."""
+    """Raise what can be known to be wrong with vLLM before any weights are read."""
     from dapo.engine.vllm.engine import check_vllm  # vLLM is an extra
 
     check_vllm(config, resolve_path(model_source(config, saved).path))
 
 
 def _check_placed_vllm(config: Config, saved: Path | None) -> None:
-    """The same for workers on Ray, as far as one could live here: another machine's GPUs cannot be asked for."""
+    """Check vLLM for workers placed by Ray, if a worker could run on this machine: other machines cannot be checked."""
     from dapo.engine.vllm.engine import check_vllm, require_vllm
 
     require_vllm()

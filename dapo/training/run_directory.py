@@ -1,7 +1,7 @@
-"""The folder of one run: held by one process at a time, and never taken for anything that is not a run.
+"""The folder of one run: locked by one process at a time, and checked before anything is written.
 
-The order is: take the lock, decide what is there, and only then load a model. Nothing is deleted here but unfinished
-files of this program. A folder that holds something else, or checkpoints without a database, is refused as it is.
+The order is: take the lock, find out what the folder holds, and only then load a model. Only unfinished files of this
+program are deleted. A folder that holds something else, or checkpoints without a database, is refused unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import IO, Any
 import yaml
 
 from dapo.checkpoint import folder as checkpoint
-from dapo.checkpoint.folder import TrainerState
+from dapo.checkpoint.state import TrainerState
 from dapo.config import FIXED, Config, Source, leaves
 from dapo.errors import DISK_FAULTS, CheckpointError, StorageError
 from dapo.store.database import RunDatabase
@@ -26,15 +26,15 @@ from dapo.types import Event
 
 _LOCK, _CONFIG, _DATABASE, _CHECKPOINTS = ".lock", "config.yaml", "run.db", "checkpoints"
 _MARKER = b"This folder belongs to a run of dapo.\n"
-# What a start that was killed can leave behind before its database is there. Other programs have a config.yaml, too.
+# Files that a start killed before its database exists can leave behind. (config.yaml is not proof: others use it, too.)
 _OURS = {_LOCK, *(f"{_DATABASE}{end}" for end in ("", "-wal", "-shm", "-journal"))}
 
 
 class RunDirectory:
     """A run's folder, locked until `close`.
 
-    `saved` is the checkpoint to continue from and `state` what it holds; both are None where a run begins, or resumes
-    before its first checkpoint.
+    `saved` is the checkpoint to resume from, and `state` its trainer state. Both are None for a new run, and for a run
+    that resumes before its first checkpoint.
     """
 
     def __init__(self, config: Config, *, resume: bool) -> None:
@@ -49,17 +49,17 @@ class RunDirectory:
             self._has_made_lock = not (self.path / _LOCK).exists()
             self._lock = self._take_lock()
         try:
-            self.is_begun = self._decide()
+            self.is_begun = self._has_run()
             if resume:
-                self._look_up()
+                self._find_checkpoint()
         except BaseException:
             self.abandon()
             raise
 
     def begin(self, about: Mapping[str, str]) -> RunDatabase:
-        """Open the database, and write down the configuration that the run has from now on."""
+        """Open the database, and save the run's configuration."""
         resolved, file = self.config.to_yaml(), self.path / _DATABASE
-        self._has_made_lock = False  # it stays from now on, for it says whose folder this is
+        self._has_made_lock = False  # the lock file stays from now on: it marks the folder as a run's
         with _explained(self.path):
             if self.resume:
                 database = RunDatabase.open(file, resolved)
@@ -71,7 +71,7 @@ class RunDirectory:
             if self.changes:
                 message = "changed on resume: " + "; ".join(self.changes)
                 database.record_event(Event("configuration", message, self.state.step if self.state else 0))
-            write_text(self.path / _CONFIG, resolved)  # syncs the folder, and so the database's entry in it, too
+            write_text(self.path / _CONFIG, resolved)  # also syncs the folder, and with it the database's entry
             fsync(self.path.parent)
         return database
 
@@ -80,7 +80,7 @@ class RunDirectory:
         self._lock.close()
 
     def abandon(self) -> None:
-        """Let go of a folder in which nothing was begun, and leave it as it was found."""
+        """Unlock a folder in which no run was begun, and leave it as it was found."""
         with suppress(OSError):
             if self._has_made_lock:
                 (self.path / _LOCK).unlink()
@@ -90,7 +90,7 @@ class RunDirectory:
 
     def _take_lock(self) -> IO[bytes]:
         if self.path.exists() and not (self.path / _LOCK).exists():
-            self._refuse_what_is_not_a_run()  # before anything is written into it
+            self._refuse_foreign_content()  # before anything is written into the folder
         self.path.mkdir(parents=True, exist_ok=True)
         while True:
             lock = (self.path / _LOCK).open("ab", buffering=0)
@@ -100,16 +100,16 @@ class RunDirectory:
                 lock.close()
                 raise CheckpointError(f"{self.path}: another process is training this run") from None
             with suppress(FileNotFoundError):
-                # A process that abandons the folder deletes its lock, which may be the file opened here.
+                # A process that abandons the folder deletes the lock file. If it deleted the file opened here, retry.
                 if os.path.samestat(os.fstat(lock.fileno()), (self.path / _LOCK).stat()):
                     return lock
             lock.close()
 
-    def _decide(self) -> bool:
-        """Return whether a run was begun here; refuse whatever this process may not touch."""
+    def _has_run(self) -> bool:
+        """Return whether a run was begun here; refuse a folder that this process may not touch."""
         file = self.path / _DATABASE
         if not RunDatabase.exists(file):
-            self._refuse_what_is_not_a_run()
+            self._refuse_foreign_content()
             if self.resume:
                 raise CheckpointError(f"{self.path}: there is no run to resume; leave out --resume to start one")
             self._mark()
@@ -119,32 +119,32 @@ class RunDirectory:
             has_steps = database.last_step() > 0
         if not self.resume and (has_steps or checkpoint.steps(self.checkpoints)):
             raise CheckpointError(
-                f"{self.path}: holds a run already; continue it with --resume, or give this one another run.name"
+                f"{self.path}: already holds a run; continue it with --resume, or choose another run.name"
             )
         return True
 
-    def _look_up(self) -> None:
-        """Find out where the run stands, and whether it is the one that the configuration describes."""
+    def _find_checkpoint(self) -> None:
+        """Find the checkpoint to resume from, and check that the configuration describes the same run."""
         with RunDatabase.open(self.path / _DATABASE) as database:
             steps, text = database.last_step(), database.meta()["config"]
-        # The database has a copy of the configuration, should the file be lost.
+        # If config.yaml was lost, the database has a copy.
         file = self.path / _CONFIG
         recorded = Config.load(file) if file.exists() else Config.parse(yaml.safe_load(text), source=str(database.path))
         self.changes = _changes(recorded, self.config, self.path)
         self.saved = checkpoint.newest(self.checkpoints)
         if self.saved is None and 0 < recorded.run.save_every < steps:
             raise CheckpointError(
-                f"{self.path}: has {steps} recorded steps, but its checkpoints are gone; put them back into "
+                f"{self.path}: has {steps} recorded steps, but its checkpoints are missing; put them back into "
                 f"{self.checkpoints}, or start again under another run.name"
             )
         self.state = checkpoint.read_state(self.saved) if self.saved else None
         if self.state and self.state.step >= self.config.run.steps:
             raise CheckpointError(
-                f"{self.path}: has all of its {self.state.step} steps already; raise run.steps to train on"
+                f"{self.path}: has already finished its {self.state.step} steps; raise run.steps to continue"
             )
 
     def _mark(self) -> None:
-        """Say in the lock file whose folder this is: from now on a file in it can be ours."""
+        """Mark the folder as a run's, in its lock file: from now on its files may be ours."""
         if not self._is_marked():
             with _explained(self.path):
                 self._lock.write(_MARKER)
@@ -154,24 +154,24 @@ class RunDirectory:
             return (self.path / _LOCK).read_bytes() == _MARKER
         return False
 
-    def _refuse_what_is_not_a_run(self) -> None:
-        """Called where there is no database with a run in it."""
+    def _refuse_foreign_content(self) -> None:
+        """Raise if a folder without a run in its database holds checkpoints or files of others."""
         if saved := checkpoint.steps(self.checkpoints):
             raise CheckpointError(
-                f"{self.path}: holds checkpoints (of the steps {', '.join(map(str, saved))}) but no run database; copy "
-                f"{_DATABASE} back with its {_DATABASE}-wal, or train on under another run.name with model.path="
+                f"{self.path}: holds checkpoints (of steps {', '.join(map(str, saved))}) but no run database; copy "
+                f"{_DATABASE} back with its {_DATABASE}-wal, or continue under another run.name with model.path="
                 f"{self.checkpoints / f'step_{saved[-1]}'}"
             )
         if self._is_marked():
             return
-        strangers = set(os.listdir(self.path)) - _OURS
+        foreign = set(os.listdir(self.path)) - _OURS
         if self.checkpoints.is_dir() and not os.listdir(self.checkpoints):
-            strangers.discard(_CHECKPOINTS)
-        if strangers:
-            shown = ", ".join(sorted(strangers)[:3]) + (" and others" if len(strangers) > 3 else "")
+            foreign.discard(_CHECKPOINTS)
+        if foreign:
+            shown = ", ".join(sorted(foreign)[:3]) + (" and others" if len(foreign) > 3 else "")
             raise CheckpointError(
-                f"{self.path}: is not the folder of a run, but holds {shown}; choose another run.name or run.dir, or "
-                "move these files away"
+                f"{self.path}: is not a run's folder, but holds {shown}; choose another run.name or run.dir, or move "
+                "these files away"
             )
 
 
@@ -189,7 +189,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _changes(old: Config, new: Config, path: Path) -> list[str]:
-    """What differs from the run that is there, in words; refused where it would make it another run."""
+    """Describe the options that differ from the recorded run; refuse changes that would make it another run."""
     changes = []
     for key, info in leaves():
         was, now = (reduce(getattr, key.split("."), config) for config in (old, new))
@@ -197,7 +197,7 @@ def _changes(old: Config, new: Config, path: Path) -> list[str]:
             continue
         if info.json_schema_extra == FIXED:
             raise CheckpointError(
-                f"{path}: holds another run: its {key} is {_shown(was)}, here it is {_shown(now)}; use another run.name"
+                f"{path}: holds another run: its {key} is {_shown(was)}, not {_shown(now)}; choose another run.name"
             )
         changes.append(f"{key} {_shown(was)} -> {_shown(now)}")
     return changes

@@ -1,13 +1,12 @@
-"""The loop: sample, update, record, save. One trainer for all sizes."""
+"""The training loop: sample, update, record, save. The same trainer serves a CPU, a GPU and a cluster."""
 
 from __future__ import annotations
 
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dapo.checkpoint import folder as checkpoint
-from dapo.checkpoint.folder import Best, TrainerState
+from dapo.checkpoint.state import Best, TrainerState
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets, load_train_stream
 from dapo.errors import CheckpointError, ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped
@@ -31,6 +30,7 @@ from dapo.sampling.strict import DynamicSampler
 from dapo.store.database import versions
 from dapo.store.trackers import Trackers, require_trackers
 from dapo.terminal.console import Reporter
+from dapo.training import signals
 from dapo.training.assemble import assemble
 from dapo.training.run_directory import RunDirectory
 from dapo.types import EvalReport, Event, SamplingParams, StepReport
@@ -40,18 +40,18 @@ MAX_EMPTY_BATCHES = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunResult:
-    """What a finished or interrupted run leaves in memory; everything else is in the run directory."""
+    """The result of a finished or interrupted run; everything else is in the run directory."""
 
     run_dir: Path
     steps: int
-    before: tuple[EvalReport, ...]  # one per set, before the first step; empty where the run was resumed
-    after: tuple[EvalReport, ...]  # the latest
-    signal: int | None  # the signal that ended the run early, after the step was finished and saved
-    seconds: float  # of the training steps, evaluation and saving not counted
+    before: tuple[EvalReport, ...]  # one per set, before the first step; empty for a resumed run
+    after: tuple[EvalReport, ...]  # the latest evaluation, one per set
+    signal: int | None  # the signal that ended the run early, after its step was finished and saved
+    seconds: float  # spent on training steps, without evaluation and saving
 
 
 class Trainer:
-    """Trains as the configuration says. `reward`, a plain function, takes the place of `reward.use`."""
+    """Trains as the configuration says. `reward`, a plain Python function, replaces `reward.use`."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Trainer:
             config = _with_function(config, reward)
         self.config = config
         self.reporter = reporter or Reporter()
-        self.recipe = recipe  # where the configuration came from, for whoever looks at the run
+        self.recipe = recipe  # the name of the recipe, recorded in the database
         self.run_dir = config.run_dir
         require_trackers(config.run.trackers)
         self.directory = RunDirectory(config, resume=resume)  # locked from here on
@@ -77,12 +77,12 @@ class Trainer:
         self.is_open = False
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self.recording: Future[None] | None = None
-        with ExitStack() as undo:
+        with ExitStack() as undo:  # if anything below fails, release what was acquired before it
             undo.callback(self.directory.abandon)
             own_judge = None if config.cluster.reward_workers else build_judge(config.reward, reward)
             if own_judge is not None:
                 undo.callback(own_judge.close)
-            # Whatever can be wrong with model or data shows here, before anything is written.
+            # Errors in model or data show here, before anything is written.
             self._build(self.directory.saved, own_judge)
             undo.callback(self.engine.close)
             if self.directory.saved and self.directory.state:
@@ -97,32 +97,34 @@ class Trainer:
                 self._event("plan", plan)
             if resume:
                 undone = self.database.rewind(self.step)
+                # `rewind` has recorded this event already, so it is only shown here.
                 self.reporter.event(Event("resumed", f"after step {self.step}, {undone} later steps undone", self.step))
             self.trackers = Trackers(config, self.step, on_failure=lambda message: self._event("tracker", message))
             undo.pop_all()
         self.before: tuple[EvalReport, ...] = ()
         self.latest: tuple[EvalReport, ...] = ()
-        self.at_rest = self.at_start = self._state()
+        # The state after the last whole step, which is saved if the cluster is lost in the middle of the next one.
+        self.last_state = self.first_state = self._state()
         self.seconds = 0.0
 
     def run(self) -> RunResult:
-        """Train up to `run.steps`, or to the end of the step in which the process is asked to stop; then let go."""
-        with closing(self), self._signals(), self.reporter.training(self.config, self.step):
+        """Train up to `run.steps`, or to the end of the step in which a signal asks to stop; then close everything."""
+        with closing(self), signals.handled(self._ask_to_stop), self.reporter.training(self.config, self.step):
             if self.step == 0:
                 self.before = self.latest = self._evaluate()
-                self._best_figure()  # a figure that is not there should be known before hours are spent
+                self._best_metric_value()  # raises here, before hours of training, if there is no such metric
             while self.step < self.config.run.steps and self.signal is None:
                 try:
                     self._train_evaluate_save()
                 except LearnerLost as lost:
-                    self._go_back(lost)
+                    self._restart_from_checkpoint(lost)
                 except StorageError as fault:
-                    with suppress(StorageError):  # the same disk may refuse this, too
+                    with suppress(StorageError):  # the database may be on the same failing disk
                         self._event("stopped", str(fault))
                     raise
-                except ClusterLost as lost:  # the weights are those of the last whole step
+                except ClusterLost as lost:  # the learner still has the weights of the last whole step
                     if self.step > self.saved_step:
-                        self._save(self.at_rest)
+                        self._save(self.last_state)
                     self._event("stopped", str(lost))
                     raise
             if self.step > self.saved_step:
@@ -139,8 +141,8 @@ class Trainer:
         if self._is_best() or self._is_due(self.config.run.save_every):
             self._save()
 
-    def _go_back(self, lost: LearnerLost) -> None:
-        """The weights are gone: all learners start again from the newest checkpoint, and so does everything else."""
+    def _restart_from_checkpoint(self, lost: LearnerLost) -> None:
+        """Restart all learners and everything else from the newest checkpoint, because the weights are lost."""
         saved = checkpoint.newest(self.directory.checkpoints)
         try:
             self.parts.restart(lost, saved)
@@ -148,16 +150,16 @@ class Trainer:
             self._event("stopped", str(end))
             raise
         self.engine.cancel(list(self.sampler.pending))
-        self.engine.figures()  # of what is undone
+        self.engine.figures()  # discard the metrics of the undone steps
         self.sampler = self._new_sampler()
-        self._restore(saved, checkpoint.read_state(saved) if saved else self.at_start)
+        self._restore(saved, checkpoint.read_state(saved) if saved else self.first_state)
         self._wait_for_records()
         undone = self.database.rewind(self.step)
-        self.at_rest = self._state()
+        self.last_state = self._state()
         self._event("learners", f"{lost}; all learners start again from step {self.step}, {undone} steps undone")
 
     def close(self) -> None:
-        with ExitStack() as stack:  # in the opposite order; one that fails does not keep the others
+        with ExitStack() as stack:  # closes in reverse order; if one fails, the others are closed all the same
             stack.callback(self.directory.close)
             stack.callback(self.database.close)
             stack.callback(self.writer.shutdown)
@@ -167,7 +169,10 @@ class Trainer:
             stack.callback(self.engine.close)
 
     def _record(self, report: StepReport) -> None:
-        """In the background: the next step's sampling need not wait for the disk. Whatever else is written does."""
+        """Record a step in the background, so that the next step's sampling does not wait for the disk.
+
+        Every other write to the database waits for it, which keeps the order.
+        """
         self._wait_for_records()
         self.recording = self.writer.submit(self.database.record_step, report)
 
@@ -177,7 +182,7 @@ class Trainer:
             recording.result()
 
     def train_step(self) -> None:
-        """Prompt -> Rollout -> Score -> Group -> Batch -> loss -> step -> report."""
+        """Run one step: Prompt -> Rollout -> Score -> Group -> Batch -> loss -> update -> report."""
         start = time.perf_counter()
         step = self.step + 1
         sampled = self.sampler.fill(step, self.version)
@@ -186,7 +191,7 @@ class Trainer:
         updating = time.perf_counter()
         self.reporter.phase("training")
         if self.policy.needs_cache and not self.sampler.pending:
-            self.parts.release_cache()
+            self.parts.release_cache()  # lend the sampler's memory to the update; only if nothing is in flight
         update = self.policy.update(sampled.batch, step, self.version)
         if update.metrics["updates"] > 0:
             self.version += 1
@@ -199,13 +204,13 @@ class Trainer:
         report = StepReport(step, metrics, sampled.groups, update.token_stats, (*sampled.events, *notes))
         self._record(report)
         self.step = step
-        self.at_rest = self._state()
+        self.last_state = self._state()
         self.reporter.step(report)
         self.trackers.step(report)
         stop = sampled.stop or update.stop
         if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
             stop = (
-                f"{MAX_EMPTY_BATCHES} steps in a row found no group to learn from (within each, all rewards are the "
+                f"{MAX_EMPTY_BATCHES} steps in a row found no group to learn from (in each group all rewards are the "
                 "same): the task is too hard or too easy for this model, or the reward is wrong"
             )
         if stop is not None:
@@ -218,7 +223,7 @@ class Trainer:
         params = SamplingParams(options.temperature, options.top_p, options.top_k, self.config.data.max_response_length)
         reports = []
         if self.eval_sets:
-            self.sampler.drain()  # the engine draws with one kind of parameters at a time
+            self.sampler.drain()  # the engine uses one set of sampling parameters at a time
         for name, prompts in self.eval_sets.items():
             report = evaluate(
                 self.engine, self.judge, prompts, options.k, params, self.step, name,
@@ -229,27 +234,28 @@ class Trainer:
             self.reporter.evaluation(report)
             self.trackers.evaluation(report)
             reports.append(report)
-        self.engine.figures()  # of the evaluation, which no training step should count as its own
+        self.engine.figures()  # discard the evaluation's share, so that the next step does not count it
         return tuple(reports)
 
     def _is_best(self) -> bool:
-        """Whether the evaluation of this very step is the best so far, by the figure that the user named."""
-        figure = self._best_figure()
-        if figure is None or not math.isfinite(figure) or self.latest[0].step != self.step:
+        """Return whether this step was evaluated and is the best so far by eval.best_metric; if so, remember it."""
+        value = self._best_metric_value()
+        if value is None or not math.isfinite(value) or self.latest[0].step != self.step:
             return False
-        if self.best is not None and figure <= self.best.value:
+        if self.best is not None and value <= self.best.value:
             return False
-        self.best = Best(self.step, str(self.config.eval.best_metric), figure)
+        self.best = Best(self.step, str(self.config.eval.best_metric), value)
         return True
 
-    def _best_figure(self) -> float | None:
-        metric = self.config.eval.best_metric
-        if metric is None or not self.latest:
+    def _best_metric_value(self) -> float | None:
+        """Return the value of eval.best_metric in the latest evaluation; None if the option is not set."""
+        name = self.config.eval.best_metric
+        if name is None or not self.latest:
             return None
-        figures = {f"{report.name}/{name}": value for report in self.latest for name, value in report.metrics.items()}
-        if metric not in figures:
-            raise ConfigError(f"eval.best_metric: there is no '{metric}'; there are: {', '.join(figures)}")
-        return figures[metric]
+        metrics = {f"{report.name}/{key}": value for report in self.latest for key, value in report.metrics.items()}
+        if name not in metrics:
+            raise ConfigError(f"eval.best_metric: there is no '{name}'; the metrics are: {', '.join(metrics)}")
+        return metrics[name]
 
     def _state(self) -> TrainerState:
         return TrainerState(
@@ -270,7 +276,7 @@ class Trainer:
 
     def _save(self, state: TrainerState | None = None) -> None:
         self.reporter.phase("saving")
-        self._wait_for_records()  # the database may be ahead of a checkpoint, never behind
+        self._wait_for_records()  # a resume can undo steps after the checkpoint, but cannot invent missing ones
         state = state or self._state()
         checkpoint.save(self.directory.checkpoints, state, self.policy, self.tokenizer)
         self.saved_step = self.step
@@ -286,9 +292,9 @@ class Trainer:
         self.reporter.event(event)
 
     def _build(self, saved: Path | None, own_judge: Judge | None) -> None:
-        """Model, policy, engine, judge and sampler; weights from the checkpoint where there is one."""
+        """Build data, policy, engine, judge and sampler, with the weights of the checkpoint if there is one."""
         config = self.config
-        # Before the weights: what is wrong with the data should show at once.
+        # Load the data before the weights, so that its errors show at once.
         self._load_data(load_tokenizer(model_source(config, saved).path))
         self.parts = assemble(config, saved, self._event, lambda: self.signal is not None)
         self.policy, self.engine = self.parts.policy, self.parts.engine
@@ -314,7 +320,8 @@ class Trainer:
     def _load_data(self, tokenizer: PreTrainedTokenizerBase) -> None:
         config, notes = self.config, []
         sets = load_eval_sets(config, tokenizer, notes)
-        held_out = [prompt for prompts in sets.values() for prompt in prompts]  # also when nothing is evaluated now
+        # Evaluation questions are never trained on, even if this run does not evaluate.
+        held_out = [prompt for prompts in sets.values() for prompt in prompts]
         self.eval_sets = sets if config.eval.k > 0 else {}
         self.stream = load_train_stream(config, tokenizer, held_out)
         self.notes = (*self.stream.notes, *notes)
@@ -322,11 +329,11 @@ class Trainer:
             self.eval_sets = {_stem(config.data.train[0].path): self.stream.questions()}
 
     def _restore(self, saved: Path | None, state: TrainerState) -> None:
-        """As a checkpoint says; without one, as everything was at the start."""
+        """Restore the run from `state`, and the optimizer from the checkpoint `saved` if there is one."""
         if state.data_digest != self.stream.digest():
             raise CheckpointError(
-                f"data.train: the questions are not those that {self.run_dir} was trained on so far; "
-                "restore the files, or give this run another run.name"
+                f"data.train: the questions are not those that {self.run_dir} was trained on so far; restore the "
+                "files, or choose another run.name"
             )
         if saved is not None:
             checkpoint.restore(saved, self.policy)
@@ -343,35 +350,20 @@ class Trainer:
         self.engine.sync_weights(self.version)
         self.sampler.submit(state.pending, self.version)
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM lets the step finish and saves; the second stops at once."""
-
-        def ask_to_stop(number: int, _: Any) -> None:
-            if self.signal is not None:
-                raise KeyboardInterrupt
-            self.signal = number
-            self.reporter.stopping()
-
-        previous: dict[int, Callable[..., Any] | int | None] = {}
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                previous[number] = signal.signal(number, ask_to_stop)
-        except ValueError:
-            pass  # not the main thread: whoever runs that handles its signals
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def _ask_to_stop(self, number: int, _: Any) -> None:
+        """Stop after the current step and save on the first signal; stop at once on the second."""
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        self.reporter.stopping()
 
 
 def _with_function(config: Config, reward: Callable[..., Any]) -> Config:
-    """What config.yaml says of a function that was passed as an object: its name, which cannot be loaded again."""
+    """Return the configuration with `python:NAME` as the reward, which says that a resume needs the function again."""
     if config.cluster.reward_workers:
         raise ConfigError(
-            "cluster.reward_workers: a reward that is given as a Python function stays in its process; name it as "
-            "path/to/file.py:function in reward.use, or leave reward_workers out"
+            "cluster.reward_workers: a reward that is given as a Python function runs in the trainer's process; name "
+            "it as path/to/file.py:function in reward.use, or leave reward_workers out"
         )
     use = f"python:{getattr(reward, '__name__', type(reward).__name__)}"
     return config.model_copy(update={"reward": config.reward.model_copy(update={"use": use})})

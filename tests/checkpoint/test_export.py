@@ -1,4 +1,4 @@
-"""Which checkpoints stay, which one is found, and what an exported folder holds."""
+"""Tests of checkpoints on disk and of `dapo export`: which are kept, which one is found, what an export contains."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.card import sparkline
-from dapo.checkpoint.export_run import export_run
-from dapo.checkpoint.folder import Best
+from dapo.checkpoint.export import export_run
+from dapo.checkpoint.state import Best
 from dapo.config import Config
 from dapo.errors import CheckpointError, StorageError
 from dapo.store.database import RunDatabase
@@ -55,19 +55,19 @@ def test_a_best_checkpoint_whose_folder_is_gone_does_not_count(full):
     assert checkpoint.find(full.folder) == full.folder / "step_1"
 
 
-def test_only_checkpoints_are_deleted_and_only_these_names_count_as_one(full):
+def test_only_checkpoints_that_hold_a_trainer_s_state_are_deleted(full):
     for name in ("step_0001", "step_²", "step_-1", "step_1x", "step_" + "9" * 30, "notes", ".step_notes"):
         (full.folder / name).mkdir(parents=True)
     (full.folder / "step_2").write_text("a file, not a checkpoint")
-    (full.folder / "step_1").mkdir()  # somebody's own folder: without a trainer's state it is not ours to delete
-    (full.folder / ".step_1.old").mkdir()  # a leftover of an earlier version
+    (full.folder / "step_1").mkdir()  # without a trainer's state, so it may be a user's own folder
+    (full.folder / ".step_1.old").mkdir()  # a temporary folder of an older version
     before = {path.name for path in full.folder.iterdir()} - {".step_1.old"}
     for step in (3, 4, 5):
         full.save(step)
     assert {path.name for path in full.folder.iterdir()} == before | {"step_4", "step_5"}
 
 
-def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_begun(full):
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_not_started(full):
     full.save(1)
     huge = torch.empty(shutil.disk_usage(full.folder).free, device="meta")  # takes no memory
     full.policy.model.register_parameter("huge", torch.nn.Parameter(huge))
@@ -76,7 +76,7 @@ def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_begun(full):
     assert [path.name for path in full.folder.iterdir()] == ["step_1"]
 
 
-def test_checkpoints_are_found_by_name_and_a_missing_one_tells_which_there_are(full):
+def test_checkpoints_are_found_by_name_and_the_error_for_a_missing_one_lists_the_others(full):
     with pytest.raises(CheckpointError, match="there is no checkpoint here"):
         checkpoint.find(full.folder)
     full.save(3)
@@ -84,14 +84,14 @@ def test_checkpoints_are_found_by_name_and_a_missing_one_tells_which_there_are(f
     assert checkpoint.steps(full.folder) == [3, 12]
     assert checkpoint.find(full.folder) == checkpoint.find(full.folder, "last") == full.folder / "step_12"
     assert checkpoint.find(full.folder, 3) == full.folder / "step_3"
-    with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are checkpoints of the steps 3, 12"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are checkpoints of steps 3, 12"):
         checkpoint.find(full.folder, 4)
     with pytest.raises(CheckpointError, match="no checkpoint is marked best; there are"):
         checkpoint.find(full.folder, "best")
     full.save(13, Best(12, "m", 1.0))
     assert checkpoint.find(full.folder) == checkpoint.find(full.folder, "best") == full.folder / "step_12"
     assert checkpoint.parse_which("12") == 12
-    with pytest.raises(CheckpointError, match="'newest' names no checkpoint; expected best, last or the number"):
+    with pytest.raises(CheckpointError, match="'newest' does not name a checkpoint; expected best, last or the number"):
         checkpoint.parse_which("newest")
 
 
@@ -110,13 +110,13 @@ def test_a_full_model_is_exported_as_it_was_saved_and_loads_in_plain_transformer
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["self_attn.q_proj", "down_proj"]])
-def test_adapters_merged_and_adapters_on_their_base_model_compute_what_the_trained_model_does(tmp_path, targets):
+def test_merged_and_unmerged_adapters_compute_the_logits_of_the_trained_model(tmp_path, targets):
     run = SavedRun(tmp_path, rank=2, targets=targets)
     run.move()
     run.save(3)
     trained = run.logits()
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
-    assert (logits_of(base) - trained).abs().max() > 0.01, "the adapters must do something"
+    assert (logits_of(base) - trained).abs().max() > 0.01, "the adapters must change the logits"
     export_run(run.path, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
     torch.testing.assert_close(logits_of(merged), trained, rtol=0, atol=1e-4)
@@ -125,22 +125,22 @@ def test_adapters_merged_and_adapters_on_their_base_model_compute_what_the_train
     torch.testing.assert_close(logits_of(adapted), trained, rtol=0, atol=1e-5)
     saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     on_base = peft.get_peft_model_state_dict(adapted)
-    assert saved.keys() == on_base.keys(), "every layer that has adapters has them from the file"
+    assert saved.keys() == on_base.keys(), "every adapter was loaded from the file"
     names = {path.name for path in (tmp_path / "adapters").iterdir()}
     assert {"adapter_config.json", "tokenizer.json", "README.md"} <= names
     assert not names & {"model.safetensors", "config.json", "trainer"}
     assert "not merged: load them on the base model with PEFT" in (tmp_path / "adapters" / "README.md").read_text()
 
 
-def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing_behind(full, tmp_path):
+def test_a_failed_export_is_one_sentence_and_leaves_nothing_behind(full, tmp_path):
     full.save(1)
-    with pytest.raises(CheckpointError, match="all weights were trained here, so there are no adapters"):
+    with pytest.raises(CheckpointError, match="this run trained all weights, so there are no adapters"):
         export_run(full.path, tmp_path / "out", adapters=True)
     with pytest.raises(CheckpointError, match="there is no run here"):
         export_run(tmp_path / "nowhere", tmp_path / "out")
     with pytest.raises(CheckpointError, match="model: exists already; name a new folder"):
         export_run(full.path, tmp_path / "model")
-    with pytest.raises(CheckpointError, match="no checkpoint is marked best; there are checkpoints of the steps 1"):
+    with pytest.raises(CheckpointError, match="no checkpoint is marked best; there are checkpoints of steps 1"):
         export_run(full.path, tmp_path / "out", "best")
     (full.folder / "step_1" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"the checkpoint is damaged \(config.json is not what was written\)"):
@@ -149,7 +149,7 @@ def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing_behind(full,
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_the_card_says_what_was_measured_up_to_the_exported_step_and_no_more(full, tmp_path):
+def test_the_card_reports_only_what_was_measured_up_to_the_exported_step(full, tmp_path):
     sample = EvalSample(make.prompt(), make.rollout([1]), Score(1.0, acc=True))
     with RunDatabase.open(full.path / "run.db") as database:
         for step, mean in ((0, 0.25), (2, 0.5), (4, 0.75)):
@@ -170,10 +170,10 @@ def test_the_card_says_what_was_measured_up_to_the_exported_step_and_no_more(ful
     assert "| trained | all weights |" in card
     assert "| reward | 1 × `math`, 0.5 × `style.py:short` |" in card
     assert "| data | `questions.jsonl` |" in card
-    assert "| steps | 2 of 9, chosen by aime/avg@4 (0.5), so that" in card
+    assert "| steps | 2 of 9, chosen by aime/avg@4 (0.5), which makes that value optimistic |" in card
     assert "| response tokens | 2,000, 1,200 trained on |" in card
     assert "`aime`, 30 problems:" in card
-    assert "| figure | before training | after step 2 |" in card
+    assert "| metric | before training | after step 2 |" in card
     assert "| `avg@4` | 25.0 % [12.5, 37.5] | 50.0 % [37.5, 62.5] |" in card
     assert "| length | 12.0 | 12.0 |" in card
     assert "2 responses could not be judged" in card
@@ -190,7 +190,7 @@ def test_the_card_says_what_was_measured_up_to_the_exported_step_and_no_more(ful
     ("statement", "sentence"),
     [
         ("UPDATE steps SET time = 'never'", "a time is str instead of float"),
-        ("UPDATE evaluations SET metrics = '[1]'", "a JSON list is where a dict belongs"),
+        ("UPDATE evaluations SET metrics = '[1]'", "found a JSON list instead of a dict"),
         ("DROP TABLE metrics", "its table metrics is missing"),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_run_whose_database_cannot_be_read_is_not_exported(full, tmp_path, sta
     assert not (tmp_path / "out").exists()
 
 
-def test_figures_that_were_not_recorded_or_are_absurd_do_not_keep_the_card_from_being_written(full, tmp_path):
+def test_missing_or_infinite_metrics_do_not_prevent_the_card(full, tmp_path):
     full.save(2)
     with RunDatabase.open(full.path / "run.db") as database:
         database.record_step(StepReport(1, {"reward/mean": 0.5}, (), {}))
@@ -228,7 +228,7 @@ def test_a_run_without_evaluations_says_so(full, tmp_path):
     assert "No step was recorded." in card
 
 
-def test_a_sparkline_has_its_lowest_and_highest_bar_where_the_values_have_theirs():
+def test_a_sparkline_scales_from_its_lowest_to_its_highest_value():
     assert sparkline([0, 1, 2, 7]) == "▁▂▃█"
     assert sparkline([3.0, 3.0]) == "▁▁"
     assert sparkline([]) == ""
@@ -236,8 +236,10 @@ def test_a_sparkline_has_its_lowest_and_highest_bar_where_the_values_have_theirs
 
 
 @pytest.mark.parametrize("which", ["²", "007", "-1", "1e3", "٣", "9" * 5000, ""])
-def test_what_is_no_number_of_a_step_names_no_checkpoint(which):
-    with pytest.raises(CheckpointError, match="names no checkpoint; expected best, last or the number of a step"):
+def test_a_name_that_is_not_a_plain_step_number_is_refused(which):
+    with pytest.raises(
+        CheckpointError, match="does not name a checkpoint; expected best, last or the number of a step"
+    ):
         checkpoint.parse_which(which)
 
 
@@ -245,8 +247,8 @@ def test_other_folders_and_files_among_the_checkpoints_are_left_alone(full):
     full.save(3)
     for name in ("step_²", "step_007", "step_", "step_x", "step_" + "9" * 200, "step_-1"):
         (full.folder / name).mkdir()
-    (full.folder / "step_9").write_text("no folder")
+    (full.folder / "step_9").write_text("a file, not a folder")
     assert checkpoint.newest(full.folder) == full.folder / "step_3"
     assert checkpoint.find(full.folder) == full.folder / "step_3"
-    with pytest.raises(CheckpointError, match="there is no checkpoint of step 9; there are checkpoints of the steps 3"):
+    with pytest.raises(CheckpointError, match="there is no checkpoint of step 9; there are checkpoints of steps 3"):
         checkpoint.find(full.folder, 9)

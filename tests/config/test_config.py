@@ -1,4 +1,4 @@
-"""What a configuration may say, how a mistake in it is explained, and that every option is there for a reason."""
+"""Tests of the configuration: what is accepted, how mistakes are explained, and that a run reads every option."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def load(folder: Path, text: str = SMALLEST, *overrides: str) -> Config:
 
 
 def sentence(folder: Path, text: str = SMALLEST, *overrides: str) -> str:
-    """What the user is told; one line that says where the mistake is."""
+    """Return the error message: one line that says where the mistake is."""
     with pytest.raises(ConfigError) as caught:
         load(folder, text, *overrides)
     message = str(caught.value)
@@ -66,7 +66,7 @@ def sentence(folder: Path, text: str = SMALLEST, *overrides: str) -> str:
     return message
 
 
-def test_the_smallest_recipe_is_a_model_and_data_and_the_run_is_named_after_the_file(tmp_path):
+def test_a_recipe_needs_only_a_model_and_data_and_names_the_run_after_its_file(tmp_path):
     config = load(tmp_path)
     assert (config.run.name, config.run_dir) == ("recipe", Path("runs/recipe"))
     assert load(tmp_path, SMALLEST, "run.name=mine").run_dir == Path("runs/mine")
@@ -85,7 +85,7 @@ def test_the_smallest_recipe_is_a_model_and_data_and_the_run_is_named_after_the_
         ("zebra: 1", "unknown key 'zebra'"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_likeliest_right_one(tmp_path, text, expected):
+def test_an_unknown_key_is_refused_with_a_suggestion(tmp_path, text, expected):
     assert sentence(tmp_path, SMALLEST + text).endswith(expected)
 
 
@@ -115,7 +115,7 @@ def test_a_wrong_type_or_range_names_the_key_what_was_found_and_what_was_expecte
     assert expected in sentence(tmp_path, SMALLEST, override)
 
 
-def test_several_mistakes_are_told_at_once(tmp_path):
+def test_several_mistakes_are_reported_at_once(tmp_path):
     message = sentence(tmp_path, "data: {train: d.jsonl}\noptim: {lrr: 1}\nrun: {steps: 0}")
     assert "'model' is missing" in message
     assert "unknown key 'optim.lrr'" in message
@@ -149,12 +149,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML ("),
     ],
 )
-def test_what_is_no_yaml_or_no_recipe_is_refused(tmp_path, text, expected):
+def test_invalid_yaml_and_files_without_sections_are_refused(tmp_path, text, expected):
     assert expected in sentence(tmp_path, text)
 
 
 @pytest.mark.parametrize("override", ["optim.lr", "=3", "optim.lr 3"])
-def test_an_override_that_is_no_assignment_is_refused(tmp_path, override):
+def test_an_override_that_is_not_an_assignment_is_refused(tmp_path, override):
     expected = f"override '{override}': expected section.key=value, for example optim.lr=1e-5"
     assert sentence(tmp_path, SMALLEST, override) == expected
 
@@ -185,13 +185,13 @@ REFUSED = "the URL of an endpoint holds a user name, a password or a key"
 )
 @pytest.mark.parametrize("form", ["{}", "{{math: 1.0, '{}': 0.5}}"])
 def test_a_url_with_a_secret_is_refused_with_what_to_do_instead_and_is_not_shown(tmp_path, url, form):
-    told = sentence(tmp_path, SMALLEST, f"reward.use={form.format(url)}")
-    assert REFUSED in told
-    assert "set the environment variable DAPO_REWARD_TOKEN" in told
-    assert "hunter2" not in told
-    told = sentence(tmp_path, SMALLEST + f"reward: {{use: {json.dumps(url)}}}\n")
-    assert REFUSED in told
-    assert "hunter2" not in told
+    message = sentence(tmp_path, SMALLEST, f"reward.use={form.format(url)}")
+    assert REFUSED in message
+    assert "set the environment variable DAPO_REWARD_TOKEN" in message
+    assert "hunter2" not in message
+    message = sentence(tmp_path, SMALLEST + f"reward: {{use: {json.dumps(url)}}}\n")
+    assert REFUSED in message
+    assert "hunter2" not in message
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_url_with_a_secret_is_refused_with_what_to_do_instead_and_is_not_shown
         "model:org/rm@main",
     ],
 )
-def test_what_is_no_secret_is_not_taken_for_one(tmp_path, use):
+def test_a_judge_without_a_secret_is_accepted(tmp_path, use):
     assert load(tmp_path, SMALLEST, f"reward.use={use}").reward.use == use
 
 
@@ -222,7 +222,7 @@ def test_what_is_no_secret_is_not_taken_for_one(tmp_path, use):
         ("reward: {use: {https://me:hunter2@judge.example: 1, https://me:hunter2@judge.example: 2}}\n", ""),
     ],
 )
-def test_no_refusal_shows_a_secret_wherever_it_stands(tmp_path, text, override):
+def test_no_error_message_shows_a_secret_wherever_it_is(tmp_path, text, override):
     assert "hunter2" not in sentence(tmp_path, SMALLEST + text, *[override] * bool(override))
 
 
@@ -233,7 +233,7 @@ def test_pydantic_shows_no_secret_either():
     assert "hunter2" not in str(caught.value)
 
 
-def test_overrides_reach_every_depth_create_sections_and_the_last_one_counts(tmp_path):
+def test_overrides_reach_every_depth_create_sections_and_the_last_one_wins(tmp_path):
     overrides = [
         "algorithm.filter_groups.metric=score",
         "optim.betas=[0.8, 0.9]",
@@ -247,7 +247,7 @@ def test_overrides_reach_every_depth_create_sections_and_the_last_one_counts(tmp
 
 
 @pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.e-6", "1.0e-6", "0.000001", "+1e-6"])
-def test_a_number_may_be_written_as_people_write_it(tmp_path, text):
+def test_numbers_may_be_written_in_any_usual_notation(tmp_path, text):
     assert load(tmp_path, SMALLEST + f"optim: {{lr: {text}}}").optim.lr == 1e-6
     assert load(tmp_path, SMALLEST, f"optim.lr={text}").optim.lr == 1e-6
 
@@ -275,7 +275,7 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
         ),
         (["rollout.top_k=5"], "rollout.top_k is not an option"),
         (["data.train_batch_size=4", "optim.ppo_mini_batch_size=5"], "ppo_mini_batch_size is 5 prompts, more than"),
-        (["rollout.tensor_parallel=2"], "rollout.tensor_parallel is for vLLM alone: set rollout.engine to vllm"),
+        (["rollout.tensor_parallel=2"], "rollout.tensor_parallel is for vLLM only: set rollout.engine to vllm"),
         (
             ["rollout.engine=vllm", "cluster.rollout_workers={embedded: 2}"],
             "rollout.engine is vllm, but cluster.rollout_workers names no worker that runs it",
@@ -287,7 +287,7 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
         (["model.lora.target_modules=[q_proj, lm_head]"], "model.lora.target_modules cannot contain lm_head"),
     ],
 )
-def test_a_combination_that_makes_no_sense_is_refused(tmp_path, overrides, expected):
+def test_contradictory_options_are_refused(tmp_path, overrides, expected):
     assert expected in sentence(tmp_path, SMALLEST, *overrides)
 
 
@@ -305,11 +305,11 @@ def test_a_combination_that_makes_no_sense_is_refused(tmp_path, overrides, expec
         ["rollout.tensor_parallel=2", "cluster.rollout_workers={vllm: 1, embedded: 2}"],
     ],
 )
-def test_the_nearest_combination_that_makes_sense_is_accepted(tmp_path, overrides):
+def test_options_that_only_just_agree_are_accepted(tmp_path, overrides):
     assert load(tmp_path, SMALLEST, *overrides) != load(tmp_path, SMALLEST)
 
 
-def test_rollout_workers_are_a_number_of_one_engine_or_numbers_of_several(tmp_path):
+def test_rollout_workers_are_one_number_or_a_number_per_engine(tmp_path):
     assert load(tmp_path).rollout_engines == ()
     assert load(tmp_path, SMALLEST, "cluster.rollout_workers=2").rollout_engines == ("embedded", "embedded")
     mixed = load(tmp_path, SMALLEST, "rollout.tensor_parallel=4", "cluster.rollout_workers={vllm: 1, embedded: 2}")
@@ -339,11 +339,11 @@ def test_a_configuration_cannot_be_changed(tmp_path):
         config.optim = config.optim
 
 
-def test_the_set_of_options_is_the_one_decided_on():
+def test_the_set_of_options_is_frozen():
     assert [name for name, _ in leaves()] == OPTIONS
 
 
-def test_every_option_has_its_sentence():
+def test_every_option_has_a_help_sentence():
     assert [name for name, info in leaves() if not (info.description or "").endswith(".")] == []
 
 
@@ -354,16 +354,16 @@ def test_the_options_page_is_current():
 
 
 def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
-    """A name in the source proves nothing: `.name`, `.path` or `.steps` are everywhere. So a real run is watched.
+    """Watch which options a real run reads with every feature on. Reads while the configuration is loaded do not count.
 
-    It has every feature on, and what the checks at load time read does not count.
+    A search through the source would prove nothing: `.name`, `.path` and `.steps` are everywhere.
     """
     from dapo.training.trainer import Trainer
 
     everything = [
         "run.steps=2", "model.lora.rank=2", "algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1",
         "reward.length_shaping=buffer", "reward.overlong_buffer.len=2", "data.gen_batch_size=3", "eval.k=2",
-        "algorithm.filter_groups.max_num_gen_batches=1",  # 3 of 4 groups at most: the rounds are used up
+        "algorithm.filter_groups.max_num_gen_batches=1",  # gives at most 3 of 4 groups, so the rounds are exhausted
     ]  # fmt: skip
     recipe = runs.recipe(tmp_path, reward=SELDOM_EQUAL)
     with (tmp_path / "data.jsonl").open("a", encoding="utf-8") as file:
@@ -380,14 +380,14 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
     trainer = Trainer(config)
     trainer.run()
     trainer.close()
-    # What the worker processes read, where nobody watches, and what the other kinds of judges and shaping do.
+    # Reads in worker processes cannot be watched, so build here what they build, and the other judges and shapings.
     options = RewardConfig(regex="(.)", length_shaping="target", target_length=3)
     for rule in RULES:
         make_rule(rule, options)
     group_rules(config.model_copy(update={"reward": options}))
     unread = {name for name, _ in leaves() if _owner(name) not in reads}
-    # The one that the database takes from the resolved YAML, the worker's own limit,
-    # and those of reward models, of vLLM and of clusters, which have their tests in tests/rewards, engine and cluster.
+    # The database takes store_tokens from the resolved YAML, and the worker process reads its own memory limit.
+    # The options of reward models, vLLM and clusters are tested in tests/rewards, tests/engine and tests/cluster.
     assert unread == {
         "run.store_tokens",
         "reward.memory_gb", "reward.model.device", "reward.model.batch_size",
@@ -408,7 +408,7 @@ def _owner(option: str) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_can_be_planned_and_lacks_nothing_that_a_command_does_not_make(recipe, monkeypatch):
+def test_every_recipe_can_be_planned_and_misses_only_files_that_a_command_makes(recipe, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = Config.load(recipe)
     assert config.run.name == recipe.stem
@@ -418,13 +418,13 @@ def test_every_recipe_can_be_planned_and_lacks_nothing_that_a_command_does_not_m
     assert [line for line in missing if "`dapo data prepare " not in line] == []
 
 
-def test_the_recipes_are_those_that_the_readme_lists():
+def test_the_readme_lists_all_recipes():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert {path.stem for path in RECIPES} == set(re.findall(r"\(recipes/([\w.]+)\.yaml\)", readme))
 
 
 def test_the_published_recipe_has_the_published_values():
-    """As listed with the published run; what is not named there is off."""
+    """Compare with the values listed with the published run; options that are not listed there are off."""
     config = Config.load(ROOT / "recipes" / "dapo_qwen2.5_32b.yaml")
     data, algorithm, optim, evaluation = config.data, config.algorithm, config.optim, config.eval
     assert (optim.lr, optim.warmup_steps, optim.weight_decay, optim.betas, optim.grad_clip) == (
@@ -447,7 +447,7 @@ def test_the_published_recipe_has_the_published_values():
     assert (evaluation.temperature, evaluation.top_p, evaluation.k, evaluation.every) == (1.0, 0.7, 32, 5)
 
 
-def test_the_early_recipe_differs_from_the_published_one_in_loss_and_sampling_alone():
+def test_the_early_recipe_differs_from_the_published_one_only_in_loss_and_sampling():
     full, early = (Config.load(ROOT / "recipes" / f"{name}qwen2.5_32b.yaml") for name in ("dapo_", "dapo_early_"))
     differing = {key for key, _ in leaves() if _value(full, key) != _value(early, key)}
     filters = {"enable", "metric", "max_num_gen_batches"}
@@ -463,7 +463,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def multiplied(form: str) -> str:
-    """Nine aliases of the line before in every line."""
+    """Return lines that each repeat the line before nine times, by aliases."""
     letters = "abcdefghi"
     return "".join(
         f"{letter}: &{letter} {form % ', '.join([f'*{before}'] * 9)}\n" for before, letter in pairwise(letters)
@@ -473,7 +473,7 @@ def multiplied(form: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a: &a [1, 1, 1]\n" + multiplied("[%s]"), "more than 50,000 values, aliases counted as what they stand for"),
+        ("a: &a [1, 1, 1]\n" + multiplied("[%s]"), "more than 50,000 values, with aliases expanded"),
         ("a: &a {x: 1}\n" + multiplied("{<<: [%s]}"), "more than 50,000 values"),
         ("a: &a [*a]", "more than 32 levels of nesting"),
         ("a: &a " + "[" * 20 + "]" * 20 + "\nb: " + "[" * 20 + "*a" + "]" * 20, "more than 32 levels of nesting"),
@@ -481,14 +481,14 @@ def multiplied(form: str) -> str:
         ("a" * 300_000, "longer than 262,144 characters"),
         (SMALLEST + "run: {steps: " + "9" * 5000 + "}", "an integer that does not fit into 64 bits"),
         (SMALLEST + "run: {steps: 0x" + "f" * 90 + "}", "an integer that does not fit into 64 bits"),
-        (SMALLEST + 'run: {name: "a\\0b"}', "a NUL character, which no name or path can hold"),
+        (SMALLEST + 'run: {name: "a\\0b"}', "a NUL character, which no name or path can contain"),
         (SMALLEST + 'run: {dir: "\\ud800"}', "half of a surrogate pair"),
         (SMALLEST + 'run: {name: "a\\nb"}', "run.name must be a plain folder name, found 'a\\nb'"),
         (SMALLEST + "run: {name: !!timestamp 2024-13-45}", "could not determine a constructor"),
         (SMALLEST + "run: {name: !!bool maybe}", "KeyError: 'maybe'"),
     ],
 )
-def test_what_would_hang_or_crash_a_parser_is_a_sentence(tmp_path, text, expected):
+def test_yaml_that_would_hang_or_crash_a_parser_is_refused_in_one_sentence(tmp_path, text, expected):
     message = sentence(tmp_path, text)
     assert expected in message
     assert len(message) < 1000
@@ -514,7 +514,7 @@ def test_absurd_sizes_are_refused(tmp_path, override, expected):
     assert len(message) < 1000
 
 
-def test_a_date_is_text_and_json_escapes_are_one_character(tmp_path):
+def test_a_date_is_text_and_a_json_surrogate_pair_is_one_character(tmp_path):
     assert load(tmp_path, SMALLEST, "run.name=2024-01-31").run.name == "2024-01-31"
     config = load(tmp_path, SMALLEST, 'run.name="\\ud83d\\ude42"')
     assert config.run.name == "🙂"

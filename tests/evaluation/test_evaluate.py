@@ -1,4 +1,4 @@
-"""An evaluation with the real engine on a tiny model: what is asked, what is judged, and what the figures say."""
+"""Tests of an evaluation with the real engine on a tiny model: its samples, its scores and its metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dapo.engine.embedded.engine import EmbeddedEngine
-from dapo.evaluation.evaluate import evaluate, figures_by_problem
+from dapo.evaluation.evaluate import evaluate, metrics_by_problem
 from dapo.model.attention import ATTENTION_NAME
 from dapo.types import EvalSample, Prompt, Rollout, SamplingParams, Score
 from tests import make
@@ -24,7 +24,7 @@ PARAMS = SamplingParams(max_tokens=4)
 
 
 class ThreadJudge:
-    """Judges in another thread, as the real ones do, and remembers in which order it was asked."""
+    """Judges in another thread, as real judges do, and remembers the order of the groups."""
 
     def __init__(self, score: Callable[[Rollout], Score]) -> None:
         self.score = score
@@ -32,7 +32,7 @@ class ThreadJudge:
         self.pool = ThreadPoolExecutor(1)
 
     def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
-        assert [rollout.index for rollout in rollouts] == list(range(K)), "a group comes whole and in order"
+        assert [rollout.index for rollout in rollouts] == list(range(K)), "a group is submitted whole and in order"
         self.asked.append(rollouts[0].serial)
         return self.pool.submit(lambda: [self.score(rollout) for rollout in rollouts])
 
@@ -41,7 +41,7 @@ class ThreadJudge:
 
 
 def letters(rollout: Rollout) -> Score:
-    """Right or wrong by the sum of the tokens; the answer is its last digit, and cannot always be read."""
+    """Score by the sum of the tokens: the answer is the sum modulo 3, and unreadable if 5 divides the sum."""
     total = int(rollout.tokens.sum())
     extracted = None if total % 5 == 0 else str(total % 3)
     return Score(total / 100, acc=extracted == "1", extras={"extracted": extracted})
@@ -76,11 +76,11 @@ def by_problem(report) -> dict[str, list[EvalSample]]:
     return groups
 
 
-def test_every_sample_is_there_once_in_order_with_its_own_score(engine):
+def test_every_sample_appears_once_in_order_with_its_own_score(engine):
     seen = []
     report = run(engine, on_sample=lambda done, total: seen.append((done, total)))
-    places = [(sample.prompt.uid, sample.rollout.index) for sample in report.samples]
-    assert places == [(f"p{i}", j) for i in range(5) for j in range(K)]
+    order = [(sample.prompt.uid, sample.rollout.index) for sample in report.samples]
+    assert order == [(f"p{i}", j) for i in range(5) for j in range(K)]
     assert all(sample.score == letters(sample.rollout) for sample in report.samples)
     assert seen[-1] == (30, 30)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -99,7 +99,7 @@ def test_groups_are_judged_while_the_engine_still_samples(engine):
     assert len(unfinished) == 5
 
 
-def test_a_later_step_draws_other_numbers_and_the_same_step_the_same(engine):
+def test_each_step_draws_its_own_random_numbers(engine):
     first, again, later = (run(engine, step=step) for step in (0, 0, 1))
     tokens = [[sample.rollout.tokens.tolist() for sample in report.samples] for report in (first, again, later)]
     assert tokens[0] == tokens[1]
@@ -107,11 +107,11 @@ def test_a_later_step_draws_other_numbers_and_the_same_step_the_same(engine):
     assert not {s.rollout.serial for s in first.samples} & {s.rollout.serial for s in later.samples}
 
 
-def test_the_figures_agree_with_enumeration(engine):
+def test_the_metrics_agree_with_enumeration(engine):
     report = run(engine, count=8)
     groups = by_problem(report).values()
     right = [[sample.score.acc for sample in group] for group in groups]
-    assert 0.05 < np.mean(right) < 0.95, "a test of nothing"
+    assert 0.05 < np.mean(right) < 0.95, "the test needs right and wrong answers"
     metrics = report.metrics
     assert metrics[f"avg@{K}"] == pytest.approx(np.mean(right))
     for j in (1, 2, 4, 6):
@@ -133,20 +133,22 @@ def test_the_figures_agree_with_enumeration(engine):
     assert (metrics["problems"], metrics["unjudged"], metrics["problems/unjudged"]) == (8, 0, 0)
 
 
-def test_every_mean_lies_in_its_interval_and_only_counts_have_none(engine):
+def test_every_mean_lies_in_its_interval_and_only_counts_have_no_interval(engine):
     metrics = run(engine, count=8).metrics
-    bare = {name for name in metrics if not name.endswith(("/low", "/high")) and f"{name}/low" not in metrics}
-    assert bare == {"problems", "problems/unjudged", "unjudged"}
-    for name in metrics.keys() - bare:
+    without_interval = {
+        name for name in metrics if not name.endswith(("/low", "/high")) and f"{name}/low" not in metrics
+    }
+    assert without_interval == {"problems", "problems/unjudged", "unjudged"}
+    for name in metrics.keys() - without_interval:
         if not name.endswith(("/low", "/high")):
             assert metrics[f"{name}/low"] <= metrics[name] <= metrics[f"{name}/high"], name
     assert metrics["reward/mean/low"] < metrics["reward/mean/high"]
 
 
-def test_unjudged_samples_leave_their_problem_and_unjudged_problems_leave_the_mean(engine):
+def test_unjudged_samples_and_unjudged_problems_are_left_out_of_the_means(engine):
     report = run(engine, sometimes, count=8)
     metrics = report.metrics
-    # Problems 1 and 5 could not be judged at all, of the others every second sample.
+    # Problems 1 and 5 have no judged sample; in the others every second sample is judged.
     assert (metrics["unjudged"], metrics["problems/unjudged"], metrics["problems"]) == (2 * 6 + 6 * 3, 2, 8)
     rows = [[s.score.acc for s in group if s.score.judged] for group in by_problem(report).values()]
     means = [np.mean(row) for row in rows if row]
@@ -154,10 +156,10 @@ def test_unjudged_samples_leave_their_problem_and_unjudged_problems_leave_the_me
     assert metrics[f"avg@{K}"] == pytest.approx(np.mean(means))
     assert metrics[f"pass@{K}"] == pytest.approx(np.mean([any(row) for row in rows if row]))
     lengths = [len(sample.rollout) for sample in report.samples]
-    assert metrics["response_length/mean"] == pytest.approx(np.mean(lengths))  # known of all
+    assert metrics["response_length/mean"] == pytest.approx(np.mean(lengths))  # unjudged samples count here
 
 
-def test_a_judge_that_gives_only_a_number_has_no_accuracy_and_no_votes(engine):
+def test_a_judge_that_returns_only_a_number_gives_no_accuracy_and_no_majority(engine):
     metrics = run(engine, lambda rollout: Score(0.5)).metrics
     assert metrics["reward/mean"] == 0.5
     assert not [name for name in metrics if "@" in name or name.startswith("parse")]
@@ -166,17 +168,17 @@ def test_a_judge_that_gives_only_a_number_has_no_accuracy_and_no_votes(engine):
     assert f"maj@{K}" not in metrics
 
 
-def test_when_nothing_could_be_judged_the_reward_is_not_a_number(engine):
+def test_without_any_judged_sample_the_reward_is_nan(engine):
     metrics = run(engine, lambda rollout: Score(None, error="no")).metrics
     assert math.isnan(metrics["reward/mean"])
     assert "reward/mean/low" not in metrics
     assert metrics["unjudged"] == 30
 
 
-def test_a_question_that_is_there_twice_is_one_problem():
+def test_a_question_that_appears_twice_is_one_problem():
     def sample(acc):
         return EvalSample(make.prompt(), make.rollout([1]), Score(float(acc), acc=acc))
 
-    figures = figures_by_problem([sample(acc) for acc in (True, False, False, False)], k=2)
-    assert figures["avg@2"] == {"uid": 0.25}
-    assert figures["pass@2"] == {"uid": 0.5}
+    metrics = metrics_by_problem([sample(acc) for acc in (True, False, False, False)], k=2)
+    assert metrics["avg@2"] == {"uid": 0.25}
+    assert metrics["pass@2"] == {"uid": 0.5}

@@ -1,8 +1,8 @@
-"""A disk with a page cache: what it would hold if the power failed between two calls.
+"""A model of a disk with a page cache: its content if the power failed between two calls.
 
 A killed process loses nothing that it wrote, because the page cache stays. A power cut loses whatever was not synced:
 the bytes of a file since its last fsync, and the names in a folder (files created, renamed and deleted) since the last
-fsync of that folder. The disk may have written any part of it on its own; the extremes are tried:
+fsync of that folder. The disk may have written any part of it by itself. The tests try the extremes:
 
 - NOTHING: neither bytes nor names that were not synced;
 - NAMES: all names, but no bytes that were not synced (a renamed file is then empty);
@@ -41,7 +41,7 @@ class Folder:
 
 
 class Disk:
-    """Holds one folder, `root`, which was empty and synced before the first call."""
+    """The content of one folder, `root`, which was empty and synced before the first call."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -67,7 +67,7 @@ class Disk:
             case "unlink":
                 del self._parent(call.path).names[call.path.name]
             case "sync":
-                # By inode where it is a file: its name may have changed since it was opened.
+                # Find a file by its inode: its name may have changed since it was opened.
                 found = self.by_inode.get(call.inode) or self._find(call.path)
                 if isinstance(found, File):
                     found.synced = bytes(found.content)
@@ -76,7 +76,7 @@ class Disk:
                     found.synced = dict(found.names)
 
     def content(self, survives: Survives = Survives.ALL) -> dict[str, bytes | None]:
-        """Every file with its bytes, and every folder with None, by path below the root."""
+        """Return every file with its bytes, and every folder with None, by path below the root."""
         found: dict[str, bytes | None] = {}
 
         def visit(folder: Folder, prefix: str) -> None:
@@ -94,7 +94,10 @@ class Disk:
         return found
 
     def _catch_up(self, file: File, path: Path) -> None:
-        """Safetensors renames a file by a bare system call, which no library sees; its next sync has the new name."""
+        """Apply a rename that was not logged, when the next sync shows the new name.
+
+        Safetensors renames files by a direct system call, which the preloaded library does not see.
+        """
         folder = self._parent(path)
         known = [name for name, entry in folder.names.items() if entry is file]
         if known and path.name not in known:
@@ -134,12 +137,12 @@ def digest(content: dict[str, bytes | None]) -> str:
 
 
 def without_shared_memory(content: dict[str, bytes | None]) -> dict[str, bytes | None]:
-    """SQLite maps the index of its log into memory, past every call; after a crash it is made again in any case."""
+    """Return the content without -shm files: SQLite writes them through mmap, and rebuilds them after a crash."""
     return {name: data for name, data in content.items() if not name.endswith("-shm")}
 
 
 def kills(calls: Sequence[Call], root: Path) -> Iterator[tuple[int, dict[str, bytes | None]]]:
-    """Every distinct state in which a kill before a call leaves the disk: (number of that call, the content)."""
+    """Yield every distinct content of the disk after a kill before a call: (number of that call, content)."""
     disk, known = Disk(root), set()
     for number, call in enumerate(calls, 1):
         content = without_shared_memory(disk.content())
@@ -150,7 +153,7 @@ def kills(calls: Sequence[Call], root: Path) -> Iterator[tuple[int, dict[str, by
 
 
 def half_writes(calls: Sequence[Call], root: Path) -> Iterator[tuple[int, dict[str, bytes | None]]]:
-    """The same for a kill in the middle of a write."""
+    """Yield the same for a kill in the middle of a write."""
     disk, known = Disk(root), set()
     for number, call in enumerate(calls, 1):
         if call.what == "write" and len(call.data) > 1 and not call.path.name.endswith("-shm"):
@@ -164,7 +167,7 @@ def half_writes(calls: Sequence[Call], root: Path) -> Iterator[tuple[int, dict[s
 
 
 def power_cuts(calls: Sequence[Call], root: Path) -> Iterator[tuple[int, Survives, dict[str, bytes | None]]]:
-    """Every distinct state that a power cut can leave: (calls that were made, what survived, the content)."""
+    """Yield every distinct content after a power cut: (number of calls made, what survived, content)."""
     disk, known = Disk(root), set()
     for number, call in enumerate(calls, 1):
         disk.apply(call)

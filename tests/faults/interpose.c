@@ -1,5 +1,5 @@
-/* Stands between a process and the C library wherever it changes a file: counts these calls below one folder, writes them
- * to a log, and at the n-th one kills the process or makes the call fail.
+/* Intercepts the C library calls by which a process changes files below one folder: counts them, writes them to a log,
+ * and at the n-th call kills the process or makes the call fail.
  *
  * Loaded with LD_PRELOAD. It does nothing until faults_arm() is called, and then only in the process that called it.
  */
@@ -29,7 +29,7 @@ static long fault_at, seen;
 static int log_file = -1;
 static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
 
-/* Calls are numbered from 1; the fault strikes at number `at`. */
+/* Calls are numbered from 1; the fault happens at call `at`. */
 void faults_arm(const char *below, int what, long at, const char *log_path) {
     snprintf(folder, sizeof folder, "%s", below);
     folder_length = strlen(folder);
@@ -55,7 +55,7 @@ static int path_of(int fd, char *path) {
     return 1;
 }
 
-/* The absolute path of `name` as a call with this directory descriptor means it. */
+/* Return the absolute path of `name`, relative to the directory descriptor as in the *at() calls. */
 static int resolve(int directory, const char *name, char *path) {
     char start[PATH_MAX];
     if (name[0] == '/') return snprintf(path, PATH_MAX, "%s", name) < PATH_MAX;
@@ -73,8 +73,8 @@ static void put(const void *data, size_t length) {
     }
 }
 
-/* One record of the log: what was done to which file (by inode), where, and with which bytes; x: the call failed. Every
- * call that is counted has one, so that numbers of calls are places in the log. */
+/* Append one record to the log: the operation (x: a call that failed), the file's path and inode, the offset, the bytes.
+ * Every counted call has one record, so that the n-th record belongs to call n. */
 static void record(char what, const char *path, const char *to, ino_t inode, off_t offset, const void *data, size_t length) {
     if (log_file < 0) return;
     uint64_t numbers[5] = {strlen(path), to ? strlen(to) : 0, inode, offset, data ? length : 0};
@@ -90,8 +90,8 @@ static ino_t inode_of(const char *path) {
     return fstatat(AT_FDCWD, path, &s, AT_SYMLINK_NOFOLLOW) ? 0 : s.st_ino;
 }
 
-/* Decides the fate of one call: 0 to let it happen, an error number to make it fail. May not return. `grows`: whether a
- * full disk is in its way. */
+/* Count one call; return 0 to let it happen, or an error number to make it fail. May kill the process instead.
+ * `grows`: whether the call needs disk space, so that it fails on a full disk. */
 static int strike(int grows) {
     long number = ++seen;
     if (mode == KILL && number == fault_at) kill(getpid(), SIGKILL);
@@ -120,7 +120,7 @@ static ssize_t write_at(int fd, const void *data, size_t length, off_t offset, i
         ssize_t n = syscall(SYS_pwrite64, fd, data, length / 2, offset);
         if (mode == KILL_HALFWAY) kill(getpid(), SIGKILL);
         if (!has_offset && n > 0) lseek(fd, offset + n, SEEK_SET);
-        DONE(n); /* a short count: the call after it finds the disk full */
+        DONE(n); /* a short count; the next call fails because the disk is full */
     }
     FAIL_IF(strike(1));
     ssize_t n = has_offset ? syscall(SYS_pwrite64, fd, data, length, offset) : syscall(SYS_write, fd, data, length);
@@ -146,7 +146,7 @@ ssize_t writev(int fd, const struct iovec *parts, int count) {
     return total;
 }
 
-/* Copies inside the kernel would escape the log: these fail as on a file system that does not know them. */
+/* The log would miss copies inside the kernel. So these calls fail, as on a file system that does not support them. */
 ssize_t copy_file_range(int in, off64_t *in_offset, int out, off64_t *out_offset, size_t length, unsigned flags) {
     char path[PATH_MAX];
     if (armed == getpid() && path_of(out, path) && is_below(path)) { errno = EXDEV; return -1; }
@@ -185,7 +185,7 @@ int fallocate64(int fd, int how, off_t offset, off_t length) { return fallocate_
 int posix_fallocate(int fd, off_t offset, off_t length) { return fallocate_to(fd, 0, offset, length) ? errno : 0; }
 int posix_fallocate64(int fd, off_t offset, off_t length) { return fallocate_to(fd, 0, offset, length) ? errno : 0; }
 
-/* Making it last. */
+/* Syncing. */
 
 static int sync_now(int call, int fd) {
     char path[PATH_MAX];
@@ -194,7 +194,7 @@ static int sync_now(int call, int fd) {
     struct stat s;
     fstat(fd, &s);
     FAIL_IF(strike(0));
-    record('s', path, NULL, s.st_ino, 0, NULL, 0); /* the disk under a test need not really wait */
+    record('s', path, NULL, s.st_ino, 0, NULL, 0); /* not passed on: tests need no real sync */
     DONE(0);
 }
 

@@ -1,4 +1,4 @@
-"""Counting, recording and breaking the calls by which a process changes files (see interpose.c)."""
+"""Counts, records and breaks the calls by which a process changes files; the library is interpose.c."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADER = struct.Struct("=c5Q")
 
 
 class Mode(enum.IntEnum):
-    """What happens at the chosen call. The numbers are those of interpose.c."""
+    """The fault at the chosen call; the numbers are those of interpose.c."""
 
     WATCH = 0
     KILL = 1
@@ -29,8 +29,10 @@ class Mode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call that changed a file. `what`: write, truncate, sync, create, rename, unlink (also of folders), mkdir, or
-    failed: a call that changed nothing, for example because a folder was not there.
+    """One call that changed a file.
+
+    `what` is write, truncate, sync, create, rename, unlink (also of folders), mkdir, or failed: a call that changed
+    nothing, for example because its folder did not exist.
     """
 
     what: str
@@ -59,7 +61,7 @@ def build(folder: Path) -> Path:
 
 
 def arm(below: Path, mode: Mode = Mode.WATCH, at: int = 0, log: Path | None = None) -> None:
-    """In a process that was started with the library preloaded: watch `below`, and strike at the call number `at`."""
+    """Watch the files below `below`, and apply the fault at call number `at`; the library must be preloaded."""
     library = ctypes.CDLL(os.environ["LD_PRELOAD"])
     text = None if log is None else os.fsencode(log)
     library.faults_arm(os.fsencode(below), ctypes.c_int(mode), ctypes.c_long(at), text)

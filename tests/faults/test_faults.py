@@ -1,4 +1,4 @@
-"""A sample of `make test-faults`, and what the trials rest on: the log of calls, and the model of a disk."""
+"""A sample of `make test-faults`, and tests of its foundations: the log of calls and the model of a disk."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def test_runs_broken_at_a_sample_of_all_points_resume_to_the_same_weights_and_me
     tally = campaign.run(every=61)
     assert not tally.failures, tally.summary()
     assert sum(tally.tried.values()) > 30
-    assert len(tally.tried) >= 6, "not all kinds of faults are in the sample"
+    assert len(tally.tried) >= 6, "the sample must contain all kinds of faults"
 
 
 @needs_compiler
-def test_a_process_that_is_really_killed_leaves_what_the_log_says(campaign):
+def test_a_killed_process_leaves_the_files_that_the_log_predicts(campaign):
     known = list(kills(campaign.calls["strict"], campaign.root("strict", "whole")))
     for number, expected in known[5::60]:
-        root = campaign.root("strict", f"k{number:04}")  # as long as "whole": paths are among what is written
+        root = campaign.root("strict", f"k{number:04}")  # as long as "whole": files contain their paths
         root.mkdir(parents=True)
         ended = campaign.servers[0].run(campaign.job("strict", root, Mode.KILL, number))
         assert ended.code == -signal.SIGKILL
         there = {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in root.rglob("*")}
-        # Random names and times differ; which files there are, and how long they are, does not.
+        # Random names and times differ, but not the set of files and their sizes.
         assert sizes(there) == sizes(expected), number
 
 
 def sizes(content: dict[str, bytes | None]) -> list[tuple[str, int]]:
-    """Names with sizes, in units that are too large to show the digits of a time."""
+    """Return names with sizes, in units of 64 bytes: the digits of a time must not show."""
 
     def name_of(path: str) -> str:
-        # Safetensors renames these by itself, which the log shows only when they are synced.
+        # Safetensors renames these by direct system calls, which the log shows only when they are synced.
         is_renamed = "/.partial/" in path and (path.endswith(".safetensors") or "/.tmp" in path)
         return f"{path.rpartition('/')[0]}/weights" if is_renamed else path
 
@@ -57,8 +57,8 @@ def sizes(content: dict[str, bytes | None]) -> list[tuple[str, int]]:
 
 
 @needs_compiler
-def test_a_fault_that_is_not_handled_would_be_noticed(campaign, monkeypatch):
-    """The trials themselves: with another outcome to compare with, every resumed run is different."""
+def test_a_different_outcome_is_noticed(campaign, monkeypatch):
+    """Compare with the outcome of another run: the trial must fail."""
     point = next(point for point in campaign.points() if point.fault == "EIO" and point.at == (100,))
     server = campaign.servers[0]
     campaign.attempt(server, point, "as-it-is")
@@ -72,7 +72,7 @@ def call(what: str, path: str, to: str = "", inode: int = 0, offset: int = 0, da
     return Call(what, ROOT / path, ROOT / to, inode, offset, data)
 
 
-def test_a_power_cut_takes_what_was_not_synced():
+def test_a_power_cut_loses_what_was_not_synced():
     disk = Disk(ROOT)
     for each in [
         call("create", "a.tmp", inode=1),
@@ -82,7 +82,7 @@ def test_a_power_cut_takes_what_was_not_synced():
         disk.apply(each)
     assert disk.content() == {"a": b"hello"}
     assert disk.content(Survives.NOTHING) == {}
-    assert disk.content(Survives.NAMES) == {"a": b""}, "a file that is renamed before it is synced can be empty"
+    assert disk.content(Survives.NAMES) == {"a": b""}, "a file renamed before it was synced can be empty"
     disk.apply(call("sync", "", inode=99))
     assert disk.content(Survives.NOTHING) == {"a": b""}
     assert disk.content(Survives.BYTES) == {"a": b"hello"}
@@ -94,7 +94,7 @@ def test_a_power_cut_takes_what_was_not_synced():
     assert disk.content(Survives.BYTES) == {"a": b"hello\0\0!"}
 
 
-def test_folders_keep_their_unsynced_names_to_themselves():
+def test_syncing_a_folder_does_not_sync_the_names_in_its_subfolders():
     disk = Disk(ROOT)
     for each in [
         call("mkdir", "run"),
@@ -104,7 +104,7 @@ def test_folders_keep_their_unsynced_names_to_themselves():
         call("sync", "", inode=99),
     ]:
         disk.apply(each)
-    assert disk.content(Survives.NOTHING) == {"run": None}, "the folder's own name was synced, those in it were not"
+    assert disk.content(Survives.NOTHING) == {"run": None}, "the folder's name was synced, the names in it were not"
     disk.apply(call("sync", "run", inode=98))
     assert disk.content(Survives.NOTHING) == {"run": None, "run/x": b"x"}
     disk.apply(call("truncate", "run/x", inode=1, offset=0))

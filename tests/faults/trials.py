@@ -1,10 +1,10 @@
-"""`make test-faults`: break a run at every call that changes a file, resume it, and compare it with one left in peace.
+"""`make test-faults`: break a run at every call that changes a file, resume it, and compare with an undisturbed run.
 
-    python -m tests.faults.trials [--every N] [--kinds strict,lora]
+    python -m tests.faults.trials [--every N] [--kinds "strict,lora with ledger"]
 
 A server process imports everything once and forks a process per attempt, so that an attempt takes a second or less. The
-run is a real one, with a tiny model. What SIGKILL leaves behind at each call is laid out from the log of a whole run
-(test_faults.py compares it with what a process leaves that is really killed there). All other faults happen for real.
+runs are real, with a tiny model. The files that SIGKILL leaves at each call are reconstructed from the log of a whole
+run; test_faults.py compares them with those of a process that is really killed. All other faults happen for real.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def _progress() -> Callable[[int, int, int], None]:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One place to break a run at: a call that fails or kills, several kills in a row, or a power cut."""
+    """One way to break a run: a call that fails or kills, several kills in a row, or a power cut."""
 
     kind: str
     fault: str
-    at: tuple[int, ...]  # a call to strike at, one for every attempt
+    at: tuple[int, ...]  # the number of the call to break, one for every attempt
     mode: Mode = Mode.WATCH
-    content: dict[str, bytes | None] | None = field(default=None, repr=False)  # what a kill or a power cut left
+    content: dict[str, bytes | None] | None = field(default=None, repr=False)  # files left by a kill or a power cut
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.fault} at call {', '.join(map(str, self.at))}"
@@ -103,15 +103,15 @@ class Tally:
 
 
 class Refused(Exception):
-    """A resume that did not work."""
+    """A resume failed."""
 
 
 class Different(Exception):
-    """A run that resumed is not the one that was left in peace, or something foreign was touched."""
+    """A resumed run differs from the undisturbed one, or a foreign file was touched."""
 
 
 class Traceback(Exception):
-    """A fault that ended in anything but one sentence."""
+    """A fault ended in something else than one sentence."""
 
 
 class Campaign:
@@ -125,7 +125,7 @@ class Campaign:
         self.whole: dict[str, Outcome] = {}
         self.calls: dict[str, list[Call]] = {}
         for kind in kinds:
-            self._run_in_peace(kind)
+            self._run_undisturbed(kind)
 
     def close(self) -> None:
         for server in self.servers:
@@ -144,7 +144,7 @@ class Campaign:
                 yield Point(kind, "EIO", (number,), Mode.IO_ERROR)
                 if call.what in ("write", "create", "mkdir"):
                     yield Point(kind, "ENOSPC", (number,), Mode.DISK_FULL)
-            # A start that is killed, then the next one, then the next: at every early call, and throughout the run.
+            # Kill three starts in a row: at every second early call, then throughout the run.
             begun = next(number for number, call in numbered if call.to.name == "config.yaml")
             for number in range(1, begun + 10, 2):
                 yield Point(kind, "SIGKILL three times", (number, number, max(1, number // 2)), Mode.KILL)
@@ -190,7 +190,7 @@ class Campaign:
                 ended = server.run(self.job(point.kind, root, mode=point.mode, at=number))
                 self._check_end(ended, root, point)
             while (ended := server.run(self.job(point.kind, root))).code != 0:
-                if "has all of its" in ended.output:  # killed after its last checkpoint was complete
+                if "has already finished its" in ended.output:  # killed after its last checkpoint was complete
                     break
                 raise Refused(ended.output.strip()[-1500:])
             if "Traceback" in ended.output:
@@ -202,7 +202,7 @@ class Campaign:
 
     def _check_end(self, ended: Ended, root: Path, point: Point) -> None:
         if point.mode in (Mode.KILL, Mode.KILL_HALFWAY):
-            return  # killed, or, in a later attempt, done before the call that would have been struck
+            return  # killed, or, in a later attempt, finished before the call that was to be broken
         if "Traceback" in ended.output:
             raise Traceback(ended.output[-2500:])
         if ended.code not in (0, 3):
@@ -213,7 +213,7 @@ class Campaign:
 
     def _compare(self, kind: str, found: Outcome) -> None:
         whole = self.whole[kind]
-        # What is in flight when a run stops is sampled again by other weights, so only the form can be compared.
+        # Responses in flight when a run stops are sampled again with newer weights, so only the steps are comparable.
         names = ("steps",) if kind == "inflight" else ("steps", "weights", "metrics", "verdicts", "evaluations", "best")
         for name in names:
             if getattr(found, name) != getattr(whole, name):
@@ -223,18 +223,18 @@ class Campaign:
         there = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
         for name, data in FOREIGN.items():
             if there.pop(name, None) != data:
-                raise Different(f"{name}, which is somebody else's, was touched")
+                raise Different(f"{name}, a foreign file, was touched")
         odd = {n for n in there if n.endswith(("-wal", "-shm", "-journal")) or ("/." in n and not n.endswith("/.lock"))}
         if odd:
             raise Different(f"left behind: {', '.join(sorted(odd))}")
 
-    def _run_in_peace(self, kind: str) -> None:
+    def _run_undisturbed(self, kind: str) -> None:
         root, log = self.root(kind, "whole"), self.folder / f"{kind}.log"
         root.mkdir(parents=True)
         ended = self.servers[0].run(self.job(kind, root, log=log))
         assert ended.code == 0, ended.output
         self.calls[kind] = read_log(log)
-        # The log is complete only if it leads to the very files that are there.
+        # The log is complete only if applying it gives exactly the files on the disk.
         disk = Disk(root)
         for call in self.calls[kind]:
             disk.apply(call)
@@ -272,7 +272,7 @@ def _difference(expected: Any, found: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Everything of a finished run that does not depend on the clock."""
+    """The parts of a finished run that do not depend on the clock."""
 
     steps: list[int]
     weights: dict[str, str]
@@ -308,12 +308,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    code: int  # negative: killed by this signal
+    code: int  # exit code; negative: the signal that killed it
     output: str
 
 
 class Server:
-    """A process that has imported everything, and forks a process for every run that it is asked for."""
+    """A process that has imported everything, and forks a process for every run."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -326,7 +326,7 @@ class Server:
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
-        assert line, "the server has died"
+        assert line, "the server died"
         return Ended(int(line), Path(job["output"]).read_text(encoding="utf-8", errors="replace"))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The process behind `trials`: imports everything once, then forks one process per run that it is asked for."""
+"""The server process of `trials`: imports everything once, then forks one process per run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny import save_tiny
 
 
 def reward(completion: str, answer: int) -> dict[str, Any]:
-    """As in tests.runs.REWARD: some groups differ in it and some do not."""
+    """Score by letters, as tests.runs.REWARD does, so that some groups are kept and some dropped."""
     letters = sum(character.isalpha() for character in completion)
     return {"score": letters / 8, "acc": letters % 3 == answer % 2}
 
@@ -37,14 +37,14 @@ def main() -> None:
 
 
 def _recipe(folder: Path) -> Path:
-    """As small as a run can be in which groups are kept, dropped and carried over."""
+    """Write the recipe of the smallest run in which groups are kept, dropped and carried over."""
     save_tiny(folder / "model", num_hidden_layers=1, hidden_size=16, intermediate_size=16)
     sizes = {"train_batch_size": 2, "gen_batch_size": 4, "max_response_length": 4}
     return runs.recipe(folder, data={"train": str(folder / "data.jsonl"), "max_prompt_length": 64, **sizes})
 
 
 def _train(job: dict[str, Any], recipe: Path) -> None:
-    """Does not return."""
+    """Train in this forked process, and exit; does not return."""
     code = 1
     try:
         with Path(job["output"]).open("w", encoding="utf-8") as output:
@@ -71,7 +71,7 @@ def _train(job: dict[str, Any], recipe: Path) -> None:
 
 
 def _has_begun(database: Path) -> bool:
-    """As a person decides whether to resume: a database that was never begun has nothing in it."""
+    """Return whether to resume, as a user would decide: a database that was never begun is empty."""
     import sqlite3
 
     if not database.exists():

@@ -198,7 +198,7 @@ def test_if_one_rank_needs_more_memory_than_estimated_all_ranks_use_smaller_micr
 
 
 def test_offload_is_refused_for_a_single_learner():
-    with pytest.raises(ConfigError, match=r"cluster.offload is for weights that several processes share"):
+    with pytest.raises(ConfigError, match=r"cluster.offload needs weights that several processes share"):
         config(cluster__offload=True)
 
 

@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from dapo.checkpoint.export_run import export_run
+from dapo.checkpoint.export import export_run
 from dapo.store.database import RunDatabase
 from dapo.view.report import write_report
 from tests import runs

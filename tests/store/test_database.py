@@ -1,4 +1,4 @@
-"""The run database keeps whole steps, gives back what it was given, and says in one sentence what is wrong with a file.
+"""Tests of the run database: values survive, only whole steps are stored, and a bad file is refused in one sentence.
 
 Run as a script, this file starts the writers that are killed.
 """
@@ -51,7 +51,7 @@ def make_rollout(serial: int, index: int, text: str = "so 42") -> Rollout:
 
 
 def make_group(serial: int, verdict: str = "kept", uid: str | None = None, **changes: Any) -> Group:
-    """Two rollouts; the same serial gives the same group, as a carried-over one is when it is reported again."""
+    """Build a group of two rollouts. The same serial gives the same group, so that a carried one can be repeated."""
     values: dict[str, Any] = {
         "serial": serial,
         "prompt": Prompt(uid or f"p{serial}", ({"role": "user", "content": f"6 * {serial}?"},), (5, 6), {"value": 42}),
@@ -73,8 +73,8 @@ def make_report(step: int, groups: Iterable[Group] = (), metrics: dict[str, floa
         for rollout, trains in zip(group.rollouts, group.trains, strict=True)
         if group.kept and trains
     }
-    figures = {"reward/mean": step / 8, "entropy": 1.5} if metrics is None else metrics
-    return StepReport(step, figures, groups, stats, (Event("warning", f"in step {step}", step),))
+    metrics = {"reward/mean": step / 8, "entropy": 1.5} if metrics is None else metrics
+    return StepReport(step, metrics, groups, stats, (Event("warning", f"in step {step}", step),))
 
 
 def make_eval(step: int, uids: Iterable[str], name: str = "held_out", accuracy: float = 0.5) -> EvalReport:
@@ -86,7 +86,7 @@ def make_eval(step: int, uids: Iterable[str], name: str = "held_out", accuracy: 
 
 
 def record_three_steps(database: RunDatabase) -> None:
-    """Group 32 and 33 are waiting for their batch at the end."""
+    """Record three steps, after which groups 32 and 33 are carried over."""
     database.record_eval(make_eval(0, ["e0", "e1"]))
     database.record_step(make_report(1, [make_group(10), make_group(11, "all_correct")]))
     database.record_step(make_report(2, [make_group(20), make_group(21, "carried")]))
@@ -127,7 +127,7 @@ def database(path: Path) -> Iterable[RunDatabase]:
         yield database
 
 
-# What was recorded comes back.
+# Values survive.
 
 
 def test_a_step_comes_back_with_everything_that_was_reported(path: Path, database: RunDatabase) -> None:
@@ -217,7 +217,7 @@ def test_steps_come_in_order_and_a_step_without_metrics_is_not_lost(database: Ru
     assert [(row["step"], row.get("a")) for row in database.steps()] == [(1, 1), (2, 2), (3, None), (10, 10)]
 
 
-def test_reading_all_metrics_takes_work_in_proportion_to_the_steps(database: RunDatabase) -> None:
+def test_reading_all_metrics_takes_time_proportional_to_the_steps(database: RunDatabase) -> None:
     def work() -> int:
         ticks = 0
 
@@ -241,7 +241,7 @@ def test_reading_all_metrics_takes_work_in_proportion_to_the_steps(database: Run
     assert work() < 6 * before
 
 
-def test_not_a_number_and_infinity_survive_in_metrics_and_extras(database: RunDatabase) -> None:
+def test_nan_and_infinity_survive_in_metrics_and_extras(database: RunDatabase) -> None:
     odd = {"nan": math.nan, "inf": math.inf, "minus": -math.inf, "small": np.float32(0.1), "count": np.int64(3)}
     scores = (Score(math.inf, True, None, {"a": math.nan, "b": np.float64("-inf")}), Score(math.nan))
     group = make_group(1, scores=scores, rewards=np.array([math.inf, math.nan]))
@@ -291,7 +291,7 @@ def test_hostile_text_survives(database: RunDatabase, text: str) -> None:
     assert step[text or "x"] == 1.0
 
 
-def test_lone_surrogates_are_written_out_in_text_and_survive_in_json(database: RunDatabase) -> None:
+def test_lone_surrogates_are_escaped_in_text_and_survive_in_json(database: RunDatabase) -> None:
     prompt = Prompt("u\ud800", ({"role": "user", "content": "c\udfff"},), (), "a\udc80")
     score = Score(None, None, "e\ud800", {"k\ud800": "v\udfff"})
     rollouts, nothing = (make_rollout(1, 0, "t\ud83d."),), np.zeros(1)
@@ -303,7 +303,7 @@ def test_lone_surrogates_are_written_out_in_text_and_survive_in_json(database: R
     assert (found["prompt_uid"], found["messages"][0]["content"], found["answer"]) == ("u\\ud800", "c\udfff", "a\udc80")
 
 
-def test_values_that_json_does_not_know_do_not_stop_the_run(database: RunDatabase) -> None:
+def test_values_that_json_cannot_represent_do_not_stop_the_run(database: RunDatabase) -> None:
     extras = {
         "scalar": np.float32(0.5),
         "flag": np.bool_(True),
@@ -353,7 +353,7 @@ def test_evaluating_a_set_again_at_the_same_step_replaces_it(path: Path, databas
 # Carried-over groups.
 
 
-def test_the_history_of_a_prompt_counts_its_judged_and_its_right_responses(path: Path, database: RunDatabase) -> None:
+def test_the_history_of_a_prompt_counts_its_judged_and_its_correct_responses(path: Path, database: RunDatabase) -> None:
     groups = [make_group(1, uid="p"), make_group(2, "all_wrong", uid="p"), make_group(3, uid="q")]
     database.record_step(make_report(1, groups[:1]))
     database.record_step(make_report(2, groups[1:]))
@@ -370,7 +370,7 @@ def test_the_history_of_a_prompt_counts_its_judged_and_its_right_responses(path:
     assert rows[0][5] > 0
 
 
-def test_a_carried_group_is_one_row_that_remembers_both_steps(path: Path, database: RunDatabase) -> None:
+def test_a_carried_group_is_one_row_with_both_steps(path: Path, database: RunDatabase) -> None:
     database.record_step(make_report(1, [make_group(1, "carried"), make_group(2, "carried")]))
     assert [(row["verdict"], row["decided_step"]) for row in database.groups()] == [("carried", None)] * 2
     database.record_step(make_report(2, [make_group(1), make_group(2, "carried")]))
@@ -407,7 +407,7 @@ def test_a_group_that_was_decided_cannot_be_decided_again(path: Path, database: 
 
 
 @pytest.mark.parametrize("store_tokens", ["all", "kept", "none"])
-def test_rewind_restores_the_exact_former_content(path: Path, store_tokens: str) -> None:
+def test_rewind_restores_the_exact_earlier_content(path: Path, store_tokens: str) -> None:
     with RunDatabase.create(path, config_yaml(store_tokens), {}) as database:
         record_three_steps(database)
         at_three = contents(path, "events")
@@ -420,13 +420,13 @@ def test_rewind_restores_the_exact_former_content(path: Path, store_tokens: str)
             *(f"in step {step}" for step in (1, 2, 3)),
             "resumed from step 3: 3 later steps with 3 groups removed, 2 carried-over groups undecided again",
         ]
-        # The way forward is open again, and leads to the same place but for the time of day.
+        # The same steps can be recorded again, and give the same content except for the times.
         record_three_more(database)
         untimed = ("events", "steps", "evaluations")
         assert contents(path, *untimed) == {name: rows for name, rows in at_six.items() if name not in untimed}
 
 
-def test_rewind_to_zero_leaves_only_what_was_before_the_first_step(path: Path, database: RunDatabase) -> None:
+def test_rewind_to_zero_leaves_only_the_evaluation_before_the_first_step(path: Path, database: RunDatabase) -> None:
     database.record_eval(make_eval(0, ["e0", "e1"]))
     before = contents(path, "events")
     record_three_steps(database)
@@ -437,7 +437,7 @@ def test_rewind_to_zero_leaves_only_what_was_before_the_first_step(path: Path, d
     assert after == before
 
 
-def test_rewind_of_nothing_changes_nothing_and_is_recorded(path: Path, database: RunDatabase) -> None:
+def test_rewind_to_the_last_step_changes_nothing_and_is_recorded(path: Path, database: RunDatabase) -> None:
     record_three_steps(database)
     before = contents(path, "events")
     assert database.rewind(3) == 0
@@ -445,7 +445,7 @@ def test_rewind_of_nothing_changes_nothing_and_is_recorded(path: Path, database:
     assert list(database.events())[-1]["kind"] == "resumed"
 
 
-def test_rewind_keeps_the_story_of_earlier_resumes(database: RunDatabase) -> None:
+def test_rewind_keeps_the_events_of_earlier_resumes(database: RunDatabase) -> None:
     record_three_steps(database)
     database.record_event(Event("stopped", "by the guard", 3))
     database.rewind(2)
@@ -467,7 +467,7 @@ def test_rewind_keeps_the_prompts_of_an_older_checkpoint_evaluated_later(path: P
     assert "late" in {row[0] for row in contents(path)["prompts"]}
 
 
-# Whole steps only, whatever happens to the writer.
+# Only whole steps are stored, whatever happens to the writer.
 
 
 def write_step_four(database: RunDatabase) -> None:
@@ -482,7 +482,7 @@ OPERATIONS = {operation.__name__: operation for operation in (write_step_four, r
 
 
 def instructions(path: Path, operation: str, die_at: int | None = None) -> int:
-    """How many instructions of SQLite's machine the operation takes; the process dies before number `die_at`."""
+    """Count the SQLite instructions that the operation takes; with `die_at`, kill this process at that instruction."""
     seen = 0
 
     def count() -> int:
@@ -500,19 +500,19 @@ def instructions(path: Path, operation: str, die_at: int | None = None) -> int:
 
 
 def kill_writers(folder: Path, operation: str) -> None:
-    """In a process of its own: one writer per file, killed at the instruction that the file is named after."""
+    """Fork one writer per file, and kill it at the instruction that the file is named after."""
     for path in folder.glob("*.db"):
         writer = os.fork()
         if writer == 0:
             instructions(path, operation, die_at=int(path.stem))
             os._exit(0)
         _, status = os.waitpid(writer, 0)
-        assert os.WIFSIGNALED(status), f"the writer of {path} lived on"
+        assert os.WIFSIGNALED(status), f"the writer of {path} was not killed"
         assert os.WTERMSIG(status) == signal.SIGKILL
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_writer_killed_before_its_commit_has_done_nothing(tmp_path: Path, path: Path, operation: str) -> None:
+def test_a_writer_killed_before_its_commit_has_changed_nothing(tmp_path: Path, path: Path, operation: str) -> None:
     with RunDatabase.create(path, config_yaml(), {}) as database:
         record_three_steps(database)
     before = contents(path)
@@ -539,7 +539,7 @@ def test_a_step_survives_a_writer_that_never_closed_its_database(tmp_path: Path,
     with RunDatabase.create(path, config_yaml(), {}) as database:
         record_three_steps(database)
         (tmp_path / "left").mkdir()
-        # What a killed writer leaves on the disk: the file and its WAL, without the index in shared memory.
+        # A killed writer leaves the file and its WAL on the disk; the index in shared memory is lost.
         for file in (path, Path(f"{path}-wal")):
             shutil.copy(file, tmp_path / "left")
         expected = contents(path)
@@ -548,7 +548,7 @@ def test_a_step_survives_a_writer_that_never_closed_its_database(tmp_path: Path,
     assert contents(tmp_path / "left" / "run.db") == expected
 
 
-def test_an_error_within_a_step_leaves_nothing_of_it(path: Path, database: RunDatabase) -> None:
+def test_an_error_within_a_step_rolls_it_back(path: Path, database: RunDatabase) -> None:
     record_three_steps(database)
     before = contents(path)
     broken = make_group(41, rewards=np.zeros(3))
@@ -557,10 +557,10 @@ def test_an_error_within_a_step_leaves_nothing_of_it(path: Path, database: RunDa
     assert contents(path) == before
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_the_earlier_steps_whole(path: Path, database: RunDatabase) -> None:
+def test_a_full_disk_is_one_sentence_and_earlier_steps_stay_intact(path: Path, database: RunDatabase) -> None:
     record_three_steps(database)
     before = contents(path)
-    database._connection.execute("PRAGMA max_page_count = 1")  # SQLite raises it to the present size
+    database._connection.execute("PRAGMA max_page_count = 1")  # SQLite raises this to the current size
     text = "much " * 10_000
     with pytest.raises(StorageError, match=r"run\.db: cannot be written .*full"):
         database.record_step(make_report(4, [make_group(40, rollouts=(make_rollout(40, 0, text),) * 2)]))
@@ -643,11 +643,11 @@ def directory(path: Path) -> None:
         (cut_off_in_the_first_page, "malformed|not a database|disk I/O error"),
         (overwritten, "malformed|not a database"),
         (newer, "has schema version 7, but this version of dapo reads 3"),
-        (foreign, "is an SQLite database, but not that of a run"),
+        (foreign, "is an SQLite database, but not a run's"),
         (directory, "there is no run database here"),
     ],
 )
-def test_a_file_that_is_no_run_database_is_refused_in_one_sentence(
+def test_a_file_that_is_not_a_run_database_is_refused_in_one_sentence(
     path: Path, opening: Callable[[Path], RunDatabase], damage: Callable[[Path], None], reason: str
 ) -> None:
     if damage not in (missing, empty, garbage, short_garbage):
@@ -677,7 +677,7 @@ def test_create_refuses_to_write_over_anything(path: Path) -> None:
         RunDatabase.create(path.parent / "nowhere" / "run.db", config_yaml(), {})
 
 
-def test_create_starts_again_after_a_start_that_was_killed(path: Path) -> None:
+def test_create_accepts_the_empty_file_of_a_killed_start(path: Path) -> None:
     path.touch()
     with RunDatabase.create(path, config_yaml(), {"version": "1"}) as database:
         assert database.meta()["version"] == "1"
@@ -700,7 +700,7 @@ def test_a_readonly_database_cannot_be_written(path: Path, database: RunDatabase
         reader.record_event(Event("note", "no", 0))
 
 
-def test_a_finished_run_can_be_read_where_nothing_can_be_written(path: Path) -> None:
+def test_a_finished_run_can_be_read_from_a_readonly_folder(path: Path) -> None:
     with RunDatabase.create(path, config_yaml(), {}) as database:
         record_three_steps(database)
     path.chmod(0o444)
@@ -714,7 +714,7 @@ def test_a_finished_run_can_be_read_where_nothing_can_be_written(path: Path) -> 
         path.parent.chmod(0o755)
 
 
-def test_a_path_may_hold_any_character(tmp_path: Path) -> None:
+def test_a_path_may_contain_any_character(tmp_path: Path) -> None:
     folder = tmp_path / "run #1?mode=memory&x %20 ü"
     folder.mkdir()
     with RunDatabase.create(folder / "run.db", config_yaml(), {}) as database:

@@ -1,4 +1,4 @@
-"""What lies beside run.db, with real processes: a writer that lives, closes or is killed, and readers all the while."""
+"""Tests of the files beside run.db (-wal, -shm), with real processes: writers that close or are killed, and readers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ with Run("made", Path(sys.argv[1])).snapshot() as database:
 
 
 def start(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """A process that has said its first word."""
+    """Start a process, and wait for its first line of output."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -67,7 +67,7 @@ def start(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> None:
-    process.communicate("go on\n", timeout=50)
+    process.communicate("finish\n", timeout=50)
     assert process.returncode == 0
 
 
@@ -83,7 +83,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def read(path: Path) -> int:
-    """As commands and the page do; the last step."""
+    """Read the run as the commands and the page do, and return its last step."""
     with RunDatabase.open_readonly(path) as database:
         steps = [step["step"] for step in database.steps()]
     found = summary(path.parent.parent, "made")
@@ -101,7 +101,7 @@ def test_readers_change_nothing_beside_a_finished_run(path: Path, tmp_path: Path
         assert files(path.parent) == before
 
 
-def test_a_live_writer_is_read_undisturbed_and_leaves_only_the_database(path: Path):
+def test_readers_do_not_disturb_a_live_writer_and_only_the_database_remains(path: Path):
     readers = [start(READER, path, STEPS + 1) for _ in range(2)]
     writer = start(WRITER, path, STEPS)
     assert read(path) == STEPS + 1
@@ -116,7 +116,7 @@ def test_a_live_writer_is_read_undisturbed_and_leaves_only_the_database(path: Pa
     database.close()
 
 
-def test_a_writer_that_closes_under_a_reader_still_leaves_only_the_database(path: Path):
+def test_a_writer_that_closes_while_a_reader_is_open_leaves_only_the_database(path: Path):
     writer = start(WRITER, path, 3)
     reader = start(HOLDER, path)
     writer.stdin.write("close\n")
@@ -129,14 +129,14 @@ def test_a_writer_that_closes_under_a_reader_still_leaves_only_the_database(path
     assert read(path) == 4
 
 
-def test_a_reader_that_stays_does_not_keep_a_writer_from_ending(path: Path):
+def test_a_reader_that_stays_open_does_not_block_a_closing_writer(path: Path):
     writer, reader = start(WRITER, path, 3), start(HOLDER, path)
     finish(writer)
     finish(reader)
-    assert read(path) == 4, "what is still in the WAL is read"
+    assert read(path) == 4, "the content of the WAL is read"
 
 
-def test_all_that_a_killed_writer_recorded_is_read_and_its_files_stay(path: Path):
+def test_everything_a_killed_writer_recorded_is_read_and_its_files_stay(path: Path):
     writer = start(WRITER, path, 3)
     writer.send_signal(signal.SIGKILL)
     writer.wait()
@@ -154,7 +154,7 @@ def test_all_that_a_killed_writer_recorded_is_read_and_its_files_stay(path: Path
     assert read(path) == 4
 
 
-def test_a_killed_run_that_was_copied_without_its_index_is_read_and_gets_no_new_file(path: Path, tmp_path: Path):
+def test_a_copy_of_a_killed_run_without_its_shm_file_is_read_and_gets_no_new_file(path: Path, tmp_path: Path):
     writer = start(WRITER, path, 3)
     writer.send_signal(signal.SIGKILL)
     writer.wait()

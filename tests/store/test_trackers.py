@@ -1,4 +1,4 @@
-"""What the trackers' own readers find is what was reported, and no tracker can stop, slow or disturb a training."""
+"""Tests of the trackers: their files contain what was reported, and no tracker can stop, slow or disturb a run."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ needs_tensorboard = pytest.mark.skipif(util.find_spec("tensorboard") is None, re
 
 
 @pytest.fixture(autouse=True)
-def _own_settings_of_the_user(monkeypatch):
-    """Somebody's account must not get what a test writes."""
+def _without_the_user_s_settings(monkeypatch):
+    """Remove the user's settings, so that nothing is sent to the user's account."""
     for name in list(os.environ):
         if name.startswith(("WANDB_", "TRACKIO_")):
             monkeypatch.delenv(name)
@@ -58,7 +58,7 @@ def step_report(step: int, **metrics: float) -> StepReport:
 
 
 def tracked(config: Config, *reports: StepReport | EvalReport, after: int = 0) -> list[str]:
-    """Start, report, close; what was said to have gone wrong."""
+    """Start the trackers, send the reports, close, and return the failures."""
     faults: list[str] = []
     trackers = Trackers(config, after, faults.append)
     for report in reports:
@@ -99,7 +99,7 @@ def wandb_records(run_dir: Path) -> Iterator[Any]:
 
 
 def log_entries(data: bytes) -> Iterator[bytes]:
-    """wandb no longer ships a reader: blocks of 32 KiB as in LevelDB's log, behind a header of 7 bytes."""
+    """Parse wandb's file, for which it ships no reader: LevelDB's log format, 32 KiB blocks after a 7-byte header."""
     assert data.startswith(b":W&B")
     at, entry = 7, b""
     while at + 7 <= len(data):
@@ -110,15 +110,15 @@ def log_entries(data: bytes) -> Iterator[bytes]:
         length, kind = struct.unpack_from("<HB", data, at + 4)
         entry += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part of one
+        if kind in (1, 4):  # a whole entry, or the last part of one
             yield entry
             entry = b""
 
 
 def read_trackio(run_dir: Path) -> dict[str, Points]:
     curves: dict[str, Points] = {}
-    for step, figures in trackio_rows(run_dir, "SELECT step, metrics FROM metrics ORDER BY id"):
-        for name, value in json.loads(figures).items():
+    for step, metrics in trackio_rows(run_dir, "SELECT step, metrics FROM metrics ORDER BY id"):
+        for name, value in json.loads(metrics).items():
             curves.setdefault(name, []).append((step, float(value)))
     return curves
 
@@ -144,7 +144,7 @@ def assert_same(found: dict[str, Points], expected: dict[str, Points]) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_figure_arrives_with_its_step_under_its_name(tmp_path, name, capfd):
+def test_every_metric_arrives_with_its_step_and_name(tmp_path, name, capfd):
     config = configured(tmp_path, name)
     faults = tracked(
         config,
@@ -169,7 +169,7 @@ def test_every_figure_arrives_with_its_step_under_its_name(tmp_path, name, capfd
 
 
 @needs_all
-def test_every_tracker_knows_the_configuration_and_the_name_and_not_whose_machine_it_is(tmp_path):
+def test_every_tracker_gets_the_configuration_and_the_name_and_nothing_about_the_machine(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = configured(tmp_path, "tensorboard", "wandb", "trackio")
@@ -190,14 +190,14 @@ def test_every_tracker_knows_the_configuration_and_the_name_and_not_whose_machin
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_resumed_run_goes_on_and_no_step_is_there_twice(tmp_path, name):
+def test_a_resumed_run_continues_and_no_step_appears_twice(tmp_path, name):
     config = configured(tmp_path, name)
     assert tracked(config, *(step_report(step, loss=step) for step in (1, 2, 3))) == []
     _next_second()
     again = [step_report(step, loss=step + 0.5) for step in (2, 3, 4)]
     assert tracked(config, *again, after=1) == []
     points = READERS[name](config.run_dir)["loss"]
-    # Only TensorBoard lets go of what was undone.
+    # Only TensorBoard replaces undone steps.
     undone = [2.5, 3.5] if name == "tensorboard" else [2.0, 3.0]
     assert points == [(1, 1.0), (2, undone[0]), (3, undone[1]), (4, 4.5)]
     if name == "wandb":
@@ -207,7 +207,7 @@ def test_a_resumed_run_goes_on_and_no_step_is_there_twice(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_run_that_begins_anew_in_the_same_folder_is_another_run(tmp_path, name):
+def test_a_run_that_restarts_in_the_same_folder_is_a_new_run(tmp_path, name):
     config = configured(tmp_path, name)
     assert tracked(config, *(step_report(step, loss=step) for step in (1, 2))) == []
     _next_second()
@@ -222,12 +222,12 @@ def test_a_run_that_begins_anew_in_the_same_folder_is_another_run(tmp_path, name
 
 
 def _next_second() -> None:
-    """Names of TensorBoard's and wandb's files have the second in them, by which they are put in order."""
+    """Wait for the next second: TensorBoard and wandb sort their files by the second in their names."""
     time.sleep(1.05 - time.time() % 1)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_tracker_that_cannot_write_is_named_once_and_left_alone(tmp_path, name):
+def test_a_tracker_that_cannot_write_is_reported_once(tmp_path, name):
     config = configured(tmp_path, name)
     (config.run_dir / name).write_text("in the way")
     faults: list[str] = []
@@ -245,7 +245,7 @@ def test_a_tracker_that_cannot_write_is_named_once_and_left_alone(tmp_path, name
 
 
 @pytest.mark.skipif(util.find_spec("trackio") is None, reason="trackio is not installed")
-def test_what_trackio_only_warns_of_is_a_failure_too(tmp_path):
+def test_warnings_of_trackio_are_failures(tmp_path):
     config = configured(tmp_path, "trackio")
     (config.run_dir / "trackio").mkdir()
     (config.run_dir / "trackio" / "dapo.db").write_bytes(b"no database" * 500)
@@ -255,7 +255,7 @@ def test_what_trackio_only_warns_of_is_a_failure_too(tmp_path):
 
 
 @needs_all
-def test_one_that_is_killed_is_named_and_the_others_go_on(tmp_path):
+def test_a_killed_tracker_is_reported_and_the_others_continue(tmp_path):
     config = configured(tmp_path, "tensorboard", "trackio")
     faults: list[str] = []
     trackers = Trackers(config, 0, faults.append)
@@ -271,14 +271,14 @@ def test_one_that_is_killed_is_named_and_the_others_go_on(tmp_path):
 
 
 @needs_tensorboard
-def test_one_that_hangs_takes_no_time_while_training_and_little_at_the_end(tmp_path, monkeypatch):
+def test_a_hanging_tracker_does_not_delay_training_and_is_stopped_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.5)
     config = configured(tmp_path, "tensorboard")
     faults: list[str] = []
     trackers = Trackers(config, 0, faults.append)
     (member,) = trackers.members
     os.kill(member.process.pid, signal.SIGSTOP)
-    report = StepReport(1, {f"figure {i}": float(i) for i in range(100)}, (), {})
+    report = StepReport(1, {f"metric {i}": float(i) for i in range(100)}, (), {})
     began = time.monotonic()
     for _ in range(300):
         trackers.step(report)
@@ -286,7 +286,7 @@ def test_one_that_hangs_takes_no_time_while_training_and_little_at_the_end(tmp_p
     assert time.monotonic() - began < 2
     trackers.close()
     assert time.monotonic() - began < 4
-    assert faults == ["tensorboard: was not done 0.5 s after the end of the training, and was stopped"]
+    assert faults == ["tensorboard: had not finished 0.5 s after the end of the training, and was stopped"]
     assert member.process.returncode == -signal.SIGKILL
 
 
@@ -298,16 +298,16 @@ def test_a_tracker_that_was_slow_to_start_still_gets_everything(tmp_path):
     (member,) = trackers.members
     os.kill(member.process.pid, signal.SIGSTOP)
     for step in range(1, 301):
-        trackers.step(StepReport(step, {f"figure {i}": float(i * step) for i in range(40)}, (), {}))
+        trackers.step(StepReport(step, {f"metric {i}": float(i * step) for i in range(40)}, (), {}))
     assert member.outgoing
     os.kill(member.process.pid, signal.SIGCONT)
     trackers.close()
     trackers.close()
     assert faults == []
-    assert read_tensorboard(config.run_dir)["figure 39"] == [(step, 39.0 * step) for step in range(1, 301)]
+    assert read_tensorboard(config.run_dir)["metric 39"] == [(step, 39.0 * step) for step in range(1, 301)]
 
 
-def test_a_tracker_that_is_not_there_is_refused_before_a_model_is_looked_for(tmp_path, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
     def missing(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
@@ -326,7 +326,7 @@ def test_an_unknown_tracker_is_refused_when_the_configuration_is_read(tmp_path):
 
 
 @needs_all
-def test_a_training_tells_its_trackers_what_it_tells_its_database(tmp_path, capfd):
+def test_a_run_sends_its_trackers_what_it_stores_in_its_database(tmp_path, capfd):
     trackers = "run.trackers=[tensorboard, wandb, trackio]"
     config = runs.load(tmp_path, trackers, "run.steps=2", "run.save_every=1", "eval.k=2")
     Trainer(config).run()
@@ -349,7 +349,7 @@ def test_a_training_tells_its_trackers_what_it_tells_its_database(tmp_path, capf
 
 
 @needs_tensorboard
-def test_a_training_whose_tracker_fails_trains_as_without_it_and_says_so_once(tmp_path):
+def test_a_run_whose_tracker_fails_trains_the_same_and_reports_it_once(tmp_path):
     plain = runs.load(tmp_path, "run.steps=2", "run.name=plain")
     Trainer(plain).run()
     config = runs.load(tmp_path, "run.steps=2", "run.name=tracked", "run.trackers=[tensorboard]")

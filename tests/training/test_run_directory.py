@@ -1,4 +1,4 @@
-"""What a start may touch: a folder that is not a run's stays as it is, and a run that is there is never begun again."""
+"""Tests of the run directory: a foreign folder is never changed, and an existing run is never started again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests import runs
 
 
 def content(folder: Path) -> dict[str, bytes | None]:
-    """Every file and folder below, with what it holds."""
+    """Return every file below `folder` with its bytes, and every folder with None."""
     found = sorted(folder.rglob("*"))
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
 
@@ -32,7 +32,7 @@ def train(config: Config, *, resume: bool = False) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """A folder with a model, data and a recipe, and a run of three steps with checkpoints of the last two."""
+    """Return a folder with a model, data, a recipe, and a run of three steps with checkpoints of the last two."""
     folder = tmp_path_factory.mktemp("finished")
     train(runs.load(folder, "run.name=run", "run.steps=3", "run.save_every=1"))
     return folder
@@ -58,21 +58,19 @@ def copy_of(finished: Path, tmp_path: Path, *overrides: str) -> Config:
     ],
     ids=" ".join,
 )
-def test_a_folder_that_is_not_a_run_s_is_refused_and_left_as_it_is(tmp_path, files, resume):
+def test_a_folder_that_is_not_a_run_s_is_refused_unchanged(tmp_path, files, resume):
     config = runs.load(tmp_path, "run.name=mine")
     for name in files:
         (config.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (config.run_dir / name).write_text("precious")
     before = content(config.run_dir)
-    with pytest.raises(
-        CheckpointError, match=r"is not the folder of a run, but holds|holds checkpoints \(of the steps 7"
-    ):
+    with pytest.raises(CheckpointError, match=r"is not a run's folder, but holds|holds checkpoints \(of steps 7"):
         Trainer(config, resume=resume)
     assert content(config.run_dir) == before
 
 
 @pytest.mark.parametrize("database", ["not SQLite at all", "another program's"])
-def test_a_database_that_is_not_a_run_s_is_refused_and_left_as_it_is(tmp_path, database):
+def test_a_database_that_is_not_a_run_s_is_refused_unchanged(tmp_path, database):
     import sqlite3
 
     config = runs.load(tmp_path, "run.name=mine")
@@ -85,7 +83,7 @@ def test_a_database_that_is_not_a_run_s_is_refused_and_left_as_it_is(tmp_path, d
     else:
         file.write_text("this is a text file, and long enough to be looked at " * 50)
     before = content(config.run_dir)
-    with pytest.raises(CheckpointError, match=r"run\.db: .*(not a database|but not that of a run)"):
+    with pytest.raises(CheckpointError, match=r"run\.db: .*(not a database|but not a run's)"):
         Trainer(config)
     assert content(config.run_dir) == before
 
@@ -105,27 +103,27 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path):
     config.run_dir.mkdir(parents=True)
     with pytest.raises(DapoError, match=r"gone\.jsonl"):
         Trainer(config)
-    assert content(config.run_dir) == {}, "a folder that was there stays"
+    assert content(config.run_dir) == {}, "a folder that existed before stays"
 
 
 def test_a_lost_configuration_is_taken_from_the_database(finished, tmp_path):
     config = copy_of(finished, tmp_path)
     (config.run_dir / "config.yaml").unlink()
-    with pytest.raises(CheckpointError, match=r"its run\.seed is 5, here it is 6"):
+    with pytest.raises(CheckpointError, match=r"its run\.seed is 5, not 6"):
         Trainer(runs.load(finished, f"run.dir={tmp_path}", "run.name=run", "run.seed=6"), resume=True)
     train(config, resume=True)
     assert len(runs.figures(config.run_dir)) == 4
     assert Config.load(config.run_dir / "config.yaml") == config
 
 
-def test_checkpoints_without_a_database_are_refused_and_stay(finished, tmp_path):
+def test_checkpoints_without_a_database_are_refused_unchanged(finished, tmp_path):
     config = copy_of(finished, tmp_path)
     (config.run_dir / "run.db").unlink()
     before = content(config.run_dir)
     for resume in (True, False):
-        with pytest.raises(CheckpointError, match=r"holds checkpoints \(of the steps 2, 3\) but no run database; copy"):
+        with pytest.raises(CheckpointError, match=r"holds checkpoints \(of steps 2, 3\) but no run database; copy"):
             Trainer(config, resume=resume)
-    (config.run_dir / "run.db").touch()  # as a process killed while it creates one leaves it
+    (config.run_dir / "run.db").touch()  # left by a process that was killed while creating it
     with pytest.raises(CheckpointError, match="but no run database"):
         Trainer(config, resume=True)
     (config.run_dir / "run.db").unlink()
@@ -133,7 +131,7 @@ def test_checkpoints_without_a_database_are_refused_and_stay(finished, tmp_path)
 
 
 def test_a_database_copied_without_its_wal_still_resumes_from_the_checkpoint(tmp_path):
-    """What the copy lacks is said in an event; the checkpoint decides where the run stands."""
+    """The checkpoint decides where the run resumes; an event says that the copy lacks steps."""
     config = runs.load(tmp_path, "run.name=run", "run.steps=3", "run.save_every=1")
     trainer = Trainer(config)
     for _ in range(2):
@@ -151,25 +149,25 @@ def test_a_database_copied_without_its_wal_still_resumes_from_the_checkpoint(tmp
         assert any("the database ended at step" in event["message"] for event in database.events())
 
 
-def test_records_are_not_undone_because_the_checkpoints_are_gone(finished, tmp_path):
+def test_a_run_whose_checkpoints_are_missing_is_refused_and_keeps_its_records(finished, tmp_path):
     config = copy_of(finished, tmp_path)
     shutil.rmtree(config.run_dir / "checkpoints")
-    with pytest.raises(CheckpointError, match="has 3 recorded steps, but its checkpoints are gone; put them back"):
+    with pytest.raises(CheckpointError, match="has 3 recorded steps, but its checkpoints are missing; put them back"):
         Trainer(config, resume=True)
     assert len(runs.figures(config.run_dir)) == 3
 
 
-def test_a_run_without_a_step_can_be_begun_again_with_other_options_or_resumed(tmp_path):
+def test_a_run_without_a_step_can_be_started_again_with_other_options_or_resumed(tmp_path):
     Trainer(runs.load(tmp_path, "run.name=run", "run.seed=1")).close()
     Trainer(runs.load(tmp_path, "run.name=run", "run.seed=2")).close()
-    with pytest.raises(CheckpointError, match=r"its run\.seed is 2, here it is 3"):
+    with pytest.raises(CheckpointError, match=r"its run\.seed is 2, not 3"):
         Trainer(runs.load(tmp_path, "run.name=run", "run.seed=3"), resume=True)
     config = runs.load(tmp_path, "run.name=run", "run.seed=2", "run.steps=1")
     train(config, resume=True)
     assert len(runs.figures(config.run_dir)) == 1
 
 
-def test_files_of_the_user_s_own_in_a_run_s_folder_are_no_obstacle_and_stay(tmp_path):
+def test_a_user_s_own_files_in_a_run_s_folder_are_accepted_and_kept(tmp_path):
     config = runs.load(tmp_path, "run.name=run", "run.steps=1")
     Trainer(config).close()
     (config.run_dir / "notes.txt").write_text("precious")
@@ -178,7 +176,7 @@ def test_files_of_the_user_s_own_in_a_run_s_folder_are_no_obstacle_and_stay(tmp_
     assert (config.run_dir / "notes.txt").read_text() == "precious"
 
 
-def test_a_finished_run_leaves_nothing_but_what_is_documented(finished):
+def test_a_finished_run_leaves_only_the_documented_files(finished):
     names = {path.name for path in (finished / "runs" / "run").iterdir()}
     assert names == {".lock", "config.yaml", "run.db", "checkpoints"}
     assert {path.name for path in (finished / "runs" / "run" / "checkpoints").iterdir()} == {"step_2", "step_3"}
@@ -194,7 +192,7 @@ def test_leftovers_of_a_killed_process_are_cleaned_up_and_others_are_not(finishe
     trainer.close()
 
 
-def test_a_lock_that_is_deleted_by_its_owner_is_taken_anew(tmp_path):
+def test_a_lock_that_was_deleted_by_its_owner_can_be_taken_again(tmp_path):
     config = runs.load(tmp_path, "run.name=run")
     one = RunDirectory(config, resume=False)
     one.abandon()
@@ -205,8 +203,8 @@ def test_a_lock_that_is_deleted_by_its_owner_is_taken_anew(tmp_path):
     assert not config.run_dir.exists()
 
 
-def test_of_two_processes_with_one_name_the_slower_one_is_refused_and_harms_nothing(tmp_path):
-    """Both start at the same moment; whoever comes second must not touch what the first one does."""
+def test_of_two_processes_with_the_same_run_name_the_slower_one_is_refused_and_changes_nothing(tmp_path):
+    """Start both at the same moment; the second must not touch the run of the first."""
     recipe = runs.recipe(tmp_path)
     command = [sys.executable, "-m", "dapo", "train", str(recipe), "run.name=both", "run.steps=2", "run.save_every=1"]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) for _ in range(2)]
@@ -214,11 +212,11 @@ def test_of_two_processes_with_one_name_the_slower_one_is_refused_and_harms_noth
     codes = sorted(process.returncode for process in processes)
     assert codes == [0, 2], errors
     (refused,) = [error for error in errors if "error:" in error]
-    assert "another process is training this run" in refused or "holds a run already" in refused
+    assert "another process is training this run" in refused or "already holds a run" in refused
     assert len(runs.figures(tmp_path / "runs" / "both")) == 2
 
 
-def test_a_lock_goes_with_its_process_however_it_ends(tmp_path):
+def test_a_lock_is_released_when_its_process_is_killed(tmp_path):
     recipe = runs.recipe(tmp_path)
     command = [sys.executable, "-m", "dapo", "train", str(recipe), "run.name=killed", "run.steps=100000"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -243,7 +241,7 @@ def test_a_folder_that_cannot_be_written_to_is_one_sentence(tmp_path, mode):
         Trainer(config)
 
 
-def test_a_file_where_the_folder_should_be_is_one_sentence(tmp_path):
+def test_a_file_in_place_of_the_folder_is_one_sentence(tmp_path):
     config = runs.load(tmp_path, "run.name=run")
     config.run_dir.parent.mkdir()
     config.run_dir.write_text("a file")

@@ -1,4 +1,4 @@
-"""The real model: what holds on tiny random weights holds on SmolLM2-135M-Instruct."""
+"""Tests with a real model, SmolLM2-135M-Instruct, of what other tests show for tiny random weights."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_sampler_trainer_and_plain_transformers_agree_on_log_probabilities_and_g
 
 
 def test_the_demo_s_first_step_learns(smollm2_dir, tmp_path):
-    """The recipe as it is, for one round and one step: a real update on a real model, recorded and saved."""
+    """Run the recipe for one round and one step: a real update of a real model, recorded and saved."""
     from dapo import Trainer
 
     overrides = [

@@ -1,4 +1,4 @@
-"""Whole runs: the loop, resuming, interruption, and what they leave behind."""
+"""Tests of whole runs: the loop, resuming, interruption, and the files they leave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dapo import Config, Trainer
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.checkpoint import folder as checkpoint
-from dapo.checkpoint.folder import Best
+from dapo.checkpoint.state import Best
 from dapo.errors import CheckpointError, ConfigError, RewardError, TrainingStopped
 from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
@@ -50,7 +50,7 @@ def test_six_steps_at_once_and_three_then_three_more_are_the_same_bit_for_bit(tm
     train(whole)
     train(runs.load(tmp_path, "run.name=parts", "run.steps=3"))
     saved = checkpoint.read_state(whole.run_dir.parent / "parts" / "checkpoints" / "step_3")
-    assert saved.carried, "carried-over groups must be part of what is resumed"
+    assert saved.carried, "the test needs carried-over groups in the checkpoint"
     parts = runs.load(tmp_path, "run.name=parts")
     train(parts, resume=True)
     assert_same_run(whole.run_dir, parts.run_dir, step=6)
@@ -106,7 +106,7 @@ main()
 
 
 @pytest.mark.parametrize("kill_at", [3, 9, 15, 22, 32])
-def test_a_run_killed_at_any_write_goes_on_to_the_same_weights_and_figures(tmp_path, kill_at):
+def test_a_run_killed_at_any_write_resumes_to_the_same_weights_and_metrics(tmp_path, kill_at):
     whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", "run.save_every=1")
     train(whole)
     recipe = tmp_path / "recipe.yaml"
@@ -121,8 +121,8 @@ def test_a_run_killed_at_any_write_goes_on_to_the_same_weights_and_figures(tmp_p
     assert_same_run(whole.run_dir, whole.run_dir.parent / "killed", step=4)
 
 
-def test_killed_in_the_middle_of_sampling_the_run_goes_on_from_the_checkpoint(tmp_path):
-    """The reward itself, from its worker process, kills the trainer in step 5; on the second try it lets it live."""
+def test_a_run_killed_while_sampling_resumes_from_the_checkpoint(tmp_path):
+    """The reward kills the trainer from its worker process in step 5, but not again after the resume."""
     deadly = runs.deadly_reward(tmp_path / "killed")
     whole = runs.load(tmp_path, "run.name=whole")
     train(whole)
@@ -160,13 +160,13 @@ def test_ctrl_c_finishes_the_step_saves_and_exits_130(tmp_path):
 
 
 def test_one_whole_step_agrees_with_a_plain_padded_float64_oracle(tmp_path):
-    """Sampling excluded: same kept groups, advantages, loss, gradient norm and new weights."""
+    """Compare kept groups, advantages, loss, gradient norm and new weights; sampling is not part of the oracle."""
     config = runs.load(tmp_path, "run.steps=1", "optim.ppo_mini_batch_size=4", "optim.warmup_steps=0", "optim.lr=1e-3")
     oracle = plain.in_float64(AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="sdpa"))
     train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         stored = [(group, list(database.rollouts(group["serial"]))) for group in database.groups()]
-        (figures,) = database.steps()
+        (metrics,) = database.steps()
     mixed = [group["serial"] for group, rollouts in stored if len({r["acc"] for r in rollouts}) > 1]
     kept = [group["serial"] for group, _ in stored if group["verdict"] == "kept"]
     assert kept == mixed[:4]
@@ -180,17 +180,17 @@ def test_one_whole_step_agrees_with_a_plain_padded_float64_oracle(tmp_path):
     grads = plain.gradients(oracle, loss)
     expected = plain.adamw(dict(oracle.named_parameters()), grads, lr=1e-3, weight_decay=0.1, clip=1.0)
     norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
-    assert figures["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
-    assert figures["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     found = AutoModelForCausalLM.from_pretrained(config.run_dir / "checkpoints" / "step_1")
     for name, value in found.named_parameters():
-        # Where a gradient is all but zero, Adam's first step is its sign, and rounding decides that.
+        # Adam's first step is the sign of the gradient, which rounding decides if the gradient is almost zero.
         steady = grads[name].abs() > 1e-5
         torch.testing.assert_close(value.double()[steady], expected[name].detach()[steady], atol=2e-5, rtol=0)
 
 
 def rebuild(group, rollouts):
-    """A Group from what the database holds."""
+    """Build a Group from its rows in the database."""
     from tests import make
 
     prompt = make.prompt(group["prompt_tokens"].tolist(), group["answer"])
@@ -216,7 +216,7 @@ def test_a_checkpoint_loads_in_plain_transformers_and_only_two_are_kept(tmp_path
     assert not list(folder.rglob("*.bin")) + list(folder.rglob("*.pt")) + list(folder.rglob("*.pkl"))
 
 
-def test_every_step_s_tokens_add_up_in_the_database(tmp_path):
+def test_the_tokens_of_every_step_add_up_in_the_database(tmp_path):
     config = runs.load(tmp_path)
     train(config)
     steps = runs.figures(config.run_dir)
@@ -232,7 +232,7 @@ def test_every_step_s_tokens_add_up_in_the_database(tmp_path):
         assert step["tokens/generated"] == sum(lengths[serial] for serial in generated)
 
 
-def test_staleness_is_that_of_the_tokens_trained_on(tmp_path):
+def test_staleness_is_averaged_over_the_tokens_trained_on(tmp_path):
     config = runs.load(tmp_path)
     train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
@@ -261,7 +261,7 @@ def test_a_python_function_is_a_reward_and_the_policy_learns_from_it(tmp_path):
 
 @pytest.mark.parametrize("coefficient", ["kl_loss_coef", "kl_reward_coef"])
 @pytest.mark.parametrize("rank", [0, 4])
-def test_the_reference_stays_what_it_was_and_its_kl_starts_at_zero(tmp_path, coefficient, rank):
+def test_the_reference_does_not_change_and_its_kl_starts_at_zero(tmp_path, coefficient, rank):
     model = {"lora": {"rank": rank}}
     config = runs.load(
         tmp_path,
@@ -285,7 +285,7 @@ def test_the_reference_stays_what_it_was_and_its_kl_starts_at_zero(tmp_path, coe
     trainer.close()
 
 
-def test_padding_a_batch_gives_its_groups_a_reference_too(tmp_path):
+def test_padded_groups_get_reference_log_probabilities_too(tmp_path):
     options = ("algorithm.kl_loss_coef=0.1", "algorithm.filter_groups.on_exhausted=pad", "run.steps=2")
     config = runs.load(tmp_path, *options, "algorithm.filter_groups.max_num_gen_batches=1")
     result = train(config, reward=lambda completion, answer: float(answer == 3 and "a" in completion))
@@ -301,7 +301,7 @@ def test_without_kl_no_reference_is_loaded(tmp_path):
     trainer.close()
 
 
-def test_three_steps_without_anything_to_learn_stop_the_run_and_lose_nothing(tmp_path):
+def test_three_steps_without_anything_to_learn_are_saved_and_stop_the_run(tmp_path):
     config = runs.load(tmp_path, "algorithm.filter_groups.max_num_gen_batches=1")
     with pytest.raises(TrainingStopped, match="3 steps in a row"):
         train(config, reward=lambda completion, answer: 1.0)
@@ -311,21 +311,21 @@ def test_three_steps_without_anything_to_learn_stop_the_run_and_lose_nothing(tmp
         assert [event["kind"] for event in database.events()][-1] == "stopped"
 
 
-def test_a_run_that_has_all_its_steps_says_so_before_anything_is_loaded(tmp_path, monkeypatch):
+def test_resuming_a_finished_run_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     config = runs.load(tmp_path, "run.steps=1")
     train(config)
     monkeypatch.setattr("dapo.training.trainer.assemble", lambda *_: pytest.fail("nothing needs to be loaded"))
-    with pytest.raises(CheckpointError, match=r"has all of its 1 steps already; raise run.steps"):
+    with pytest.raises(CheckpointError, match=r"has already finished its 1 steps; raise run.steps"):
         train(config, resume=True)
 
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
     config = runs.load(tmp_path, "run.steps=1")
     train(config)
-    with pytest.raises(CheckpointError, match="holds a run already; continue it with --resume"):
+    with pytest.raises(CheckpointError, match="already holds a run; continue it with --resume"):
         Trainer(config)
     other = runs.load(tmp_path, "run.steps=2", "run.seed=1")
-    with pytest.raises(CheckpointError, match=r"holds another run: its run.seed is 5, here it is 1"):
+    with pytest.raises(CheckpointError, match=r"holds another run: its run.seed is 5, not 1"):
         Trainer(other, resume=True)
 
 
@@ -346,7 +346,7 @@ def test_on_exhausted_raise_records_and_saves_the_step_and_then_stops(tmp_path):
     assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_1").step == 1
 
 
-def test_a_trainer_lets_go_of_its_run_when_it_is_done(tmp_path):
+def test_a_trainer_releases_its_run_when_it_has_finished(tmp_path):
     Trainer(runs.load(tmp_path, "run.steps=1")).run()
     assert Trainer(runs.load(tmp_path, "run.steps=2"), resume=True).run().steps == 2
 
@@ -362,7 +362,7 @@ def test_a_changed_option_on_resume_is_recorded(tmp_path):
     assert Config.load(config.run_dir / "config.yaml").optim.lr == 1e-4
 
 
-def test_two_processes_cannot_train_one_run_and_the_second_is_told_before_it_loads_a_model(tmp_path, monkeypatch):
+def test_a_second_process_is_refused_before_it_loads_a_model(tmp_path, monkeypatch):
     config = runs.load(tmp_path)
     trainer = Trainer(config)
     monkeypatch.setattr("dapo.training.trainer.assemble", lambda *_: pytest.fail("nothing needs to be loaded"))
@@ -372,6 +372,7 @@ def test_two_processes_cannot_train_one_run_and_the_second_is_told_before_it_loa
     trainer.close()
 
 
+DAMAGED = r"step_1: the checkpoint is damaged .* there is no other checkpoint"
 FILES = [
     "model.safetensors", "config.json", "tokenizer.json", "trainer/optimiser.safetensors", "trainer/state.json",
     "trainer/SHA256SUMS",
@@ -386,13 +387,15 @@ def test_a_checkpoint_with_one_bit_changed_anywhere_is_refused_in_one_sentence(t
         content = victim.read_bytes()
         for place in range(0, len(content), max(1, len(content) // 20)):
             victim.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-            with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
+            with pytest.raises(
+                CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other checkpoint"
+            ):
                 RunDirectory(config, resume=True)
         victim.write_bytes(content[: len(content) // 2])
-        with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
+        with pytest.raises(CheckpointError, match=DAMAGED):
             RunDirectory(config, resume=True)
         victim.unlink()
-        with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other one"):
+        with pytest.raises(CheckpointError, match=DAMAGED):
             RunDirectory(config, resume=True)
         victim.write_bytes(content)
     saved = config.run_dir / "checkpoints" / "step_1"
@@ -402,8 +405,8 @@ def test_a_checkpoint_with_one_bit_changed_anywhere_is_refused_in_one_sentence(t
     assert train(config, resume=True).steps == 2
 
 
-def test_a_run_of_the_format_before_checksums_resumes(tmp_path):
-    """State without its own checksum, and the mark of the best checkpoint in a file beside it."""
+def test_a_checkpoint_of_format_2_resumes(tmp_path):
+    """Format 2 has no checksum of state.json, and records the best checkpoint in a file of its own."""
     whole = runs.load(tmp_path, "run.name=whole", "run.steps=4")
     train(whole)
     train(runs.load(tmp_path, "run.name=parts", "run.steps=2"))
@@ -426,7 +429,7 @@ def test_a_run_of_the_format_before_checksums_resumes(tmp_path):
     ("key", "value"),
     [("step", "1"), ("step", 1.0), ("recent", [1]), ("ledger", []), ("carried", [{}]), ("best", {}), ("more", 1)],
 )
-def test_a_state_of_other_types_is_refused_in_one_sentence(tmp_path, key, value):
+def test_a_state_with_wrong_types_is_refused_in_one_sentence(tmp_path, key, value):
     saved = SavedRun(tmp_path)
     saved.save(1)
     file = saved.folder / "step_1" / "trainer" / "state.json"
@@ -438,8 +441,8 @@ def test_a_state_of_other_types_is_refused_in_one_sentence(tmp_path, key, value)
         checkpoint.read_state(saved.folder / "step_1")
 
 
-def test_the_published_algorithm_when_everything_of_ours_is_off(tmp_path):
-    """No carry-over, whole rounds, and the surplus is cut off in submission order."""
+def test_without_carry_over_a_run_is_the_published_algorithm(tmp_path):
+    """Whole rounds are sampled, and the surplus is dropped in submission order."""
     config = runs.load(tmp_path, "algorithm.max_staleness=0", "run.steps=3")
     train(config)
     for step in runs.figures(config.run_dir):
@@ -448,7 +451,7 @@ def test_the_published_algorithm_when_everything_of_ours_is_off(tmp_path):
         assert step["staleness/mean"] == step["staleness/max"] == step["groups/in_flight"] == 0
 
 
-def test_evaluation_draws_fresh_numbers_each_time_and_truncates_as_told(tmp_path):
+def test_evaluations_run_before_during_and_after_training(tmp_path):
     config = runs.load(tmp_path, "run.steps=2", "eval.k=3", "eval.every=1", "eval.temperature=0", "run.save_every=0")
     result = train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
@@ -470,7 +473,7 @@ def test_nothing_depends_on_the_clock_or_on_hash_randomization(tmp_path):
 
 
 def sets(folder: Path) -> dict[str, str]:
-    """Two sets to evaluate on; the second holds two of the training questions."""
+    """Write two evaluation sets; the second contains two of the training questions."""
     rows = {"easy": ["other", "another"], "hard": ["question x", "question xx", "yet another"]}
     for name, prompts in rows.items():
         lines = [json.dumps({"prompt": prompt, "answer": i}) for i, prompt in enumerate(prompts)]
@@ -491,23 +494,23 @@ def test_every_set_is_evaluated_and_its_questions_are_never_trained_on(tmp_path)
     assert any("2 questions held out for evaluation left out" in note for note in notes)
 
 
-def test_the_best_checkpoint_by_the_named_figure_is_kept_beside_the_newest_two(tmp_path):
+def test_the_best_checkpoint_by_best_metric_is_kept_besides_the_newest_two(tmp_path):
     options = {"k": 4, "every": 1, "data": sets(tmp_path), "best_metric": "hard/reward/mean"}
     config = runs.load(tmp_path, "run.steps=7", "run.save_every=1", "optim.lr=1e-9", eval=options)
     train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
-        figures = {e["step"]: e["metrics"]["reward/mean"] for e in database.evals() if e["name"] == "hard"}
-    best = max((value, -step) for step, value in figures.items() if step > 0)
+        rewards = {e["step"]: e["metrics"]["reward/mean"] for e in database.evals() if e["name"] == "hard"}
+    best = max((value, -step) for step, value in rewards.items() if step > 0)
     kept = {int(path.name.removeprefix("step_")) for path in (config.run_dir / "checkpoints").glob("step_*")}
     assert kept == {-best[1], 6, 7}
-    assert -best[1] < 6, "this test needs a best step that would otherwise be gone"
+    assert -best[1] < 6, "the test needs a best step that is not among the newest two"
     marked = checkpoint.best(config.run_dir / "checkpoints")
     assert (marked.step, marked.value) == (-best[1], best[0])
 
 
-def test_a_figure_that_is_not_there_stops_the_run_before_its_first_step_with_those_that_are(tmp_path):
+def test_an_unknown_best_metric_stops_the_run_before_its_first_step_and_lists_the_metrics(tmp_path):
     config = runs.load(tmp_path, eval={"k": 2, "data": sets(tmp_path), "best_metric": "hard/avg@3"})
-    with pytest.raises(ConfigError, match=r"there is no 'hard/avg@3'; there are: .*hard/avg@2"):
+    with pytest.raises(ConfigError, match=r"there is no 'hard/avg@3'; the metrics are: .*hard/avg@2"):
         train(config)
 
 
@@ -522,7 +525,7 @@ def test_with_the_ledger_a_resumed_run_draws_the_same_prompts(tmp_path):
     assert sum(step["groups/skipped"] for step in runs.figures(whole.run_dir)[4:]) > 0
 
 
-def test_a_reward_given_as_an_object_is_named_in_the_configuration_and_cannot_be_taken_for_the_recipe_s(tmp_path):
+def test_a_reward_given_as_a_function_is_recorded_and_needed_again_on_resume(tmp_path):
     def by_length(completion):
         return len(completion) % 3
 

@@ -94,7 +94,7 @@ def test_what_a_writer_changes_under_a_reader_without_locks_is_noticed(tmp_path:
             assert old.execute("SELECT count(*) FROM groups").fetchone()[0] == 2
             writer(run.path, 5).communicate("go on\n" * 5, timeout=50)
 
-    with pytest.raises(CheckpointError, match="was changed while it was being read; try again"):
+    with pytest.raises(CheckpointError, match="changed while it was being read; try again"):
         look_while_another_process_writes()
     assert progress(run).step == 6
 

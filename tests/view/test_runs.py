@@ -178,7 +178,7 @@ def damage(path: Path, kind: str) -> None:
         ("folder", "there is no run database here"),
         ("missing", "there is no run database here"),
         ("older", "has schema version 2, but this version of dapo reads"),
-        ("other", "is an SQLite database, but not that of a run"),
+        ("other", "is an SQLite database, but not a run's"),
         ("no config", "holds no configuration that can be read"),
         ("bad config", "holds no configuration that can be read"),
         ("no table", "its table metrics is missing"),

@@ -1,0 +1,192 @@
+"""The trainer's state and its JSON form, whose types are checked strictly when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NotRequired
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from dapo.types import FinishReason, Group, Prompt, Rollout, Score
+
+FORMAT = 3  # raise it when a resume could misread an older state.json
+STATE_FILE = "trainer/state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The step with the best evaluation so far, and the metric that it was chosen by."""
+
+    step: int
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainerState:
+    """Everything the next step depends on besides weights and optimizer.
+
+    There is no random generator to save: all randomness is hashed from the seed and these counters.
+    """
+
+    step: int
+    version: int  # of the weights: steps so far that made an update
+    positions: list[int]  # one per data source: prompts drawn so far
+    data_digest: str  # of the data that the positions index into
+    next_serial: int
+    recent: list[bool]  # whether each of the latest groups was kept; sizes the next round
+    empty_in_a_row: int
+    non_finite_in_a_row: int
+    considered: int  # prompts that the ledger has decided on
+    ledger: Mapping[str, Sequence[int]]
+    carried: list[Group]
+    pending: Mapping[int, Prompt] = field(default_factory=dict)  # by serial: in flight when saved, submitted again
+    best: Best | None = None
+
+
+class _PromptData(TypedDict):
+    uid: str
+    messages: list[dict[str, Any]]
+    tokens: list[int]
+    answer: Any
+    data_source: str
+    extra: dict[str, Any]
+    is_text: bool
+
+
+class _RolloutData(TypedDict):
+    serial: int
+    index: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    weight_version: int
+    text: str
+    switches: NotRequired[list[int]]  # missing in checkpoints older than the in-flight mode
+
+
+class _ScoreData(TypedDict):
+    value: float | None
+    acc: bool | None
+    error: str | None
+    extras: dict[str, Any]
+
+
+class _GroupData(TypedDict):
+    serial: int
+    prompt: _PromptData
+    rollouts: list[_RolloutData]
+    scores: list[_ScoreData]
+    rewards: list[float]
+    advantages: list[float]
+    trains: list[bool]
+    verdict: str
+    ref_logprobs: list[list[float]] | None
+
+
+class _PendingData(TypedDict):
+    serial: int
+    prompt: _PromptData
+
+
+class _BestData(TypedDict):
+    step: int
+    metric: str
+    value: float
+
+
+class _StateData(TypedDict):
+    """The types of state.json."""
+
+    step: int
+    version: int
+    positions: list[int]
+    data_digest: str
+    next_serial: int
+    recent: list[bool]
+    empty_in_a_row: int
+    non_finite_in_a_row: int
+    considered: int
+    ledger: dict[str, list[int]]
+    carried: list[_GroupData]
+    pending: NotRequired[list[_PendingData]]
+    best: NotRequired[_BestData | None]
+
+
+_CHECKED_STATE = TypeAdapter(_StateData)
+
+
+def to_document(state: TrainerState) -> dict[str, Any]:
+    """Return the content of state.json."""
+    plain = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("carried", "pending", "best")}
+    return {
+        "format": FORMAT,
+        **plain,
+        "carried": [_group_to_json(group) for group in state.carried],
+        "pending": [{"serial": serial, "prompt": asdict(prompt)} for serial, prompt in state.pending.items()],
+        "best": asdict(state.best) if state.best else None,
+    }
+
+
+def from_document(document: dict[str, Any]) -> TrainerState:
+    """Build the state from the content of state.json, without its `format`; a ValueError names the first bad field."""
+    try:
+        _CHECKED_STATE.validate_python(document, strict=True, extra="forbid")
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, fault['loc']))} in {STATE_FILE}: {fault['msg']}") from None
+    carried = [_group_from_json(group) for group in document.pop("carried")]
+    pending = {item["serial"]: _prompt(item["prompt"]) for item in document.pop("pending", ())}
+    marked = best_from_json(document.pop("best", None))
+    return TrainerState(**document, carried=carried, pending=pending, best=marked)
+
+
+def best_from_json(values: Any) -> Best | None:
+    return None if values is None else Best(int(values["step"]), str(values["metric"]), float(values["value"]))
+
+
+def _group_to_json(group: Group) -> dict[str, Any]:
+    def lists(values: tuple[np.ndarray, ...] | None) -> list[list[float]] | None:
+        return None if values is None else [value.tolist() for value in values]
+
+    return {
+        "serial": group.serial,
+        "prompt": asdict(group.prompt),
+        "rollouts": [
+            {**asdict(rollout), "tokens": rollout.tokens.tolist(), "logprobs": rollout.logprobs.tolist()}
+            for rollout in group.rollouts
+        ],
+        "scores": [asdict(score) for score in group.scores],
+        "rewards": group.rewards.tolist(),
+        "advantages": group.advantages.tolist(),
+        "trains": group.trains.tolist(),
+        "verdict": group.verdict,
+        "ref_logprobs": lists(group.ref_logprobs),
+    }
+
+
+def _prompt(data: Mapping[str, Any]) -> Prompt:
+    return Prompt(**{**data, "messages": tuple(data["messages"]), "tokens": tuple(data["tokens"])})
+
+
+def _rollout(data: Mapping[str, Any]) -> Rollout:
+    arrays = {"tokens": np.array(data["tokens"], np.int32), "logprobs": np.array(data["logprobs"], np.float32)}
+    return Rollout(**{**data, **arrays, "switches": tuple(data.get("switches", ()))})
+
+
+def _group_from_json(data: Mapping[str, Any]) -> Group:
+    reference = data["ref_logprobs"]
+    return Group(
+        serial=data["serial"],
+        prompt=_prompt(data["prompt"]),
+        rollouts=tuple(map(_rollout, data["rollouts"])),
+        scores=tuple(Score(**score) for score in data["scores"]),
+        rewards=np.array(data["rewards"], np.float64),
+        advantages=np.array(data["advantages"], np.float64),
+        trains=np.array(data["trains"], bool),
+        verdict=data["verdict"],
+        ref_logprobs=None if reference is None else tuple(np.array(row, np.float32) for row in reference),
+    )
