@@ -55,8 +55,8 @@ def progress(run: Run) -> Progress:
 
 
 def read_progress(database: sqlite3.Connection) -> Progress:
-    # sum(1), not count(*): SQLite runs a plain count(*) as one instruction, which the time limit cannot interrupt when
-    # the pages of a damaged file form a cycle.
+    # sum(1), not count(*): SQLite runs a plain count(*) as one instruction, which the time limit cannot interrupt, and
+    # a hostile file can make that instruction visit the same pages almost forever.
     counts = (
         "SELECT (SELECT coalesce(max(step), 0) FROM steps), (SELECT coalesce(sum(1), 0) FROM groups),"
         " (SELECT coalesce(max(id), 0) FROM events), (SELECT coalesce(max(id), 0) FROM evaluations)"

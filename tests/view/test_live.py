@@ -84,7 +84,7 @@ def test_an_open_snapshot_neither_changes_nor_blocks_the_writer(tmp_path: Path):
 
 
 def test_a_reader_without_locks_notices_that_a_writer_changed_the_file(tmp_path: Path):
-    """A finished run is read without locks. If it is resumed meanwhile, the reader must not see a mix of both states."""
+    """A finished run is read without locks. If it is resumed meanwhile, the reader must not see a mix of states."""
     with create(tmp_path) as database:
         database.record_step(make_report(1, [make_group(2), make_group(3)]))
     run = find_run(tmp_path, "made")

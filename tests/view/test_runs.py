@@ -81,7 +81,9 @@ def test_paging_through_the_runs_gives_each_once(tmp_path: Path):
         (["interrupted", "resumed", "exhausted", "finished", "data"], "finished"),
     ],
 )
-def test_the_status_of_a_run_without_a_process_follows_from_its_last_final_event(tmp_path: Path, kinds: list[str], status: str):
+def test_the_status_of_a_run_without_a_process_follows_from_its_last_final_event(
+    tmp_path: Path, kinds: list[str], status: str
+):
     with create(tmp_path) as database:
         database.record_step(make_report(1, events=[Event("unjudged", "some", 1)]))
         for kind in kinds:

@@ -82,7 +82,9 @@ def shoot(page: Any, file: Path) -> None:
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_screenshot_of_every_view(view: str, tab: Any, url: str, shown_run: Run, response: tuple[int, int], folder: Path):
+def test_a_screenshot_of_every_view(
+    view: str, tab: Any, url: str, shown_run: Run, response: tuple[int, int], folder: Path
+):
     page, scheme = tab
     address, sign, height = VIEWS[view]
     page.set_viewport_size({"width": 1280, "height": height})

@@ -73,7 +73,10 @@ async def ask(query: Callable[..., Any], *values: Any, **options: Any) -> Any:
 
 
 def grid(columns: list[dict[str, Any]], row_id: str, *, html_columns: Sequence[int] = (), **options: Any) -> ui.aggrid:
-    """Make an empty table; `fill` sets its rows. Cells are text, except in html columns: never put a run's text there."""
+    """Make an empty table; `fill` sets its rows.
+
+    Cells are text, except in `html_columns`. Text from a run must never get into an HTML column.
+    """
     return ui.aggrid(
         {
             "columnDefs": columns,
