@@ -167,20 +167,27 @@ def random_model(
     return model.eval()
 
 
-def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one word per token. Its stop token lies beyond the vocabulary, so it is never sampled."""
-    words = {f"w{i}": i for i in range(vocab_size)} | {"<end>": vocab_size}
+def word_tokenizer(vocab_size: int, *, has_stop_token: bool = False) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one word per token. The stop token lies beyond the vocabulary, so it is never sampled."""
+    words = {f"w{i}": i for i in range(vocab_size)} | ({"<end>": vocab_size} if has_stop_token else {})
     core = Tokenizer(models.WordLevel(vocab=words, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="w0", pad_token="w0", eos_token="<end>")
+    stop = {"eos_token": "<end>"} if has_stop_token else {}
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="w0", pad_token="w0", **stop)
 
 
-def save_random(folder: Path, shape: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Path:
-    """Save a random model as a Hugging Face directory that a Trainer can load."""
+def save_random(
+    folder: Path, shape: PretrainedConfig, device: torch.device, dtype: torch.dtype, *, has_stop_token: bool = False
+) -> Path:
+    """Save a random model as a Hugging Face directory that a Trainer can load.
+
+    The stop id beyond the vocabulary is in the generation config. TRL also needs it in the tokenizer
+    (`has_stop_token`), where dapo refuses a token without a row in the embedding.
+    """
     model = random_model(shape, device, dtype, attention="sdpa")
     model.generation_config.eos_token_id = shape.vocab_size
     model.save_pretrained(folder)
-    word_tokenizer(shape.vocab_size).save_pretrained(folder)
+    word_tokenizer(shape.vocab_size, has_stop_token=has_stop_token).save_pretrained(folder)
     return folder
 
 

@@ -186,7 +186,7 @@ def trl_row(workload: Workload, device: torch.device, steps: int, *, use_vllm: b
         return [float(len(completion) % 2) for completion in completions]
 
     with tempfile.TemporaryDirectory() as folder:
-        path = str(save_random(Path(folder) / "model", workload.shape, device, torch.bfloat16))
+        saved = save_random(Path(folder) / "model", workload.shape, device, torch.bfloat16, has_stop_token=True)
         options = GRPOConfig(
             output_dir=folder, per_device_train_batch_size=workload.prompts * workload.n, num_generations=workload.n,
             max_completion_length=workload.new_tokens, max_steps=WARM_UP_STEPS + steps, learning_rate=1e-6,
@@ -195,7 +195,7 @@ def trl_row(workload: Workload, device: torch.device, steps: int, *, use_vllm: b
             use_vllm=use_vllm, vllm_mode="colocate", model_init_kwargs={"dtype": "bfloat16"},
         )  # fmt: skip
         data = Dataset.from_list([{"prompt": question["prompt"]} for question in _questions(workload)])
-        GRPOTrainer(path, reward, args=options, train_dataset=data, callbacks=[Clock()]).train()
+        GRPOTrainer(str(saved), reward, args=options, train_dataset=data, callbacks=[Clock()]).train()
     seconds = [later - earlier for earlier, later in pairwise(ends)][WARM_UP_STEPS - 1 :]
     return Row(f"  TRL{' with vLLM' if use_vllm else ''}", statistics.median(seconds), "s", lower_is_better=True)
 
