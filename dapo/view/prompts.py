@@ -1,4 +1,4 @@
-"""Rank prompts by how they fared over a run (hardest, solved, flickering), and return the history of one."""
+"""Rank prompts by their pass rates over a run (hardest, solved, flickering), and return the history of one."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from dapo.view.groups import GroupDetail, Response, extremes, group
 from dapo.view.health import EventRow, UnjudgedReason, events, unjudged
 from dapo.view.page.charts import Look
 from dapo.view.page.panels import all_charts, load
-from dapo.view.page.text import moment, number, shown
+from dapo.view.page.text import display_text, format_number, format_time
 from dapo.view.runs import RunSummary, find_run, summary
 from dapo.view.source import Run, configuration
 
@@ -59,7 +59,7 @@ def write_report(folder: Path, out: Path) -> None:
     page = shell.substitute(
         nonce=secrets.token_urlsafe(16),
         title=_text(name),
-        made=moment(time.time(), _TIME),
+        made=format_time(time.time(), _TIME),
         body="\n".join(body),
         imports=_script_json({"imports": library_urls()}),
         charts=_script_json(charts),
@@ -90,7 +90,7 @@ def _script_json(value: object) -> str:
 
 
 def _text(value: str, most: int = _CHARACTERS) -> str:
-    return escape(shown(value, most))
+    return escape(display_text(value, most))
 
 
 def _section(title: str, content: str) -> str:
@@ -114,9 +114,9 @@ def _facts(found: RunSummary) -> str:
         ("model", _text(found.model)),
         ("recipe", _text(found.recipe)),
         ("step", f"{found.step:,} of {found.planned:,}"),
-        ("last reward", number(found.reward)),
-        ("started", moment(found.started, _TIME)),
-        ("last change", moment(found.changed, _TIME)),
+        ("last reward", format_number(found.reward)),
+        ("started", format_time(found.started, _TIME)),
+        ("last change", format_time(found.changed, _TIME)),
     ]
     return '<div class="facts">' + "".join(f"<div><span>{k}</span>{v}</div>" for k, v in facts) + "</div>"
 
@@ -167,7 +167,9 @@ def _response(found: Response) -> str:
     word, mark = {True: ("correct", "good"), False: ("wrong", "bad"), None: ("", "quiet")}[found.acc]
     if found.error is not None:
         word = f"not judged: {_text(found.error, 300)}"
-    numbers = f"reward {number(found.reward)} · advantage {number(found.advantage)} · {found.length:,} tokens"
+    numbers = (
+        f"reward {format_number(found.reward)} · advantage {format_number(found.advantage)} · {found.length:,} tokens"
+    )
     return (
         f'<div class="box"><p><span class="{mark}">{word}</span> <span class="quiet">{numbers}</span></p>'
         f"<pre>{_text(found.text)}</pre></div>"

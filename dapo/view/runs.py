@@ -76,7 +76,7 @@ def find_run(root: Path, name: str) -> Run:
     if not os.path.lexists(database):
         raise CheckpointError(f"{to_text(str(folder))}: there is no run database here")
     real = os.path.realpath(database)
-    # SQLite also opens the files beside the database, each by its own name, so each must stay inside as well.
+    # SQLite also opens the WAL and journal files by name, so none of them may lead outside either.
     for path in (real, *(os.path.realpath(f"{real}{end}") for end in ("-wal", "-shm", "-journal"))):
         if not Path(path).is_relative_to(home):
             raise CheckpointError(f"{to_text(str(database))}: is a link that leads out of {root}; it is not followed")

@@ -41,7 +41,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has got. Two equal values mean that nothing was recorded in between."""
+    """Progress of a run. Two equal values mean that nothing was recorded in between."""
 
     step: int
     groups: int

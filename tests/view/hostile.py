@@ -256,7 +256,7 @@ OPTIONS = {
     "algorithm.clip_ratio_low": ("word", "null", ".nan"),
     "algorithm.clip_ratio_c": ("word", "-1e300"),
 }
-BESIDE = ("-wal", "-shm", "-journal")
+COMPANIONS = ("-wal", "-shm", "-journal")  # files that SQLite opens next to run.db
 
 # Cases that at least one reader must refuse.
 MUST_FAIL: dict[str, Change] = {
@@ -300,9 +300,9 @@ MUST_FAIL: dict[str, Change] = {
     "a link to itself": replaced(lambda path: path.symlink_to(path.name)),
     "a link to nothing": replaced(lambda path: path.symlink_to("nothing")),
     "a link to a device": replaced(lambda path: path.symlink_to("/dev/zero")),
-    **{f"FIFO {end}": replaced(os.mkfifo, f"run.db{end}") for end in BESIDE},
-    **{f"folder {end}": replaced(Path.mkdir, f"run.db{end}") for end in BESIDE},
-    **{f"link {end}": replaced(lambda path: path.symlink_to("nothing"), f"run.db{end}") for end in BESIDE},
+    **{f"FIFO {end}": replaced(os.mkfifo, f"run.db{end}") for end in COMPANIONS},
+    **{f"folder {end}": replaced(Path.mkdir, f"run.db{end}") for end in COMPANIONS},
+    **{f"link {end}": replaced(lambda path: path.symlink_to("nothing"), f"run.db{end}") for end in COMPANIONS},
     "no facts": lambda folder: edit(folder, "DELETE FROM meta"),
     **{f"configuration: {name}": config(text) for name, text in CONFIGS.items() if name not in (
         "merge bomb", "long number", "large number", "date", "bytes", "many keys", "keys")},

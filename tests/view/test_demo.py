@@ -1,4 +1,4 @@
-"""make demo ends with how to view the run, and VIEW=1 keeps the page open beside the training."""
+"""make demo prints how to view the run, and VIEW=1 keeps the page open during the training and after it."""
 
 from __future__ import annotations
 

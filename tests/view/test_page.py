@@ -26,7 +26,7 @@ from dapo.view.groups import GroupFilter, groups
 from dapo.view.page.charts import Line, Look, Zone, line_chart, points, smoothed, stacked_chart
 from dapo.view.page.panels import overlong_zone
 from dapo.view.page.runs import sparkline
-from dapo.view.page.text import shown, visible
+from dapo.view.page.text import display_text, visible
 from dapo.view.runs import find_run
 from dapo.view.source import Run
 from dapo.view.tokens import tokens
@@ -386,4 +386,4 @@ def test_a_sparkline_is_made_of_numbers_only():
 
 def test_control_characters_are_named_and_long_text_is_shortened():
     assert visible("a\0b\x1b[0m\u202e\n\tc") == "a⟨nul⟩b⟨esc⟩[0m⟨RIGHT-TO-LEFT OVERRIDE⟩\n\tc"
-    assert shown("x" * 30, 10) == "x" * 10 + "\n… 20 more characters"
+    assert display_text("x" * 30, 10) == "x" * 10 + "\n… 20 more characters"

@@ -21,7 +21,7 @@ from dapo.view.groups import (
     verdicts,
 )
 from dapo.view.page.frame import Live, ask, fill, grid, link, name_values, number_column, share_column
-from dapo.view.page.text import number, shown
+from dapo.view.page.text import display_text, format_number
 from dapo.view.source import Run
 
 PAGE = 25  # groups
@@ -82,7 +82,7 @@ class _Groups:
         for name, value in (("prompt", wanted.prompt_uid), ("not judged because", wanted.error)):
             if value is not None:
                 with ui.row().classes("items-center gap-2"):
-                    ui.label(f"only {name}: {shown(value, 200)}")
+                    ui.label(f"only {name}: {display_text(value, 200)}")
                     ui.link("all groups", link(self.run.name, "groups"))
 
     def wanted(self) -> GroupFilter:
@@ -123,8 +123,8 @@ class _Groups:
         self.next = page.after
         rows = [asdict(row) for row in page.rows]
         for row in rows:
-            row["question"] = shown(row["question"][:_QUESTION])
-            row |= {name: shown(row[name], _NAME) for name in ("verdict", "data_source", "prompt_uid")}
+            row["question"] = display_text(row["question"][:_QUESTION])
+            row |= {name: display_text(row[name], _NAME) for name in ("verdict", "data_source", "prompt_uid")}
         fill(self.table, rows)
         start = (len(self.starts) - 1) * PAGE
         self.where.set_text(_where(start, page, total))
@@ -183,10 +183,10 @@ def _group(run: Run, found: GroupDetail) -> None:
     decided = "" if found.decided_step in (None, found.generated_step) else f", decided in step {found.decided_step}"
     with ui.row().classes("items-center gap-4 w-full"):
         ui.label(f"Group {found.serial}").classes("text-xl")
-        ui.badge(shown(found.verdict, _NAME), color="green-8" if found.verdict == "kept" else "grey-8").classes(
+        ui.badge(display_text(found.verdict, _NAME), color="green-8" if found.verdict == "kept" else "grey-8").classes(
             "text-sm px-2"
         )
-        ui.label(f"sampled in step {found.generated_step}{decided} · source {shown(found.data_source, 100)}")
+        ui.label(f"sampled in step {found.generated_step}{decided} · source {display_text(found.data_source, 100)}")
         ui.link("all of this step", link(run.name, "groups") + f"?step={found.generated_step}")
         ui.space()
         download = ui.button("JSON", on_click=lambda: _download(run, found.serial))
@@ -194,12 +194,14 @@ def _group(run: Run, found: GroupDetail) -> None:
     with ui.element("div").classes("w-full").style("display: grid; grid-template-columns: 3fr 1fr; gap: 12px"):
         with ui.card().classes("gap-1 p-3"):
             for message in found.messages:
-                ui.label(shown(str(message.get("role", "")), 100)).classes("quiet text-xs")
-                ui.label(shown(str(message.get("content", "")))).classes("model-text max-h-64 overflow-auto w-full")
+                ui.label(display_text(str(message.get("role", "")), 100)).classes("quiet text-xs")
+                ui.label(display_text(str(message.get("content", "")))).classes(
+                    "model-text max-h-64 overflow-auto w-full"
+                )
         with ui.card().classes("gap-1 p-3"):
             ui.label("ground truth").classes("quiet text-xs")
             answer = found.answer if isinstance(found.answer, str) else to_json(found.answer)
-            ui.label(shown(answer)).classes("model-text max-h-64 overflow-auto w-full")
+            ui.label(display_text(answer)).classes("model-text max-h-64 overflow-auto w-full")
     with (
         ui.element("div")
         .classes("w-full responses")
@@ -219,21 +221,21 @@ def _response(run: Run, found: GroupDetail, response: Response) -> None:
             if response.has_tokens:
                 ui.link("tokens", link(run.name, "tokens", found.serial, response.sample))
         rows = [
-            ("reward", number(response.reward)),
-            ("score", number(response.score)),
-            ("advantage", number(response.advantage)),
-            ("extracted answer", "–" if response.extracted is None else shown(str(response.extracted), 200)),
+            ("reward", format_number(response.reward)),
+            ("score", format_number(response.score)),
+            ("advantage", format_number(response.advantage)),
+            ("extracted answer", "–" if response.extracted is None else display_text(str(response.extracted), 200)),
             ("length", f"{response.length:,} tokens"),
-            ("ended by", shown(response.finish_reason, _NAME)),
+            ("ended by", display_text(response.finish_reason, _NAME)),
             ("weights", f"version {response.weight_version}"),
         ]
         if response.error is not None:
-            rows.append(("not judged because", shown(response.error, 500)))
+            rows.append(("not judged because", display_text(response.error, 500)))
         if not response.trains:
             rows.append(("in the loss", "no"))
         name_values(rows)
         ui.separator()
-        ui.label(shown(response.text)).classes("model-text max-h-96 overflow-auto w-full")
+        ui.label(display_text(response.text)).classes("model-text max-h-96 overflow-auto w-full")
 
 
 async def _download(run: Run, serial: int) -> None:

@@ -12,7 +12,7 @@ from dapo.view.curves import curves
 from dapo.view.health import event_kinds, unjudged
 from dapo.view.health import events as read_events
 from dapo.view.page.frame import Live, ask, fill, grid, link, number_column
-from dapo.view.page.text import moment, shown
+from dapo.view.page.text import display_text, format_time
 from dapo.view.source import Run
 
 LIMIT = 50  # events shown
@@ -113,7 +113,7 @@ def _event(each: Any) -> dict[str, Any]:
     return {
         "id": each.id,
         "step": each.step,
-        "time": moment(each.time, "%Y-%m-%d %H:%M:%S"),
-        "kind": shown(each.kind, 200),
-        "message": shown(each.message, 2000),
+        "time": format_time(each.time, "%Y-%m-%d %H:%M:%S"),
+        "kind": display_text(each.kind, 200),
+        "message": display_text(each.message, 2000),
     }

@@ -11,7 +11,7 @@ from nicegui import events, ui
 
 from dapo.view.page.charts import PALETTE, Line, Look, line_chart
 from dapo.view.page.frame import Live, ask, fill, grid, link, number_column, share_column
-from dapo.view.page.text import shown
+from dapo.view.page.text import display_text
 from dapo.view.prompts import HistoryPoint, Order, PromptPage, history, prompts
 from dapo.view.source import Run
 
@@ -67,8 +67,8 @@ class _Prompts:
         rows = [
             {
                 **asdict(row),
-                "question": shown(row.question[:_QUESTION]),
-                "data_source": shown(row.data_source, _QUESTION),
+                "question": display_text(row.question[:_QUESTION]),
+                "data_source": display_text(row.data_source, _QUESTION),
             }
             for row in page.rows
         ]
@@ -102,7 +102,7 @@ class _Prompts:
         self.detail.clear()
         with self.detail:
             with ui.row().classes("items-center gap-4"):
-                ui.label(f"Prompt {shown(uid, 100)}").classes("font-semibold")
+                ui.label(f"Prompt {display_text(uid, 100)}").classes("font-semibold")
                 ui.link(f"its {len(found)} groups", _groups_of(self.run, uid))
             ui.echart(history_chart(found)).classes("w-full h-64 border rounded border-gray-500/30 history")
 

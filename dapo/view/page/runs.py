@@ -10,7 +10,7 @@ import numpy as np
 from nicegui import events, ui
 
 from dapo.view.page.frame import Live, ask, fill, grid, link, number_column
-from dapo.view.page.text import moment, shown
+from dapo.view.page.text import display_text, format_time
 from dapo.view.runs import RunSummary, summaries
 
 _LIMIT = 200
@@ -74,7 +74,7 @@ def sparkline(values: np.ndarray) -> str:
 
 def _row(found: RunSummary) -> dict[str, Any]:
     if found.problem is not None:
-        return {"name": found.name, "status": "unreadable", "model": shown(found.problem, 500), "curve": ""}
+        return {"name": found.name, "status": "unreadable", "model": display_text(found.problem, 500), "curve": ""}
     return {
         "name": found.name,
         "status": found.status,
@@ -82,9 +82,9 @@ def _row(found: RunSummary) -> dict[str, Any]:
         "planned": found.planned or None,
         "reward": found.reward,
         "curve": sparkline(found.rewards),
-        "model": shown(found.model),
-        "recipe": shown(found.recipe),
-        "changed": moment(found.changed),
+        "model": display_text(found.model),
+        "recipe": display_text(found.recipe),
+        "changed": format_time(found.changed),
     }
 
 

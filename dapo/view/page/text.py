@@ -6,25 +6,25 @@ import time
 
 from dapo.store.encoding import visible
 
-__all__ = ["MAX_CHARACTERS", "moment", "number", "shown", "visible"]
+__all__ = ["MAX_CHARACTERS", "display_text", "format_number", "format_time", "visible"]
 
 MAX_CHARACTERS = 20_000
 
 
-def shown(text: str, most: int = MAX_CHARACTERS) -> str:
+def display_text(text: str, most: int = MAX_CHARACTERS) -> str:
     """Return the first `most` characters, and how many more there are."""
     if len(text) <= most:
         return visible(text)
     return visible(text[:most]) + f"\n… {len(text) - most:,} more characters"
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def format_number(value: float | None, digits: int = 3) -> str:
     if value is None:
         return "–"
     return f"{value:,.{digits}f}" if abs(value) < 1e15 else f"{value:g}"
 
 
-def moment(seconds: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
+def format_time(seconds: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
     """Return a time in UTC, or a dash if it is missing or out of range."""
     try:
         return "–" if seconds is None else time.strftime(form, time.gmtime(seconds))

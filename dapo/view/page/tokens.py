@@ -13,7 +13,7 @@ from nicegui import ui
 from dapo.view.groups import GroupFilter, groups
 from dapo.view.page.decode import Decode
 from dapo.view.page.frame import Live, ask, link
-from dapo.view.page.text import number, visible
+from dapo.view.page.text import format_number, visible
 from dapo.view.source import Run
 from dapo.view.tokens import ResponseTokens, tokens
 
@@ -174,7 +174,7 @@ def _piece(piece: str) -> str:
 
 def _tip(found: ResponseTokens, index: int) -> str:
     def at(values: np.ndarray | None, digits: int) -> str:
-        return number(None if values is None else float(values[index]), digits)
+        return format_number(None if values is None else float(values[index]), digits)
 
     clip = found.clips[index] if found.clips else None
     rows = [
@@ -183,7 +183,7 @@ def _tip(found: ResponseTokens, index: int) -> str:
         ("trainer log-prob", at(found.policy_logprobs, 4)),
         ("ratio", at(found.ratio, 4)),
         ("entropy", at(found.entropy, 4)),
-        ("advantage", number(found.advantage, 4)),
+        ("advantage", format_number(found.advantage, 4)),
         ("weights", f"version {found.versions[index]}"),
         ("clipped", clip or "no"),
     ]
