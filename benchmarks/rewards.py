@@ -1,7 +1,7 @@
-"""python -m benchmarks.rewards: judgements per second through the worker pool, processes and pipes included.
+"""python -m benchmarks.rewards: judgments per second through the worker pool, processes and pipes included.
 
-Groups of 16 responses are submitted all at once, as at the end of a round; the workers have been warmed up before, and
-the best of several runs counts.
+Groups of 16 responses are submitted all at once, as at the end of a round, to workers that are warmed up. The best of
+several runs counts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LATEX = [
 
 
 def group(serial: int, golds: list[str]) -> tuple[Prompt, list[Rollout]]:
-    """Half of the responses are right, if written a little otherwise; half give the answer to another question."""
+    """Make a group: half of the responses are correct in another spelling, half answer another question."""
     prompt = Prompt(str(serial), ({"role": "user", "content": "How much?"},), (1,), golds[serial])
     none = np.zeros(0, np.int32), np.zeros(0, np.float32)
     rollouts = []
@@ -51,8 +51,8 @@ def group(serial: int, golds: list[str]) -> tuple[Prompt, list[Rollout]]:
     return prompt, rollouts
 
 
-def judgements_per_second(use: str, golds: list[str], repeats: int) -> float:
-    """The answers are spread over the turns, so that none was seen, and remembered, in an earlier one."""
+def judgments_per_second(use: str, golds: list[str], repeats: int) -> float:
+    """Measure the best rate. Every turn has its own answers, so that no result comes from a cache."""
     judge = build_judge(RewardConfig(use=use))
     rates = []
     for turn in range(repeats + 1):
@@ -77,11 +77,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, console.status("judging (about a minute)"):
         path = Path(folder) / "trivial.py"
         path.write_text(TRIVIAL)
-        rows.append(("a function of one line", judgements_per_second(f"{path}:reward", integers, repeats)))
-        rows.append(("math, integer answers", judgements_per_second("math", integers, repeats)))
-        rows.append(("math, LaTeX answers", judgements_per_second("math", latex, repeats)))
+        rows.append(("a one-line function", judgments_per_second(f"{path}:reward", integers, repeats)))
+        rows.append(("math, integer answers", judgments_per_second("math", integers, repeats)))
+        rows.append(("math, LaTeX answers", judgments_per_second("math", latex, repeats)))
     table = Table(title=f"groups of {N} through the pool, best of {repeats}")
-    for heading in ("what", "judgements/s"):
+    for heading in ("what", "judgments/s"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
     for what, rate in rows:
         table.add_row(what, f"{rate:,.0f}")

@@ -1,38 +1,28 @@
 """python -m benchmarks.time_to_accuracy: accuracy on held-out arithmetic over seconds of training.
 
-SmolLM2-135M-Instruct learns sums, products and greatest common divisors of reasoning-gym, 2 : 1 : 1. Every ten seconds
-the clock is stopped and 500 questions that are never trained on are asked, at temperature 1 with the same random
-numbers each time, and greedily. Compilation and capture come before the clock starts, on weights that are thrown away.
-`--trl` runs TRL on the same questions where it is installed.
+SmolLM2-135M-Instruct learns sums, products and greatest common divisors from reasoning-gym, mixed 2 : 1 : 1. Every ten
+seconds the clock stops for an evaluation on 500 held-out questions, at temperature 1 with the same random numbers each
+time, and greedily. Compilation and graph capture happen before the clock starts, on weights that are thrown away.
+`--trl` also trains with TRL, if it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.gpu_common import (
-    SMOLLM2,
-    StepFigures,
-    default_device,
-    is_there,
-    machine,
-    step_seconds,
-    synchronize,
-)
+from benchmarks.accuracy_curves import Point, print_curves, write
+from benchmarks.gpu_common import SMOLLM2, StepMetrics, default_device, is_installed, step_seconds, synchronize
 from dapo.config import Config, RewardConfig
 from dapo.data.dataset import load_eval_sets, load_train_stream
 from dapo.engine.embedded.engine import EmbeddedEngine
@@ -45,9 +35,9 @@ from dapo.training.trainer import Trainer
 from dapo.types import Prompt, SamplingParams
 
 WARM_UP_STEPS = 2
-LABELS = {"ours": "dapo", "trl": "TRL", "trl-vllm": "TRL with vLLM"}
 
-# There are only 100 products of two digits: a quarter of them is held out, and each is asked five times.
+# Task, weight in training, held-out questions, how often each is asked, parameters of reasoning-gym.
+# There are only 100 products of two one-digit numbers: a quarter of them is held out, and each is asked five times.
 TASKS = (
     ("chain_sum", 2, 250, 1, {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
     ("products", 1, 25, 5, {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
@@ -55,36 +45,8 @@ TASKS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One evaluation: the training seconds before it, and what it found."""
-
-    seconds: float
-    step: int
-    accuracy: float
-    greedy: float
-    tokens_generated: int
-    groups_generated: int
-    groups_kept: int
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """An accuracy to reach within so many seconds."""
-
-    kind: str
-    accuracy: float
-    seconds: float
-
-    def is_met(self, points: Sequence[Point]) -> bool:
-        return any(point.accuracy >= self.accuracy and point.seconds <= self.seconds for point in points)
-
-
-GOALS = (Goal("must", 0.6, 40), Goal("must", 0.8, 198), Goal("aim", 0.6, 20), Goal("aim", 0.9, 198))
-
-
 def training_config(folder: Path, model: str, device: str, *, ledger: bool, mode: str, seed: int = 0) -> Config:
-    """The settings that TRL was measured with, and dynamic sampling, which may draw up to 128 prompts a round."""
+    """Return the settings that TRL was measured with, plus dynamic sampling with up to 128 prompts per round."""
     values: dict[str, dict[str, Any]] = {
         "run": {"dir": str(folder), "name": "run", "steps": 10**6, "save_every": 0, "seed": seed},
         "model": {"path": model, "device": device},
@@ -105,13 +67,16 @@ def training_config(folder: Path, model: str, device: str, *, ledger: bool, mode
 
 
 def held_out(sets: dict[str, list[Prompt]]) -> list[Prompt]:
-    """The questions of all sets, those of the small one several times, so that the mix is that of training."""
+    """Return the questions of all sets. Those of the small set are repeated, so that the mix matches training."""
     times = {task: repeats for task, _, _, repeats, _ in TASKS}
     return [prompt for name, prompts in sets.items() for prompt in prompts * times[name]]
 
 
 class Examiner:
-    """Asks the held-out questions: through the trainer's engine, or one of its own where groups stay in flight."""
+    """Evaluates on the held-out questions.
+
+    It uses the trainer's engine, or in in-flight mode, where that one always has groups in flight, a second engine.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -122,27 +87,27 @@ class Examiner:
 
     def accuracy(self, temperature: float) -> float:
         params = SamplingParams(temperature, max_tokens=self.max_tokens)
-        # Always step 0: the random numbers are then those of every other evaluation.
+        # Always step 0, so that every evaluation has the same random numbers.
         report = evaluate(self.engine, self.trainer.judge, self.questions, 1, params, 0, "held_out")
         return sum(bool(sample.score.acc) for sample in report.samples) / len(report.samples)
 
     def warm_up(self) -> None:
-        """The engines capture what they will replay, before the clock starts."""
+        """Let the engines capture their graphs before the clock starts."""
         for temperature in (1.0, 0.0):
             params = SamplingParams(temperature, max_tokens=self.max_tokens)
             assert isinstance(self.trainer.engine, EmbeddedEngine)
             self.trainer.engine.prepare(params)
             self.accuracy(temperature)
 
-    def point(self, seconds: float, figures: StepFigures) -> Point:
+    def point(self, seconds: float, metrics: StepMetrics) -> Point:
         return Point(
             seconds=seconds,
             step=self.trainer.step,
             accuracy=self.accuracy(1.0),
             greedy=self.accuracy(0.0),
-            tokens_generated=figures.total("tokens/generated"),
-            groups_generated=figures.total("groups/generated"),
-            groups_kept=figures.total("groups/kept"),
+            tokens_generated=metrics.total("tokens/generated"),
+            groups_generated=metrics.total("groups/generated"),
+            groups_kept=metrics.total("groups/kept"),
         )
 
 
@@ -161,39 +126,39 @@ def our_points(
     seconds: float,
     every: float,
     device: torch.device,
-    say: Callable[[Point], None] = lambda point: None,
+    on_point: Callable[[Point], None] = lambda point: None,
 ) -> list[Point]:
-    """Train for so many seconds; an evaluation at the start, before each mark is passed, and at the end."""
+    """Train for `seconds`. Evaluate at the start, just before each multiple of `every` seconds, and at the end."""
     _warm_up(config)
-    figures = StepFigures()
-    with closing(Trainer(config, reporter=figures)) as trainer:
+    metrics = StepMetrics()
+    with closing(Trainer(config, reporter=metrics)) as trainer:
         examiner = Examiner(trainer)
         examiner.warm_up()
         points: list[Point] = []
         clock = last = next_mark = 0.0
 
-        def look() -> None:
-            points.append(examiner.point(clock, figures))
-            say(points[-1])
+        def examine() -> None:
+            points.append(examiner.point(clock, metrics))
+            on_point(points[-1])
 
         try:
             while clock + last <= seconds:
-                # Before the step that would pass the mark, so that a figure belongs to no more seconds than it says.
+                # Evaluate before the step that would pass the mark: no point may have trained longer than it says.
                 if clock + last >= next_mark:
-                    look()
+                    examine()
                     next_mark = every * (1 + (clock + last) // every)
                 last = step_seconds(trainer, device)
                 clock += last
         except TrainingStopped as stopped:
             Console(stderr=True).print(str(stopped), markup=False, soft_wrap=True)
         if points[-1].step < trainer.step:
-            look()
+            examine()
         examiner.engine.close()
     return points
 
 
 def _warm_up(config: Config) -> None:
-    """Two steps of a run that is thrown away: what is compiled stays in the process."""
+    """Train two steps of a run that is thrown away. Compiled kernels stay in the process."""
     with tempfile.TemporaryDirectory() as folder:
         run = config.run.model_copy(update={"dir": folder})
         trainer = Trainer(config.model_copy(update={"run": run}))
@@ -211,7 +176,10 @@ def _warm_up(config: Config) -> None:
 def trl_points(
     config: Config, seconds: float, every: float, device: torch.device, *, use_vllm: bool, questions: int = 20_000
 ) -> list[Point]:
-    """TRL with the same settings: `steps_per_generation` makes the four updates of a batch; evaluated off its clock."""
+    """Train with TRL and the same settings, and evaluate while its clock is stopped.
+
+    `steps_per_generation` makes the four updates of a batch.
+    """
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
@@ -229,7 +197,7 @@ def trl_points(
         return [rule(text, gold)["score"] for text, gold in zip(texts, answer, strict=True)]
 
     class Examination(TrainerCallback):
-        """The clock starts after the warm-up steps, and stands still while questions are asked."""
+        """Evaluates during training. Its clock starts after the warm-up steps and stops during evaluations."""
 
         def __init__(self) -> None:
             self.clock = 0.0
@@ -243,9 +211,12 @@ def trl_points(
                 self.clock += time.perf_counter() - self.start
             done = state.global_step // updates - WARM_UP_STEPS
             if not points or self.clock >= points[-1].seconds + every or self.clock >= seconds:
-                right = [transformers_accuracy(model, tokenizer, asked, t, config, rule) for t in (1.0, 0.0)]
+                sampled, greedy = (
+                    transformers_accuracy(model, tokenizer, asked, temperature, config, rule)
+                    for temperature in (1.0, 0.0)
+                )
                 groups = done * config.data.train_batch_size
-                points.append(Point(self.clock, done, right[0], right[1], 0, groups, groups))
+                points.append(Point(self.clock, done, sampled, greedy, 0, groups, groups))
             control.should_training_stop = self.clock >= seconds
             self.start = time.perf_counter()
 
@@ -270,7 +241,7 @@ def trl_points(
 def transformers_accuracy(
     model: Any, tokenizer: Any, questions: Sequence[Prompt], temperature: float, config: Config, rule: Any
 ) -> float:
-    """The same questions through `generate`, with the same seed each time, and without moving the trainer's."""
+    """Evaluate with `generate`, with the same seed each time, and leave the trainer's random state untouched."""
     width = max(len(prompt.tokens) for prompt in questions)
     tokens = torch.zeros(len(questions), width, dtype=torch.long)
     mask = torch.zeros_like(tokens)
@@ -292,89 +263,8 @@ def transformers_accuracy(
     return sum(rule(text, prompt.answer)["acc"] for text, prompt in zip(texts, questions, strict=True)) / len(texts)
 
 
-def write(out: Path, curves: dict[str, list[Point]]) -> None:
-    """accuracy.csv with all points, and a plot: accuracy.png where matplotlib is there, else accuracy.svg."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "accuracy.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["system", *(field.name for field in fields(Point))])
-        writer.writeheader()
-        for system, points in curves.items():
-            writer.writerows({"system": system, **asdict(point)} for point in points)
-    if is_there("matplotlib"):
-        _draw(out / "accuracy.png", curves)
-    else:
-        (out / "accuracy.svg").write_text(svg(curves), encoding="utf-8")
-
-
-def _draw(path: Path, curves: dict[str, list[Point]]) -> None:
-    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(
-        xlabel="seconds of training", ylabel="accuracy, 500 held-out questions", ylim=(0, 1), title=machine()
-    )
-    axes.title.set_fontsize(8)
-    for system, points in curves.items():
-        axes.plot([p.seconds for p in points], [p.accuracy for p in points], marker=".", label=LABELS[system])
-    musts = [goal for goal in GOALS if goal.kind == "must"]
-    axes.plot([goal.seconds for goal in musts], [goal.accuracy for goal in musts], "kx", label="must reach")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=150)
-
-
-_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c")
-_LEFT, _TOP, _WIDTH, _HEIGHT = 60, 30, 560, 320
-
-
-def svg(curves: dict[str, list[Point]]) -> str:
-    """The same plot without any library."""
-    last = max((point.seconds for points in curves.values() for point in points), default=1.0) or 1.0
-
-    def place(seconds: float, accuracy: float) -> str:
-        return f"{_LEFT + _WIDTH * seconds / last:.1f},{_TOP + _HEIGHT * (1 - accuracy):.1f}"
-
-    parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="400" font-family="sans-serif" font-size="12">'
-    ]
-    parts.append('<rect width="640" height="400" fill="white"/>')
-    for tenth in range(0, 11, 2):
-        height = _TOP + _HEIGHT * (1 - tenth / 10)
-        parts.append(f'<path d="M{_LEFT} {height}h{_WIDTH}" stroke="#ddd"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{height + 4}" text-anchor="end">{tenth * 10} %</text>')
-    for quarter in range(5):
-        across = _LEFT + _WIDTH * quarter / 4
-        parts.append(
-            f'<text x="{across}" y="{_TOP + _HEIGHT + 18}" text-anchor="middle">{last * quarter / 4:.0f} s</text>'
-        )
-    for color, (system, points) in zip(_COLOURS, curves.items(), strict=False):
-        line = " ".join(place(point.seconds, point.accuracy) for point in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
-        label = f'<text x="{_LEFT + 8}" y="{_TOP + 16 * (1 + _COLOURS.index(color))}" fill="{color}">'
-        parts.append(f"{label}{LABELS[system]}</text>")
-    parts.append(f'<text x="{_LEFT}" y="18">accuracy on 500 held-out questions over seconds of training</text></svg>')
-    return "\n".join(parts)
-
-
-def print_curves(console: Console, curves: dict[str, list[Point]]) -> None:
-    for system, points in curves.items():
-        table = Table(title=f"{LABELS[system]}: 500 held-out questions, the clock stopped")
-        for heading in ("seconds", "step", "accuracy", "greedy", "tokens generated", "groups", "kept"):
-            table.add_column(heading, justify="right")
-        for p in points:
-            table.add_row(
-                f"{p.seconds:.1f}", str(p.step), f"{100 * p.accuracy:.1f} %", f"{100 * p.greedy:.1f} %",
-                f"{p.tokens_generated:,}", f"{p.groups_generated:,}", f"{p.groups_kept:,}",
-            )  # fmt: skip
-        console.print(table)
-    for goal in GOALS:
-        verdict = "reached" if goal.is_met(curves.get("ours", [])) else "missed"
-        console.print(f"{goal.kind}: {100 * goal.accuracy:.0f} % within {goal.seconds:.0f} s: {verdict}")
-    console.print(machine(), markup=False, highlight=False, soft_wrap=True)
-
-
 def measure(arguments: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, list[Point]]]:
-    def say(point: Point) -> None:
+    def print_point(point: Point) -> None:
         print(f"{point.seconds:7.1f} s  step {point.step:4d}  {100 * point.accuracy:5.1f} %", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -382,11 +272,11 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> Iterator[tup
             Path(folder), arguments.model, str(device), ledger=arguments.ledger, mode=arguments.mode,
             seed=arguments.seed,
         )  # fmt: skip
-        yield "ours", our_points(config, arguments.seconds, arguments.every, device, say)
-        if arguments.trl and is_there("trl"):
+        yield "ours", our_points(config, arguments.seconds, arguments.every, device, print_point)
+        if arguments.trl and is_installed("trl"):
             gc.collect()
             yield "trl", trl_points(config, arguments.seconds, arguments.every, device, use_vllm=False)
-            if is_there("vllm"):
+            if is_installed("vllm"):
                 gc.collect()
                 yield "trl-vllm", trl_points(config, arguments.seconds, arguments.every, device, use_vllm=True)
 
@@ -399,7 +289,7 @@ def main() -> None:
     parser.add_argument("--ledger", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--model", default=SMOLLM2, help="as model.path")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trl", action="store_true", help="run TRL beside it, where it is installed")
+    parser.add_argument("--trl", action="store_true", help="also train with TRL, if it is installed")
     parser.add_argument("--out", type=Path, default=Path("time_to_accuracy"), help="folder for accuracy.csv and plot")
     arguments = parser.parse_args()
     curves: dict[str, list[Point]] = {}

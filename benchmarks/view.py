@@ -1,8 +1,8 @@
-"""python -m benchmarks.view: how long each question takes that the page asks of a run's database.
+"""python -m benchmarks.view: how long each database query of the page takes.
 
-A database of made-up steps is written through RunDatabase.record_step; with --folder it is kept, and used again the
-next time. Every question is asked once with the file out of the system's cache as far as that can be, then several
-times more, of which the slowest counts.
+A database of synthetic steps is written with RunDatabase.record_step. --folder keeps it for the next time. Every query
+runs once with the file dropped from the system's cache, as far as the system allows it, and then several times more, of
+which the slowest counts.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from dapo.view.page.panels import PANELS
 from dapo.view.source import Run
 
 LIMIT_S = 1.0
-N = 8
-GROUPS = 64
+N = 8  # responses per group
+GROUPS = 64  # per step
 PROMPTS = 6_400
 WORDS = [
     "so",
@@ -71,13 +71,13 @@ WORDS = [
 ]
 NEEDLE = "a needle in the haystack"
 SOURCES = ("arithmetic", "geometry", "words")
-CURVES = [name for panel in PANELS for name in panel.figures]
+CURVES = [name for panel in PANELS for name in panel.metrics]
 CURVES += [f"timing_s/{name}" for name in ("generate", "reward", "train", "step")]
 CURVES += ["loss", "lr", "ratio", "kl", "updates", "score/mean", "staleness/mean", "staleness/max"]
 
 
 class Pool:
-    """Long random texts and arrays, of which each response is a slice: making them anew would take most of the time."""
+    """Long random texts and arrays. Each response is a slice of them, which is much faster than new random values."""
 
     def __init__(self, seed: int, prompts: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -86,7 +86,7 @@ class Pool:
         self.logprobs = -self.rng.exponential(0.4, 200_000).astype(np.float32)
         self.noise = self.rng.normal(0, 0.15, 200_000).astype(np.float32)
         self.prompts = [self.prompt(index) for index in range(prompts)]
-        self.ease = self.rng.beta(0.6, 0.9, prompts)
+        self.ease = self.rng.beta(0.6, 0.9, prompts)  # base pass rate of each prompt
 
     def prompt(self, index: int) -> Prompt:
         content = f"Question {index}: {self.slice(self.text, 300)}"
@@ -103,7 +103,7 @@ class Pool:
         return Rollout(serial, index, *arrays, reason, version, self.slice(self.text, 4 * length))
 
 
-def made_up_group(pool: Pool, serial: int, step: int, chance_of_error: float = 0.002) -> Group:
+def synthetic_group(pool: Pool, serial: int, step: int, chance_of_error: float = 0.002) -> Group:
     which = int(pool.rng.integers(len(pool.prompts)))
     is_right = pool.rng.random(N) < min(1.0, pool.ease[which] * (0.5 + step / 1_000))
     fails = pool.rng.random(N) < chance_of_error
@@ -119,9 +119,9 @@ def made_up_group(pool: Pool, serial: int, step: int, chance_of_error: float = 0
     return Group(serial, pool.prompts[which], rollouts, scores, rewards, advantages, ~fails, verdict)
 
 
-def made_up_step(pool: Pool, step: int, waiting: list[Group]) -> tuple[StepReport, list[Group]]:
-    """The last two groups that could be kept wait for the next step; it decides about them first."""
-    fresh = [made_up_group(pool, (step - 1) * GROUPS + index, step) for index in range(GROUPS)]
+def synthetic_step(pool: Pool, step: int, waiting: list[Group]) -> tuple[StepReport, list[Group]]:
+    """Make a step, and return its report and the two groups that it carries over to the next step."""
+    fresh = [synthetic_group(pool, (step - 1) * GROUPS + index, step) for index in range(GROUPS)]
     carried = [group for group in fresh if group.verdict == KEPT][-2:]
     groups = [group.with_verdict(CARRIED) if group in carried else group for group in fresh] + waiting
     stats = {
@@ -143,7 +143,7 @@ def made_up_step(pool: Pool, step: int, waiting: list[Group]) -> tuple[StepRepor
     return StepReport(step, metrics, tuple(groups), stats, events), carried
 
 
-def made_up_evaluation(pool: Pool, step: int, name: str) -> EvalReport:
+def synthetic_evaluation(pool: Pool, step: int, name: str) -> EvalReport:
     samples = tuple(
         EvalSample(pool.prompts[index], pool.rollout(index, 0, step), Score(1.0, True)) for index in range(30)
     )
@@ -159,17 +159,17 @@ def generate(folder: Path, steps: int, console: Console, prompts: int = PROMPTS)
     waiting: list[Group] = []
     with RunDatabase.create(path, config.to_yaml(), {}) as database:
         for step in track(range(1, steps + 1), "writing steps", console=console):
-            report, waiting = made_up_step(pool, step, waiting)
+            report, waiting = synthetic_step(pool, step, waiting)
             database.record_step(report)
             if step % 50 == 0:
                 for name in ("held_out", "other"):
-                    database.record_eval(made_up_evaluation(pool, step, name))
+                    database.record_eval(synthetic_evaluation(pool, step, name))
         database.record_event(Event("finished", NEEDLE, steps))
     return path
 
 
-def questions(run: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """One per query of dapo.view, at its most expensive: at the end of the list, or with nothing to find."""
+def queries(run: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield every query of dapo.view in its most expensive form: at the end of the list, or with nothing to find."""
     serial, uid = _a_trained_response(run)
     last = GroupFilter(first_step=source.progress(run).step)
     nowhere = GroupFilter(min_accuracy=0.99, max_accuracy=0.991)
@@ -187,13 +187,13 @@ def questions(run: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "groups: last page", lambda: groups.groups(run, after=source.progress(run).groups - 50)
     yield "groups: of the last step", lambda: groups.groups(run, last)
     yield "groups: rare verdict", lambda: groups.groups(run, GroupFilter(verdicts=("carried",)))
-    yield "groups: accuracy that none has", lambda: groups.groups(run, nowhere)
+    yield "groups: accuracy that no group has", lambda: groups.groups(run, nowhere)
     yield "groups: unknown source", lambda: groups.groups(run, GroupFilter(data_source="unknown"))
     yield "groups: one source", lambda: groups.groups(run, GroupFilter(data_source=SOURCES[1]), newest_first=True)
     yield "groups: one reason", lambda: groups.groups(run, GroupFilter(error="timed out after 10 s"))
     yield "groups: common text", lambda: groups.groups(run, GroupFilter(text="THE SUM"))
-    yield "groups: text that none has", lambda: groups.groups(run, GroupFilter(text=NEEDLE))
-    yield "groups: the same, other letters", lambda: groups.groups(run, GroupFilter(text=f"{NEEDLE} ä"))
+    yield "groups: text that no group has", lambda: groups.groups(run, GroupFilter(text=NEEDLE))
+    yield "groups: the same, not ASCII", lambda: groups.groups(run, GroupFilter(text=f"{NEEDLE} ä"))
     yield "groups: count", lambda: groups.count_groups(run)
     yield "groups: count by accuracy", lambda: groups.count_groups(run, GroupFilter(min_accuracy=0.5))
     yield "groups: count by source", lambda: groups.count_groups(run, GroupFilter(data_source=SOURCES[1]))
@@ -206,9 +206,9 @@ def questions(run: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "prompts: solved", lambda: prompts.prompts(run, "solved")
     yield "prompts: flickering, deep", lambda: prompts.prompts(run, "flickering", offset=500)
     yield "history of a prompt", lambda: prompts.history(run, uid)
-    yield "the whole view prompt_history", lambda: _whole_history(run)
+    yield "the whole SQL view prompt_history", lambda: _whole_history(run)
     yield "events", lambda: health.events(run, newest_first=True)
-    yield "events of a kind that none has", lambda: health.events(run, kinds=["other"])
+    yield "events of a kind that no event has", lambda: health.events(run, kinds=["other"])
     yield "event kinds", lambda: health.event_kinds(run)
     yield "unjudged reasons", lambda: health.unjudged(run)
 
@@ -224,8 +224,8 @@ def _whole_history(run: Run) -> Any:
         return database.execute("SELECT sum(judged), sum(correct), avg(mean_score) FROM prompt_history").fetchone()
 
 
-def forget(path: Path) -> None:
-    """Ask the system to drop the file from its cache, as after a restart."""
+def drop_from_cache(path: Path) -> None:
+    """Ask the system to drop the file from its page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -236,15 +236,15 @@ def search_all(run: Run) -> None:
         page = groups.groups(run, GroupFilter(text=NEEDLE), after=page.after)
 
 
-def seconds(ask: Callable[[], Any]) -> float:
+def seconds(query: Callable[[], Any]) -> float:
     start = time.perf_counter()
-    ask()
+    query()
     return time.perf_counter() - start
 
 
 @contextmanager
 def database_in(folder: Path | None, steps: int, console: Console) -> Iterator[Path]:
-    """That of an earlier time where there is one."""
+    """Yield the path of the database, generated unless `folder` has it from an earlier time."""
     with tempfile.TemporaryDirectory() as temporary:
         path = (folder or Path(temporary)) / "made_up" / "run.db"
         if not path.exists():
@@ -264,17 +264,17 @@ def main() -> None:
     with database_in(options.folder, options.steps, console) as path:
         run = runs.find_run(path.parent.parent, "made_up")
         table = Table(title=f"{path.stat().st_size / 1e9:.2f} GB, {source.progress(run).groups * N:,} responses")
-        for heading in ("question", "from disk, s", f"slowest of {options.repeats}, s", ""):
-            table.add_column(heading, justify="left" if heading == "question" else "right")
-        for name, ask in questions(run):
-            forget(path)
-            cold, warm = seconds(ask), max(seconds(ask) for _ in range(options.repeats))
+        for heading in ("query", "from disk, s", f"slowest of {options.repeats}, s", ""):
+            table.add_column(heading, justify="left" if heading == "query" else "right")
+        for name, query in queries(run):
+            drop_from_cache(path)
+            cold, warm = seconds(query), max(seconds(query) for _ in range(options.repeats))
             table.add_row(name, f"{cold:.3f}", f"{warm:.3f}", "" if warm < LIMIT_S else f"over {LIMIT_S} s")
         console.print(table)
-        console.print(f"a text that none has, looked for in all groups: {seconds(lambda: search_all(run)):.1f} s")
+        console.print(f"search of all groups for a text that none has: {seconds(lambda: search_all(run)):.1f} s")
     console.print(
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"SQLite {sqlite3.sqlite_version}; 'from disk' as far as the system forgets a file when asked to"
+        f"SQLite {sqlite3.sqlite_version}; 'from disk' only if the system honors the request to drop its cache"
     )
 
 

@@ -1,7 +1,7 @@
-"""python -m benchmarks.view_page: how long a person waits for each view of `dapo view`, in a real browser.
+"""python -m benchmarks.view_page: how long each view of `dapo view` takes to appear in a real browser.
 
-Over the database that benchmarks.view generates (--folder keeps it for both). A view counts as there when its rows or
-curves are. A first round, in which the browser loads the site's scripts, is not counted.
+It uses the database that benchmarks.view generates (--folder keeps it for both). A view has appeared when its rows or
+curves are visible. The first round, in which the browser loads the site's scripts, is not counted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def server(root: Path) -> Iterator[str]:
 def tab(width: int = 1400, height: int = 900) -> Iterator[Any]:
     found = shutil.which("chromium") or shutil.which("google-chrome")
     if found is None:
-        sys.exit("this needs Chromium")
+        sys.exit("this benchmark needs Chromium or Chrome; install it and make sure that it is on the PATH")
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser.new_page(viewport={"width": width, "height": height})
@@ -56,7 +56,7 @@ def tab(width: int = 1400, height: int = 900) -> Iterator[Any]:
 
 
 def waits(page: Any, url: str, serial: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What a person does, and returns once the answer is to be seen."""
+    """Yield named user actions. Each returns when its result is visible."""
     run = f"{url}/run/made_up"
 
     def opened(address: str, sign: str) -> Callable[[], Any]:
@@ -66,12 +66,12 @@ def waits(page: Any, url: str, serial: int) -> Iterator[tuple[str, Callable[[], 
 
         return wait
 
-    def changed(act: Callable[[], Any], place: str) -> Callable[[], Any]:
+    def changed(act: Callable[[], Any], selector: str) -> Callable[[], Any]:
         def wait() -> None:
-            before = page.inner_text(place)
+            before = page.inner_text(selector)
             act()
             page.wait_for_function(
-                "([place, before]) => document.querySelector(place).innerText !== before", arg=[place, before]
+                "([selector, before]) => document.querySelector(selector).innerText !== before", arg=[selector, before]
             )
 
         return wait
@@ -93,7 +93,7 @@ def waits(page: Any, url: str, serial: int) -> Iterator[tuple[str, Callable[[], 
     yield "groups: up to step 500", changed(lambda: page.get_by_label("to step").fill("500"), rows)
     text = page.get_by_label("text in prompt or response")
     yield "groups: a common text", changed(lambda: text.fill("THE SUM OF BOTH"), ".where")
-    yield "groups: a text that none has", changed(lambda: text.fill("a needle in the haystack"), ".where")
+    yield "groups: a text that no group has", changed(lambda: text.fill("a needle in the haystack"), ".where")
     yield "one group", opened(f"{run}/groups/{serial}", ".responses .q-card")
     yield "tokens", opened(f"{run}/tokens/{serial}/0", ".tokens span")
     color = page.get_by_role("button", name="entropy")
@@ -128,10 +128,10 @@ def main() -> None:
                     wait()
                     if round_number:
                         slowest[name] = max(slowest.get(name, 0.0), time.perf_counter() - start)
-                    page.wait_for_timeout(1_500)  # whatever the view still does is not the next one's time
+                    page.wait_for_timeout(1_500)  # let the view finish, so that the next one is not charged for it
         table = Table(title=f"{path.stat().st_size / 1e9:.2f} GB, {options.steps * 512:,} responses")
-    for heading in ("to be seen", f"slowest of {options.repeats}, s", ""):
-        table.add_column(heading, justify="left" if heading == "to be seen" else "right")
+    for heading in ("view", f"slowest of {options.repeats}, s", ""):
+        table.add_column(heading, justify="left" if heading == "view" else "right")
     for name, taken in slowest.items():
         table.add_row(name, f"{taken:.2f}", "" if taken < LIMIT_S else f"over {LIMIT_S} s")
     console.print(table)

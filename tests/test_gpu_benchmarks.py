@@ -1,4 +1,4 @@
-"""The GPU benchmarks on a CPU with tiny shapes: their functions run, count what they say, and know their floors."""
+"""The GPU benchmarks run on a CPU with tiny shapes, count correctly, and know the hardware's limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
-from benchmarks import gpu_common, gpu_rollout, gpu_step, gpu_update, time_to_accuracy
+from benchmarks import accuracy_curves, gpu_common, gpu_rollout, gpu_step, gpu_update, time_to_accuracy
 from benchmarks.gpu_common import Row
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets
@@ -33,8 +33,14 @@ def test_the_memory_floor_is_the_published_one(shape, published):
 
 def test_a_verdict_knows_which_way_is_better():
     assert [Row("", x, "tokens/s", 10, 20).verdict for x in (9, 10, 20)] == ["miss", "pass", "aim"]
-    assert [Row("", x, "s", 0.3, 0.2, is_time=True).verdict for x in (0.31, 0.3, 0.2)] == ["miss", "pass", "aim"]
-    assert Row("", 5, "tokens/s", floor=10).share_of_floor == Row("", 2, "s", floor=1, is_time=True).share_of_floor
+    assert [Row("", x, "s", 0.3, 0.2, lower_is_better=True).verdict for x in (0.31, 0.3, 0.2)] == [
+        "miss",
+        "pass",
+        "aim",
+    ]
+    assert (
+        Row("", 5, "tokens/s", floor=10).share_of_floor == Row("", 2, "s", floor=1, lower_is_better=True).share_of_floor
+    )
 
 
 def test_a_table_has_every_row_and_names_the_machine():
@@ -44,7 +50,7 @@ def test_a_table_has_every_row_and_names_the_machine():
     assert all(part in text for part in ("fast", "12,345", "aim", "62 %", "first run 3 s", torch.__version__))
 
 
-def test_rollouts_are_measured_and_held_against_their_floor():
+def test_rollouts_are_measured_and_compared_with_their_floor():
     workload = gpu_rollout.Workload("tiny", "tiny", TINY, 2, 3, 4, 5, slots=6, must=1.0, aim=1e12)
     model = gpu_common.random_model(TINY, CPU, torch.float32)
     (row,) = gpu_rollout.rollout_rows(workload, model, repeats=1, max_length=workload.max_length)
@@ -85,7 +91,7 @@ def test_updates_are_measured_with_the_operations_of_what_they_compute(share):
 
 
 def _seconds(row: Row) -> float:
-    return row.measured if row.is_time else float(row.note.split("then ")[1].split(" s")[0])
+    return row.measured if row.lower_is_better else float(row.note.split("then ")[1].split(" s")[0])
 
 
 def test_a_whole_step_runs_through_the_real_trainer():
@@ -94,7 +100,7 @@ def test_a_whole_step_runs_through_the_real_trainer():
     assert row.measured > 0 and all(part in row.note for part in ("generate", "reward", "train", "recording"))
 
 
-def test_the_gap_of_a_float32_model_is_next_to_nothing(tmp_path):
+def test_the_gap_of_a_float32_model_is_almost_zero(tmp_path):
     save_tiny(tmp_path / "model")
     row = gpu_step.gap_row(str(tmp_path / "model"), CPU, "float32", 4, 6, ["one", "two"])
     assert 0 <= row.measured < 1e-4 and row.verdict == "aim"
@@ -102,7 +108,7 @@ def test_the_gap_of_a_float32_model_is_next_to_nothing(tmp_path):
 
 @pytest.fixture
 def arithmetic(tmp_path):
-    """The benchmark's own configuration on a tiny model and in tiny batches."""
+    """The benchmark's configuration with a tiny model and tiny batches."""
     pytest.importorskip("reasoning_gym")
     save_tiny(tmp_path / "model")
     config = time_to_accuracy.training_config(
@@ -112,7 +118,7 @@ def arithmetic(tmp_path):
     config["rollout"] |= {"n": 2, "max_concurrent": 8}
     config["optim"]["ppo_mini_batch_size"] = 1
     config["reward"]["workers"] = 1
-    # A model that knows nothing is never right: without the filter there is something to train on all the same.
+    # A random model is never correct. Without the filter there is still something to train on.
     config["algorithm"]["filter_groups"]["enable"] = False
     for sources in config["eval"]["data"].values():
         sources[0]["size"] = 2
@@ -169,26 +175,26 @@ def test_held_out_questions_are_judged_by_transformers_generate_as_well(arithmet
 
 
 POINTS = [
-    time_to_accuracy.Point(0.0, 0, 0.1, 0.2, 0, 0, 0),
-    time_to_accuracy.Point(39.0, 40, 0.61, 0.7, 5000, 60, 40),
-    time_to_accuracy.Point(197.0, 200, 0.79, 0.8, 9000, 300, 200),
+    accuracy_curves.Point(0.0, 0, 0.1, 0.2, 0, 0, 0),
+    accuracy_curves.Point(39.0, 40, 0.61, 0.7, 5000, 60, 40),
+    accuracy_curves.Point(197.0, 200, 0.79, 0.8, 9000, 300, 200),
 ]
 
 
 def test_a_goal_is_met_only_within_its_seconds():
-    met = {(g.kind, g.accuracy): g.is_met(POINTS) for g in time_to_accuracy.GOALS}
+    met = {(g.kind, g.accuracy): g.is_met(POINTS) for g in accuracy_curves.GOALS}
     assert met == {("must", 0.6): True, ("must", 0.8): False, ("aim", 0.6): False, ("aim", 0.9): False}
 
 
 def test_the_curve_is_written_as_a_table_and_a_plot(tmp_path, monkeypatch):
-    monkeypatch.setattr(time_to_accuracy, "is_there", lambda package: False)
-    time_to_accuracy.write(tmp_path, {"ours": POINTS})
+    monkeypatch.setattr(accuracy_curves, "is_installed", lambda package: False)
+    accuracy_curves.write(tmp_path, {"ours": POINTS})
     lines = (tmp_path / "accuracy.csv").read_text().splitlines()
     assert lines[0].startswith("system,seconds,step,accuracy,greedy") and lines[2].startswith("ours,39.0,40,0.61,0.7")
     root = ElementTree.fromstring((tmp_path / "accuracy.svg").read_text())
     (line,) = [node for node in root if node.tag.endswith("polyline")]
     assert len(line.attrib["points"].split()) == len(POINTS)
     console = Console(width=120, record=True)
-    time_to_accuracy.print_curves(console, {"ours": POINTS})
+    accuracy_curves.print_curves(console, {"ours": POINTS})
     text = console.export_text()
     assert "61.0 %" in text and "60 % within 40 s: reached" in text and "80 % within 198 s: missed" in text

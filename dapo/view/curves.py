@@ -1,4 +1,4 @@
-"""What becomes of figures over the steps of a run, few enough points to be drawn."""
+"""Metrics over the steps of a run, thinned to few enough points to draw."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dapo.view.source import Run, configuration
 
 MAX_POINTS = 1_000
 MAX_BANDS = 100
-# More than a run has: what a damaged or hostile file has beyond is not read into memory.
+# Larger than any real run. Rows beyond these limits, in a damaged or hostile file, are not read into memory.
 _MOST_STEPS = 1_000_000
 _MOST_NAMES = 10_000
 _MOST_EVALUATIONS = 20_000
@@ -22,7 +22,7 @@ _MOST_EVALUATIONS = 20_000
 TOKENS_IN = ("carried_in", "generated")
 _TOKENS = (*TOKENS_IN, "trained", "masked", "stale", "cancelled", "carried_out")  # and dropped/REASON
 
-# Names in order, each found by one step down the primary key: as quick for a million rows as for a hundred.
+# A skip scan: each next name is one lookup in the primary key (name, step), so the number of rows does not matter.
 _NAMES = """
 WITH RECURSIVE names (name) AS (
     SELECT min(name) FROM metrics
@@ -34,7 +34,7 @@ SELECT name FROM names WHERE name IS NOT NULL LIMIT ?
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """One figure. NaN is a step in which it was not a number."""
+    """One metric. NaN marks a step in which it was not a number."""
 
     name: str
     steps: np.ndarray  # int64 [points]
@@ -43,7 +43,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Band:
-    """How a figure of single responses was spread in each of some steps."""
+    """Mean and quantiles of a per-response value in each of the given steps."""
 
     steps: np.ndarray  # int64 [points]
     mean: np.ndarray  # float64 [points]
@@ -53,7 +53,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """What a whole consists of, step by step. A point is the mean over the steps up to it from the one before."""
+    """Parts of a total over steps. Each point is the mean over the steps since the previous point."""
 
     steps: np.ndarray  # int64 [points]
     parts: Mapping[str, np.ndarray]  # float64 [points] each
@@ -61,10 +61,10 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvalCurve:
-    """One figure of one evaluation set with its 95 % interval, NaN where none was recorded."""
+    """One metric of one evaluation set with its 95 % interval; the bounds are NaN if none was recorded."""
 
     dataset: str
-    figure: str
+    metric: str
     steps: np.ndarray  # int64 [points]
     values: np.ndarray  # float64 [points], as are the bounds
     low: np.ndarray
@@ -73,7 +73,7 @@ class EvalCurve:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An option that is not the same in all runs: its value in each as JSON, None where a run does not know it."""
+    """An option that differs between runs: its value in each run as JSON, or None if the run does not have it."""
 
     key: str
     values: tuple[str | None, ...]
@@ -85,7 +85,7 @@ def metric_names(run: Run) -> list[str]:
 
 
 def curves(run: Run, names: Iterable[str], max_points: int = MAX_POINTS) -> list[Curve]:
-    """Those of the names that the run has."""
+    """Return the curves of the given names, leaving out those that the run does not have."""
     with run.snapshot() as database:
         found = [read_curve(database, name) for name in names]
     return [thinned(curve, max_points) for curve in found if len(curve.steps)]
@@ -97,12 +97,15 @@ def spread(
     levels: Sequence[float] = (0.1, 0.5, 0.9),
     max_points: int = MAX_BANDS,
 ) -> Band:
-    """Mean and quantiles over the responses sampled in a step; of many steps, evenly spaced ones and the last."""
+    """Return mean and quantiles over the responses sampled in each step.
+
+    A run of more than `max_points` steps is sampled at evenly spaced steps, the last included.
+    """
     if column not in ("reward", "score", "acc", "length"):
-        raise ValueError(f"{column} is not a figure of a response")
-    # Under another name, because many values are checked faster together, as they become numbers.
+        raise ValueError(f"{column} is not a per-response value")
+    # The alias avoids the type check that every row of a known column gets: numpy checks the values all at once below.
     query = (
-        f"SELECT {column} AS figure FROM groups CROSS JOIN rollouts USING (serial)"
+        f"SELECT {column} AS response_value FROM groups CROSS JOIN rollouts USING (serial)"
         f" WHERE generated_step = ? AND {column} IS NOT NULL LIMIT {_MOST_STEPS}"
     )
     means, quantiles, kept = [], [], []
@@ -118,14 +121,17 @@ def spread(
 
 
 def verdicts_over_steps(run: Run, max_points: int = MAX_POINTS) -> Parts:
-    """What became of the groups sampled in each step: how many have which verdict now."""
+    """Count the groups sampled in each step by the verdict they have now."""
     query = f"SELECT generated_step, verdict, count(*) FROM groups GROUP BY 1, 2 LIMIT {_MOST_STEPS}"
     with run.snapshot() as database:
         return _parts(_steps(database), database.execute(query).fetchall(), max_points)
 
 
 def tokens_over_steps(run: Run, max_points: int = MAX_POINTS) -> Parts:
-    """Where response tokens came from (`TOKENS_IN`) and went (all other parts): the sums of both are the same."""
+    """Return where response tokens came from (`TOKENS_IN`) and where they went (all other parts).
+
+    Both sides have the same sum in every step.
+    """
     query = f"SELECT step, name, value FROM metrics WHERE name > 'tokens/' AND name < 'tokens0' LIMIT {_MOST_STEPS}"
     with run.snapshot() as database:
         found = [(step, name.removeprefix("tokens/"), value) for step, name, value in database.execute(query)]
@@ -138,11 +144,11 @@ def evaluations(run: Run) -> list[EvalCurve]:
     with run.snapshot() as database:
         query = f"SELECT step, name, metrics FROM evaluations ORDER BY step LIMIT {_MOST_EVALUATIONS}"
         for step, name, metrics in database.execute(query):
-            figures = figures_from_json(metrics)
-            bounds = {f"{figure}/{end}" for figure in figures for end in ("low", "high")}
-            for figure in figures.keys() - bounds:
-                low, high = (figures.get(f"{figure}/{end}", np.nan) for end in ("low", "high"))
-                found.setdefault((name, figure), []).append((step, figures[figure], low, high))
+            values = figures_from_json(metrics)
+            bounds = {f"{metric}/{end}" for metric in values for end in ("low", "high")}
+            for metric in values.keys() - bounds:
+                low, high = (values.get(f"{metric}/{end}", np.nan) for end in ("low", "high"))
+                found.setdefault((name, metric), []).append((step, values[metric], low, high))
     return [
         EvalCurve(*key, np.array([point[0] for point in points], dtype=np.int64), *table.T)
         for key, points in sorted(found.items())
@@ -151,7 +157,7 @@ def evaluations(run: Run) -> list[EvalCurve]:
 
 
 def differences(runs: Sequence[Run]) -> list[Difference]:
-    """The options in which the runs differ, but for their names."""
+    """Return the options in which the runs differ, except for their names."""
     options = [{key: to_json(value) for key, value in configuration(run).items()} for run in runs]
     keys = dict.fromkeys(key for each in options for key in each if key != "run.name")
     rows = [Difference(key, tuple(each.get(key) for each in options)) for key in keys]
@@ -166,13 +172,16 @@ def read_curve(database: sqlite3.Connection, name: str) -> Curve:
 
 
 def thinned(curve: Curve, max_points: int) -> Curve:
-    """The same curve with at most so many points (4 or more): the first, and each stretch's smallest, largest, last."""
+    """Return the curve with at most `max_points` points (4 or more), keeping its spikes.
+
+    The curve is cut into equal intervals. The first point stays, and of each interval the smallest, largest and last.
+    """
     if len(curve.steps) <= max_points:
         return curve
     chosen = {0}
-    for stretch in np.array_split(np.arange(len(curve.steps)), max(1, (max_points - 1) // 3)):
-        chosen.add(int(stretch[-1]))
-        numbers = stretch[~np.isnan(curve.values[stretch])]
+    for interval in np.array_split(np.arange(len(curve.steps)), max(1, (max_points - 1) // 3)):
+        chosen.add(int(interval[-1]))
+        numbers = interval[~np.isnan(curve.values[interval])]
         if len(numbers):
             values = curve.values[numbers]
             chosen |= {int(numbers[values.argmin()]), int(numbers[values.argmax()])}
@@ -192,13 +201,14 @@ def _evenly(steps: np.ndarray, at_most: int) -> np.ndarray:
 
 
 def _parts(steps: np.ndarray, rows: Sequence[tuple[int, str, float | None]], max_points: int) -> Parts:
-    places = {int(step): place for place, step in enumerate(steps)}
+    index_of = {int(step): index for index, step in enumerate(steps)}
     parts: dict[str, np.ndarray] = {}
     for step, name, value in rows:
-        if step in places and value is not None:
-            parts.setdefault(name, np.zeros(len(steps)))[places[step]] = value
+        if step in index_of and value is not None:
+            parts.setdefault(name, np.zeros(len(steps)))[index_of[step]] = value
     if len(steps) <= max_points:
         return Parts(steps, dict(sorted(parts.items())))
+    # Average over `max_points` intervals, each labeled with its last step.
     starts = np.linspace(0, len(steps), max_points + 1).astype(np.int64)
     sizes = np.diff(starts)
     means = {name: np.add.reduceat(values, starts[:-1]) / sizes for name, values in sorted(parts.items())}

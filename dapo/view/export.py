@@ -1,4 +1,4 @@
-"""What a page shows, as text to take away."""
+"""Export what a page shows as CSV or JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dapo.view.groups import GroupDetail
 
 
 def curves_csv(curves: Sequence[Curve]) -> str:
-    """A row per step, a column per curve; empty where a curve has no point in the step."""
+    """Return a table with a row per step and a column per curve. A cell without a point is empty."""
     columns = [dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) for curve in curves]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -24,5 +24,5 @@ def curves_csv(curves: Sequence[Curve]) -> str:
 
 
 def group_json(group: GroupDetail) -> str:
-    """NaN and infinities are written as the strings that the database has for them."""
+    """Return the group as strict JSON. NaN and infinities become strings, as in the database."""
     return to_json(asdict(group))

@@ -1,4 +1,4 @@
-"""The groups of a run: which there are, and one of them in full."""
+"""Query the groups of a run: filtered pages of groups, and one group in full."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from dapo.view.search import TextSearch
 from dapo.view.source import Run
 
 SEARCH_S = 0.5
-_QUESTION = 300
-_MOST = 1_000  # verdicts, sources or responses of a group: a page has no use for more
-_CHUNK = 64  # groups looked at together; older versions of SQLite take 999 values at most
+_QUESTION = 300  # characters
+_MAX_ROWS = 1_000  # verdicts, sources, or responses of a group: a page has no use for more
+_CHUNK = 64  # groups searched together; older versions of SQLite accept at most 999 values in a query
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
-    """What a group must be like. Steps are those in which it was sampled; all bounds are included."""
+    """Conditions on a group. Steps are those in which it was sampled; all bounds are inclusive."""
 
     first_step: int | None = None
     last_step: int | None = None
-    verdicts: tuple[str, ...] = ()  # any of them; none: all
-    min_accuracy: float | None = None  # share of right responses among those where the judge says
+    verdicts: tuple[str, ...] = ()  # any of these; empty: all verdicts
+    min_accuracy: float | None = None  # correct responses / responses that were judged correct or wrong
     max_accuracy: float | None = None
     data_source: str | None = None
     prompt_uid: str | None = None
-    error: str | None = None  # a response could not be judged for this reason
-    text: str = ""  # in the prompt or a response, upper and lower case alike
+    error: str | None = None  # at least one response could not be judged for this reason
+    text: str = ""  # occurs in the prompt or a response, ignoring case
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """One line about a group. Means are over the responses that have the figure."""
+    """One line about a group. Each mean is over the responses that have the value."""
 
     serial: int
     prompt_uid: str
     data_source: str
-    question: str  # how the last message of the prompt begins
+    question: str  # the beginning of the prompt's last message
     generated_step: int
     decided_step: int | None
     verdict: str
@@ -54,10 +54,10 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class GroupPage:
-    """Some groups, and where to go on: None at the end. A search that ran out of time has found few so far, or none."""
+    """One page of groups. A text search that ran out of time may have found few rows, or none, so far."""
 
     rows: tuple[GroupRow, ...]
-    after: int | None
+    after: int | None  # serial after which the next page starts; None on the last page
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class GroupDetail:
-    """A group with all that was recorded of it, but the numbers behind single tokens."""
+    """Everything recorded about a group, except the per-token arrays."""
 
     serial: int
     prompt_uid: str
@@ -104,10 +104,10 @@ def groups(
     newest_first: bool = False,
     search_seconds: float = SEARCH_S,
 ) -> GroupPage:
-    """Groups in the order of their serials, from the one that follows `after`.
+    """Return one page of groups in the order of their serials, starting after the serial `after`.
 
-    A text is looked for in what the other conditions leave, for about `search_seconds` and not longer: a run may hold
-    gigabytes. `after` of the page is then where to go on.
+    A text search looks at the groups that meet the other conditions. It stops after about `search_seconds`, because a
+    run may hold gigabytes of text. The page's `after` says where to continue.
     """
     wanted = wanted or GroupFilter()
     conditions, values = _conditions(wanted)
@@ -135,31 +135,35 @@ def groups(
 
 
 def count_groups(run: Run, wanted: GroupFilter | None = None) -> int | None:
-    """How many there are; None with a text, because every response would have to be read."""
+    """Count the groups that match; None for a text search, which would have to read every response."""
     wanted = wanted or GroupFilter()
     if wanted.text:
         return None
     conditions, values = _conditions(wanted)
     with run.snapshot() as database:
-        query = f"SELECT coalesce(sum(1), 0) FROM groups WHERE {' AND '.join(conditions)}"  # see read_progress
+        # sum(1), not count(*): see dapo.view.source.read_progress.
+        query = f"SELECT coalesce(sum(1), 0) FROM groups WHERE {' AND '.join(conditions)}"
         return database.execute(query, values).fetchone()[0]
 
 
 def verdicts(run: Run) -> dict[str, int]:
-    """The verdicts there are, and how many groups have each."""
+    """Count the groups by verdict."""
     with run.snapshot() as database:
-        query = f"SELECT verdict, count(*) FROM groups GROUP BY verdict ORDER BY verdict LIMIT {_MOST}"
+        query = f"SELECT verdict, count(*) FROM groups GROUP BY verdict ORDER BY verdict LIMIT {_MAX_ROWS}"
         return dict(map(tuple, database.execute(query)))
 
 
 def data_sources(run: Run) -> list[str]:
     with run.snapshot() as database:
-        query = f"SELECT DISTINCT data_source FROM prompts ORDER BY 1 LIMIT {_MOST}"
+        query = f"SELECT DISTINCT data_source FROM prompts ORDER BY 1 LIMIT {_MAX_ROWS}"
         return [source for (source,) in database.execute(query)]
 
 
 def extremes(run: Run, count: int) -> tuple[list[int], list[int]]:
-    """The groups with the highest mean reward, and those with the lowest; of equal ones the newest. None is in both."""
+    """Return the serials of the `count` groups with the highest mean reward, and of those with the lowest.
+
+    The newest of equal groups come first. A group in the first list is left out of the second.
+    """
     ranked = "SELECT serial FROM rollouts WHERE reward IS NOT NULL GROUP BY serial ORDER BY avg(reward) {}, serial DESC"
     with run.snapshot() as database:
         best, worst = (
@@ -177,11 +181,11 @@ def group(run: Run, serial: int) -> GroupDetail:
             (serial,),
         ).fetchone()
         if row is None:
-            raise CheckpointError(f"{run.path}: there is no group {serial} (any more)")
+            raise CheckpointError(f"{run.path}: there is no group {serial} (it may have been undone by a resume)")
         responses = database.execute(
             "SELECT *, EXISTS (SELECT 1 FROM rollout_tokens AS stored"
             "   WHERE (stored.serial, stored.sample) = (rollouts.serial, rollouts.sample)) AS has_tokens"
-            f" FROM rollouts WHERE serial = ? ORDER BY sample LIMIT {_MOST}",
+            f" FROM rollouts WHERE serial = ? ORDER BY sample LIMIT {_MAX_ROWS}",
             (serial,),
         )
         stored = {
@@ -193,29 +197,30 @@ def group(run: Run, serial: int) -> GroupDetail:
 
 
 def question(messages: str) -> str:
-    """How the last message begins, of messages as they are stored."""
+    """Return the beginning of the last message. `messages` is JSON, as stored."""
     parsed = messages_from_json(messages)
     return str(parsed[-1].get("content", ""))[:_QUESTION] if parsed else ""
 
 
 def _conditions(wanted: GroupFilter) -> tuple[list[str], list[Any]]:
-    """In SQL, all but the text."""
+    """Return the SQL conditions and their values for everything except the text."""
     accuracy = "(SELECT avg(acc) FROM rollouts WHERE rollouts.serial = groups.serial)"
     parts: list[tuple[str, tuple[Any, ...] | None]] = [
-        ("generated_step >= ?", _given(wanted.first_step)),
-        ("generated_step <= ?", _given(wanted.last_step)),
+        ("generated_step >= ?", _optional(wanted.first_step)),
+        ("generated_step <= ?", _optional(wanted.last_step)),
         (f"verdict IN ({', '.join('?' * len(wanted.verdicts))})", wanted.verdicts or None),
-        (f"{accuracy} >= ?", _given(wanted.min_accuracy)),
-        (f"{accuracy} <= ?", _given(wanted.max_accuracy)),
-        ("prompt_uid IN (SELECT uid FROM prompts WHERE data_source = ?)", _given(wanted.data_source)),
-        ("prompt_uid = ?", _given(wanted.prompt_uid)),
-        ("serial IN (SELECT serial FROM rollouts WHERE error = ?)", _given(wanted.error)),
+        (f"{accuracy} >= ?", _optional(wanted.min_accuracy)),
+        (f"{accuracy} <= ?", _optional(wanted.max_accuracy)),
+        ("prompt_uid IN (SELECT uid FROM prompts WHERE data_source = ?)", _optional(wanted.data_source)),
+        ("prompt_uid = ?", _optional(wanted.prompt_uid)),
+        ("serial IN (SELECT serial FROM rollouts WHERE error = ?)", _optional(wanted.error)),
     ]
-    asked = [(condition, values) for condition, values in parts if values is not None]
-    return ["1", *(condition for condition, _ in asked)], [value for _, values in asked for value in values]
+    active = [(condition, values) for condition, values in parts if values is not None]
+    return ["1", *(condition for condition, _ in active)], [value for _, values in active for value in values]
 
 
-def _given(value: Any) -> tuple[Any, ...] | None:
+def _optional(value: Any) -> tuple[Any, ...] | None:
+    """Wrap a condition's value; None means that the condition is not set."""
     return None if value is None else (value,)
 
 

@@ -1,4 +1,4 @@
-"""What a person should know about a run: its events, and why responses could not be judged."""
+"""Query the events of a run, and the reasons why responses could not be judged."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True)
 class UnjudgedReason:
-    """Why responses could not be judged, how many, and the first and last of their groups."""
+    """One reason why responses could not be judged: how many, and the first and last of their groups."""
 
     reason: str
     responses: int
     first_serial: int
     last_serial: int
-    first_step: int  # in which the first of these groups was sampled
-    last_step: int
+    first_step: int  # step in which the first of these groups was sampled
+    last_step: int  # step in which the last one was
 
 
 def events(
     run: Run, kinds: Sequence[str] = (), after: int | None = None, limit: int = 100, *, newest_first: bool = False
 ) -> list[EventRow]:
-    """Those of the given kinds (none: all) that follow the event with the id `after`."""
+    """Return the events of the given kinds (empty: all) that come after the event with the id `after`."""
     conditions, values = ["1"], []
     if kinds:
         conditions.append(f"kind IN ({', '.join('?' * len(kinds))})")
@@ -49,13 +49,13 @@ def events(
 
 
 def event_kinds(run: Run) -> dict[str, int]:
-    """The kinds there are, and how many events of each."""
+    """Count the events by kind."""
     with run.snapshot() as database:
         return dict(map(tuple, database.execute("SELECT kind, count(*) FROM events GROUP BY kind LIMIT 1000")))
 
 
 def unjudged(run: Run, offset: int = 0, limit: int = 100) -> list[UnjudgedReason]:
-    """The commonest reason first."""
+    """Return the reasons, the most frequent first."""
     query = (
         "SELECT reasons.*, earliest.generated_step, latest.generated_step FROM"
         " (SELECT error, count(*) AS responses, min(serial) AS low, max(serial) AS high FROM rollouts"

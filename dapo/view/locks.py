@@ -1,4 +1,4 @@
-"""Whether a process holds a run: asked without taking the lock, or a training that starts just now would be refused."""
+"""Tell whether a process holds a run's lock, without taking the lock: taking it would refuse a training that starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TABLE = Path("/proc/locks")
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process has `path` locked (flock, exclusively), as the trainer does with a run's .lock."""
+    """Return whether a live process holds an exclusive flock on `path`, as the trainer does on a run's .lock."""
     try:
         wanted = path.stat()
     except OSError:
@@ -21,14 +21,14 @@ def is_held(path: Path) -> bool:
     except OSError:
         return _is_held_by_trying(path)
     for pid, device, inode in _exclusive_locks(table):
-        # Some file systems (btrfs, overlays) give another device here than in stat: then the holder's files decide.
+        # Some file systems (btrfs, overlays) report another device here than in stat. Then check the holder's files.
         if inode == wanted.st_ino and (device == wanted.st_dev or _has_open(pid, wanted)):
             return True
     return False
 
 
 def _exclusive_locks(table: str) -> Iterator[tuple[int, int, int]]:
-    """(process, device, inode) of each. A line that waits for a lock has an arrow in its second column."""
+    """Yield (process, device, inode) for each held lock. A waiting line has an arrow in its second column."""
     for line in table.splitlines():
         columns = line.split()
         if columns[1:2] == ["FLOCK"] and columns[3] == "WRITE":
@@ -39,14 +39,14 @@ def _exclusive_locks(table: str) -> Iterator[tuple[int, int, int]]:
 def _has_open(pid: int, wanted: os.stat_result) -> bool:
     try:
         return any(os.path.samestat(entry.stat(), wanted) for entry in os.scandir(f"/proc/{pid}/fd"))
-    except OSError:  # it has ended, has just closed a file, or is somebody else's
+    except OSError:  # the process ended, just closed a file, or belongs to another user
         return False
 
 
 def _is_held_by_trying(path: Path) -> bool:
-    """Where the system has no table of locks: a shared one, for as short as can be."""
+    """Try a shared lock for an instant. Used only on systems without a table of locks."""
     try:
-        # Without waiting, as opening a FIFO would.
+        # Non-blocking: opening a FIFO would wait for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), closefd=True) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

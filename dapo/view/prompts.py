@@ -1,4 +1,4 @@
-"""How prompts fared over a run: which are hard, solved or flickering, and the history of one."""
+"""Rank prompts by their pass rates over a run (hardest, solved, flickering), and return the history of one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHERE answers > 0 ORDER BY prompt_uid, generated_step, serial
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One line about a prompt. The pass rate is the share of right responses, where the judge says."""
+    """One line about a prompt. Pass rates count only the responses that were judged correct or wrong."""
 
     uid: str
     data_source: str
@@ -32,15 +32,15 @@ class PromptRow:
     responses: int
     pass_rate: float
     first_pass_rate: float  # of its first group
-    last_pass_rate: float
-    solved_in_a_row: int  # groups up to the last one in which every response was right
-    flips: int  # how often it went from mostly right to mostly wrong, or back
+    last_pass_rate: float  # of its last group
+    solved_in_a_row: int  # latest consecutive groups in which every response was correct
+    flips: int  # how often it changed from mostly correct to mostly wrong, or back
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPage:
     rows: tuple[PromptRow, ...]
-    total: int  # prompts of this kind
+    total: int  # prompts on all pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class HistoryPoint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """A column each: the figures of all prompts."""
+    """Statistics of all prompts, one array element per prompt."""
 
     uids: list[str]
     groups: np.ndarray
@@ -69,15 +69,15 @@ class _Table:
     flips: np.ndarray
 
 
-_kept: dict[tuple[Path, int, Progress], _Table] = {}
+_cache: dict[tuple[Path, int, Progress], _Table] = {}  # by path, inode and progress; holds one table
 
 
 def prompts(run: Run, order: Order, offset: int = 0, limit: int = 50) -> PromptPage:
-    """Those with the lowest pass rate; those solved for longest; those that flipped most often."""
+    """Return one page of prompts: lowest pass rate, longest solved, or most flips first."""
     if order not in get_args(Order):
         raise ValueError(f"there is no order '{order}'")
     with run.snapshot() as database:
-        table = _kept_table(run, database)
+        table = _cached_table(run, database)
         if order == "hardest":
             ranks, members = np.lexsort((-table.groups, table.pass_rate)), table.pass_rate < 1
         elif order == "solved":
@@ -85,13 +85,13 @@ def prompts(run: Run, order: Order, offset: int = 0, limit: int = 50) -> PromptP
         else:
             ranks, members = np.lexsort((table.groups, -table.flips)), table.flips > 0
         ranks = ranks[members[ranks]]
-        rows = tuple(_row(database, table, int(place)) for place in ranks[offset : offset + limit])
+        rows = tuple(_row(database, table, int(index)) for index in ranks[offset : offset + limit])
         return PromptPage(rows, len(ranks))
 
 
 def history(run: Run, uid: str, offset: int = 0, limit: int = 1000) -> list[HistoryPoint]:
-    """The groups of one prompt in the order of their steps."""
-    # As the view prompt_history, which would form every group before it selects a prompt's.
+    """Return the groups of one prompt in the order of their steps."""
+    # The same as the SQL view prompt_history, which would aggregate the groups of all prompts first.
     query = (
         "SELECT serial, generated_step, verdict, sum(error IS NULL), avg(acc), avg(score)"
         " FROM groups JOIN rollouts USING (serial) WHERE prompt_uid = ?"
@@ -101,18 +101,22 @@ def history(run: Run, uid: str, offset: int = 0, limit: int = 1000) -> list[Hist
         return [HistoryPoint(*row) for row in database.execute(query, (uid, limit, offset))]
 
 
-def _kept_table(run: Run, database: sqlite3.Connection) -> _Table:
-    """The table takes a moment for a long run, and is the same for every page and order as long as nothing is new."""
+def _cached_table(run: Run, database: sqlite3.Connection) -> _Table:
+    """Return the table of statistics, computed again only when something new was recorded.
+
+    It takes about a second for a long run, and every page and order needs the same one.
+    """
     key = run.path, run.path.stat().st_ino, read_progress(database)
-    table = _kept.get(key)
+    table = _cache.get(key)
     if table is None:
         table = _table(database)
-        _kept.clear()  # one at a time; another thread may be here as well
-        _kept[key] = table
+        _cache.clear()  # keeps one table; safe if another thread does the same now
+        _cache[key] = table
     return table
 
 
 def _table(database: sqlite3.Connection) -> _Table:
+    # Rows are groups sorted by prompt. starts[p] and ends[p] bound the rows of prompt p.
     rows = database.execute(_GROUPS).fetchall()
     uids = [row[0] for row in rows]
     correct, answers = (np.array([row[column] for row in rows], dtype=np.float64) for column in (1, 2))
@@ -134,33 +138,33 @@ def _table(database: sqlite3.Connection) -> _Table:
 
 
 def _streaks(is_solved: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """How many in a row are solved up to the end of each stretch."""
-    places = np.arange(len(is_solved))
-    last_unsolved = np.maximum.accumulate(np.where(is_solved, -1, places))[ends - 1]
+    """Count the consecutive solved groups at the end of each prompt's rows."""
+    indices = np.arange(len(is_solved))
+    last_unsolved = np.maximum.accumulate(np.where(is_solved, -1, indices))[ends - 1]
     return ends - 1 - np.maximum(last_unsolved, starts - 1)
 
 
 def _flips(rate: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """How often each stretch changes sides; exactly one half is on neither, and leaves it where it was."""
-    stretch = np.searchsorted(starts, np.arange(len(rate)), side="right") - 1
+    """Count how often each prompt's rate crosses one half. A rate of exactly one half is on neither side."""
+    prompt_of = np.searchsorted(starts, np.arange(len(rate)), side="right") - 1
     decided = np.flatnonzero(rate != 0.5)
-    side, owner = rate[decided] > 0.5, stretch[decided]
+    side, owner = rate[decided] > 0.5, prompt_of[decided]
     changes = (side[1:] != side[:-1]) & (owner[1:] == owner[:-1])
     return np.bincount(owner[1:][changes], minlength=len(starts))
 
 
-def _row(database: sqlite3.Connection, table: _Table, place: int) -> PromptRow:
-    uid = table.uids[place]
+def _row(database: sqlite3.Connection, table: _Table, index: int) -> PromptRow:
+    uid = table.uids[index]
     source, messages = database.execute("SELECT data_source, messages FROM prompts WHERE uid = ?", (uid,)).fetchone()
     return PromptRow(
         uid=uid,
         data_source=source,
         question=question(messages),
-        groups=int(table.groups[place]),
-        responses=int(table.responses[place]),
-        pass_rate=float(table.pass_rate[place]),
-        first_pass_rate=float(table.first[place]),
-        last_pass_rate=float(table.last[place]),
-        solved_in_a_row=int(table.solved[place]),
-        flips=int(table.flips[place]),
+        groups=int(table.groups[index]),
+        responses=int(table.responses[index]),
+        pass_rate=float(table.pass_rate[index]),
+        first_pass_rate=float(table.first[index]),
+        last_pass_rate=float(table.last[index]),
+        solved_in_a_row=int(table.solved[index]),
+        flips=int(table.flips[index]),
     )

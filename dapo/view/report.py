@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs nothing else: no server, no network, no other file."""
+"""Write a run as one self-contained HTML file: it needs no server, no network and no other file."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from dapo.view.groups import GroupDetail, Response, extremes, group
 from dapo.view.health import EventRow, UnjudgedReason, events, unjudged
 from dapo.view.page.charts import Look
 from dapo.view.page.panels import all_charts, load
-from dapo.view.page.text import moment, number, shown
+from dapo.view.page.text import display_text, format_number, format_time
 from dapo.view.runs import RunSummary, find_run, summary
 from dapo.view.source import Run, configuration
 
-GROUPS = 3
-_RESPONSES = 16
-_CHARACTERS = 2_000
+GROUPS = 3  # best and worst groups shown, each
+_RESPONSES = 16  # per group
+_CHARACTERS = 2_000  # per text
 _EVENTS = 200
 _TIME = "%Y-%m-%d %H:%M UTC"
-_ROUTINE = ("plan", "data", "configuration", "finished")  # events that are no warnings
+_ROUTINE = ("plan", "data", "configuration", "finished")  # event kinds that are not warnings
 _LIBRARY = "nicegui-echart"
-_UNESCAPED = "!$&'()*+,-./:;=?@[]_`{|}~^"  # in a data address inside JSON inside HTML
+_UNESCAPED = "!$&'()*+,-./:;=?@[]_`{|}~^"  # safe in a data URL inside JSON inside HTML
 
 
 def write_report(folder: Path, out: Path) -> None:
-    """Of the run in `folder`, into the file `out`."""
+    """Write the report of the run in `folder` to the file `out`."""
     folder = Path(folder).resolve()
     name = folder.name
     if not (folder / "run.db").exists():
-        raise CheckpointError(f"{folder}: there is no run database here; expected one run's folder, as in runs/my")
+        raise CheckpointError(f"{folder}: there is no run database here; pass the folder of one run, such as runs/my")
     run = find_run(folder, name)
     found = summary(folder, name)
     if found.problem is not None:
@@ -59,38 +59,38 @@ def write_report(folder: Path, out: Path) -> None:
     page = shell.substitute(
         nonce=secrets.token_urlsafe(16),
         title=_text(name),
-        made=moment(time.time(), _TIME),
+        made=format_time(time.time(), _TIME),
         body="\n".join(body),
-        imports=_script_json({"imports": library_addresses()}),
+        imports=_script_json({"imports": library_urls()}),
         charts=_script_json(charts),
     )
     out.write_text(page, encoding="utf-8")
 
 
-def library_addresses() -> dict[str, str]:
-    """ECharts as NiceGUI carries it, each of its files as an address that holds the whole file."""
+def library_urls() -> dict[str, str]:
+    """Return the files of ECharts, as shipped with NiceGUI, as data URLs by module name."""
     spec = importlib.util.find_spec("nicegui")
     if spec is None or spec.origin is None:
-        raise ConfigError("the report's charts come with NiceGUI: pip install nicegui")
+        raise ConfigError("the report's charts need NiceGUI: pip install nicegui")
     folder = Path(spec.origin).parent / "elements" / "echart" / "dist"
-    addresses, waiting = {}, {_LIBRARY: "index.js"}
+    urls, waiting = {}, {_LIBRARY: "index.js"}
     while waiting:
         name, file = waiting.popitem()
-        # A file without a place of its own cannot find its neighbors: they get bare names, which the map resolves.
+        # A module in a data URL cannot resolve relative imports. They become bare names, which the import map resolves.
         source = re.sub(r'(from|import) ?"\./([^"]+)"', r'\1"\2"', (folder / file).read_text(encoding="utf-8"))
-        addresses[name] = "data:text/javascript;charset=utf-8," + quote(source, safe=_UNESCAPED)
-        # Those that are imported only when asked for (3D charts) are left out.
-        waiting |= {each: each for each in re.findall(r'from"([^"]+\.js)"', source) if each not in addresses}
-    return addresses
+        urls[name] = "data:text/javascript;charset=utf-8," + quote(source, safe=_UNESCAPED)
+        # Only static imports: modules that are loaded on demand (3D charts) are left out.
+        waiting |= {each: each for each in re.findall(r'from"([^"]+\.js)"', source) if each not in urls}
+    return urls
 
 
 def _script_json(value: object) -> str:
-    """As it may stand in a script element: nothing in it can end the element."""
+    """Return JSON that is safe inside a script element: nothing in it can close the element."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
 
 
 def _text(value: str, most: int = _CHARACTERS) -> str:
-    return escape(shown(value, most))
+    return escape(display_text(value, most))
 
 
 def _section(title: str, content: str) -> str:
@@ -98,11 +98,11 @@ def _section(title: str, content: str) -> str:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Cells are HTML; those of the columns in `numbers` stand at the right."""
+    """Return an HTML table. Cells are HTML already; the columns in `numbers` are right-aligned."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
-        marks = (" class=number" if place in numbers else "" for place in range(len(row)))
-        return "<tr>" + "".join(f"<{tag}{m}>{c}</{tag}>" for m, c in zip(marks, row, strict=True)) + "</tr>"
+        classes = (" class=number" if index in numbers else "" for index in range(len(row)))
+        return "<tr>" + "".join(f"<{tag}{m}>{c}</{tag}>" for m, c in zip(classes, row, strict=True)) + "</tr>"
 
     body = "".join(cells("td", row) for row in rows)
     return f"<table>{cells('th', headings)}{body}</table>" if body else ""
@@ -114,9 +114,9 @@ def _facts(found: RunSummary) -> str:
         ("model", _text(found.model)),
         ("recipe", _text(found.recipe)),
         ("step", f"{found.step:,} of {found.planned:,}"),
-        ("last reward", number(found.reward)),
-        ("started", moment(found.started, _TIME)),
-        ("last change", moment(found.changed, _TIME)),
+        ("last reward", format_number(found.reward)),
+        ("started", format_time(found.started, _TIME)),
+        ("last change", format_time(found.changed, _TIME)),
     ]
     return '<div class="facts">' + "".join(f"<div><span>{k}</span>{v}</div>" for k, v in facts) + "</div>"
 
@@ -133,19 +133,19 @@ def _warnings(found: Sequence[EventRow], reasons: Sequence[UnjudgedReason]) -> s
 
 
 def _evaluations(found: Sequence[EvalCurve]) -> str:
-    """The first and the last of each figure, which is what one compares."""
+    """Return a table with the first and the last value of each metric."""
 
-    def value(curve: EvalCurve, place: int) -> str:
-        low, high = float(curve.low[place]), float(curve.high[place])
+    def value(curve: EvalCurve, index: int) -> str:
+        low, high = float(curve.low[index]), float(curve.high[index])
         interval = f" [{low:.3f}, {high:.3f}]" if low == low and high == high else ""
-        return f"{curve.values[place]:.3f}{interval}"
+        return f"{curve.values[index]:.3f}{interval}"
 
     rows = [
-        (_text(each.dataset, 60), _text(each.figure, 60), f"{each.steps[0]:,}", value(each, 0), f"{each.steps[-1]:,}",
+        (_text(each.dataset, 60), _text(each.metric, 60), f"{each.steps[0]:,}", value(each, 0), f"{each.steps[-1]:,}",
          value(each, -1))
         for each in found
     ]  # fmt: skip
-    return _table(("set", "figure", "step", "value [95 %]", "step", "value [95 %]"), rows, numbers=(2, 3, 4, 5))
+    return _table(("set", "metric", "step", "value [95 %]", "step", "value [95 %]"), rows, numbers=(2, 3, 4, 5))
 
 
 def _group(found: GroupDetail) -> str:
@@ -164,12 +164,14 @@ def _group(found: GroupDetail) -> str:
 
 
 def _response(found: Response) -> str:
-    word, mark = {True: ("right", "good"), False: ("wrong", "bad"), None: ("", "quiet")}[found.acc]
+    word, mark = {True: ("correct", "good"), False: ("wrong", "bad"), None: ("", "quiet")}[found.acc]
     if found.error is not None:
         word = f"not judged: {_text(found.error, 300)}"
-    figures = f"reward {number(found.reward)} · advantage {number(found.advantage)} · {found.length:,} tokens"
+    numbers = (
+        f"reward {format_number(found.reward)} · advantage {format_number(found.advantage)} · {found.length:,} tokens"
+    )
     return (
-        f'<div class="box"><p><span class="{mark}">{word}</span> <span class="quiet">{figures}</span></p>'
+        f'<div class="box"><p><span class="{mark}">{word}</span> <span class="quiet">{numbers}</span></p>'
         f"<pre>{_text(found.text)}</pre></div>"
     )
 

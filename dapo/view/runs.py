@@ -1,4 +1,4 @@
-"""Finding runs below a folder, and one line about each; a run that cannot be read has a sentence instead."""
+"""Find the runs in a folder and summarize each in one line, or in one sentence if it cannot be read."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Status = Literal["running", "finished", "stopped", "crashed"]
 
 REWARD = "reward/mean"
 _DATABASE = "run.db"
-_SECONDS = 2.0  # for a line about a run: the page has a line about each, and shows none before it has all
-_AT_ONCE = 8
-_TEXT = 1_000
-_SIGNS = (_DATABASE, "config.yaml", ".lock")  # what makes a folder look like one of a run
+_SUMMARY_SECONDS = 2.0  # limit per run: the page shows no line before it has them all
+_THREADS = 8
+_MAX_TEXT = 1_000  # characters
+_RUN_FILES = (_DATABASE, "config.yaml", ".lock")  # a folder with any of these is listed as a run
 
-# What the last of these events says of a run that no process holds any more.
+# Status of a run that no process holds, by the last of these events.
 _ENDINGS: dict[str, Status] = {
     "finished": "finished", "stopped": "stopped", "interrupted": "stopped", "resumed": "crashed"
 }  # fmt: skip
@@ -37,7 +37,7 @@ _ENDINGS: dict[str, Status] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunSummary:
-    """One line about a run. With a `problem` the rest is not known."""
+    """One line about a run. If `problem` is set, the other fields are unknown."""
 
     name: str
     problem: str | None = None
@@ -49,11 +49,11 @@ class RunSummary:
     reward: float | None = None
     started: float | None = None  # seconds since 1970
     changed: float | None = None
-    rewards: np.ndarray = field(default_factory=lambda: np.empty(0))  # float64, few enough for a sparkline
+    rewards: np.ndarray = field(default_factory=lambda: np.empty(0))  # float64 [points], thinned for a sparkline
 
 
 def run_names(root: Path) -> list[str]:
-    """The runs below `root` in the order of their names; only `root` itself where that is a run's folder."""
+    """Return the names of the runs in `root`, sorted. If `root` is itself a run's folder, return only its name."""
     if os.path.lexists(root / _DATABASE):
         return [Path(os.path.realpath(root)).name]
     try:
@@ -64,8 +64,8 @@ def run_names(root: Path) -> list[str]:
 
 
 def find_run(root: Path, name: str) -> Run:
-    """The run of that name. No name, and no link that somebody put there, leads out of `root`."""
-    if name in ("", ".", "..") or any(sign in name for sign in ("/", "\\", "\0")):
+    """Return the run of that name. Neither a name nor a symlink can lead out of `root`."""
+    if name in ("", ".", "..") or any(character in name for character in ("/", "\\", "\0")):
         raise CheckpointError(f"'{to_text(name)}' is not the name of a run")
     home = Path(os.path.realpath(root))
     is_itself = os.path.lexists(home / _DATABASE)
@@ -76,17 +76,17 @@ def find_run(root: Path, name: str) -> Run:
     if not os.path.lexists(database):
         raise CheckpointError(f"{to_text(str(folder))}: there is no run database here")
     real = os.path.realpath(database)
-    # SQLite opens the files beside the database too, each by its own name.
+    # SQLite also opens the WAL and journal files by name, so none of them may lead outside either.
     for path in (real, *(os.path.realpath(f"{real}{end}") for end in ("-wal", "-shm", "-journal"))):
         if not Path(path).is_relative_to(home):
-            raise CheckpointError(f"{to_text(str(database))}: is a link that leads out of {root}, and is not followed")
+            raise CheckpointError(f"{to_text(str(database))}: is a link that leads out of {root}; it is not followed")
     return Run(name, Path(real))
 
 
 def summaries(root: Path, after: str = "", limit: int = 50) -> list[RunSummary]:
-    """The runs whose names follow `after`."""
+    """Summarize up to `limit` runs whose names sort after `after`."""
     names = [name for name in run_names(root) if name > after]
-    with ThreadPoolExecutor(_AT_ONCE) as threads:  # one that takes all its time does not hold up the others
+    with ThreadPoolExecutor(_THREADS) as threads:  # so that a slow run does not delay the others
         return list(threads.map(lambda name: summary(root, name), names[:limit]))
 
 
@@ -95,14 +95,14 @@ def summary(root: Path, name: str, points: int = 60) -> RunSummary:
         return RunSummary(to_text(name), problem="the name of the folder is not valid UTF-8; rename it")
     try:
         run = find_run(root, name)
-        with run.snapshot(_SECONDS) as database:
+        with run.snapshot(_SUMMARY_SECONDS) as database:
             return _summary(run, database, points)
     except (CheckpointError, OSError) as error:
         return RunSummary(name, problem=to_text(str(error)))
 
 
 def _looks_like_a_run(folder: Path) -> bool:
-    return any(os.path.lexists(folder / sign) for sign in _SIGNS)
+    return any(os.path.lexists(folder / name) for name in _RUN_FILES)
 
 
 def _summary(run: Run, database: sqlite3.Connection, points: int) -> RunSummary:
@@ -131,7 +131,7 @@ def _summary(run: Run, database: sqlite3.Connection, points: int) -> RunSummary:
 
 
 def _recipe(database: sqlite3.Connection, options: Mapping[str, Any]) -> str:
-    """Where it was not recorded: a run is called after its recipe, unless it was given another name."""
+    """Return the recorded recipe, else the run's name, which is the recipe's unless another was given."""
     recorded = read_meta(database, "recipe")
     return _text(options.get("run.name") if recorded is None else recorded)
 
@@ -146,7 +146,7 @@ def _status(run: Run, database: sqlite3.Connection, step: int) -> Status:
     ).fetchone()
     if row is not None:
         return _ENDINGS[row["kind"]]
-    # `dapo eval` trains nothing, holds no lock and records no ending.
+    # `dapo eval` trains nothing, holds no lock and records no final event.
     is_evaluation = step == 0 and not lock.exists() and database.execute("SELECT 1 FROM evaluations").fetchone()
     return "finished" if is_evaluation else "crashed"
 
@@ -160,4 +160,4 @@ def _started(database: sqlite3.Connection) -> float | None:
 
 
 def _text(value: Any) -> str:
-    return "" if value is None else str(value)[:_TEXT]
+    return "" if value is None else str(value)[:_MAX_TEXT]

@@ -1,4 +1,4 @@
-"""Looking for a text in prompts and responses, many groups at a time."""
+"""Search prompts and responses for a text, many groups at a time."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from dapo.store.encoding import messages_from_json
 
 
 class TextSearch:
-    """Upper and lower case are alike.
+    """A case-insensitive substring search.
 
-    In Python, because SQLite's LIKE is hardly quicker, ends at a NUL, knows case only in ASCII, and sees prompts as
-    escaped JSON. A full-text index would be larger than the text, and slow down the training.
+    It runs in Python: SQLite's LIKE is hardly faster, stops at a NUL, ignores case only in ASCII, and would see prompts
+    as escaped JSON. A full-text index would be larger than the text and slow down training.
     """
 
     def __init__(self, database: sqlite3.Connection, text: str) -> None:
         self.database = database
         self.needle = text.lower()
-        self.by_prompt: dict[str, bool] = {}
+        self.by_prompt: dict[str, bool] = {}  # whether the prompt has the text, by its uid
 
     def hits(self, chunk: Sequence[sqlite3.Row]) -> set[int]:
-        """The serials of those groups that have the text."""
+        """Return the serials of the groups in `chunk` that have the text."""
         if not self.needle:
             return {row["serial"] for row in chunk}
-        for uid, messages in self._each("uid, messages FROM prompts WHERE uid", self._unknown(chunk)):
+        for uid, messages in self._select("uid, messages FROM prompts WHERE uid", self._unsearched(chunk)):
             contents = (str(message.get("content", "")) for message in messages_from_json(messages))
             self.by_prompt[uid] = any(self.needle in content.lower() for content in contents)
         in_prompt = {row["serial"] for row in chunk if self.by_prompt.get(row["prompt_uid"])}
         others = [row["serial"] for row in chunk if row["serial"] not in in_prompt]
-        responses = self._each("serial, text FROM rollouts WHERE serial", others)
+        responses = self._select("serial, text FROM rollouts WHERE serial", others)
         return in_prompt | {serial for serial, text in responses if self.needle in text.lower()}
 
-    def _unknown(self, chunk: Sequence[sqlite3.Row]) -> list[str]:
+    def _unsearched(self, chunk: Sequence[sqlite3.Row]) -> list[str]:
         return [uid for uid in {row["prompt_uid"] for row in chunk} if uid not in self.by_prompt]
 
-    def _each(self, what: str, keys: Sequence[Any]) -> sqlite3.Cursor:
-        return self.database.execute(f"SELECT {what} IN ({', '.join('?' * len(keys))})", keys)
+    def _select(self, columns: str, keys: Sequence[Any]) -> sqlite3.Cursor:
+        return self.database.execute(f"SELECT {columns} IN ({', '.join('?' * len(keys))})", keys)

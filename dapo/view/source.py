@@ -1,4 +1,4 @@
-"""One run's database as a page reads it: each question sees one whole state of it, and opens it anew."""
+"""Read-only access to one run's database. Every query opens the file again and sees one consistent snapshot."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import yaml
 from dapo.errors import CheckpointError
 from dapo.store.connection import open_for_reading, readable, unchanged
 
-_YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was built
-_LONGEST_CONFIG = 2**18  # characters; a resolved configuration has some thousands
+_YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with it
+_LONGEST_CONFIG = 2**18  # characters; a resolved configuration has a few thousand
 _DEEPEST_CONFIG = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that was found (`dapo.view.runs`). Holds nothing open, so any thread may ask at any time."""
+    """A run found by `dapo.view.runs`. It holds no open file, so any thread may query it at any time."""
 
     name: str
     path: Path  # of run.db
 
     @contextmanager
     def snapshot(self, seconds: float | None = None) -> Iterator[sqlite3.Connection]:
-        """The database as it is now, unchanged while in here; whatever is wrong with it is a CheckpointError.
+        """Yield a connection to the current state of the database, which does not change inside the block.
 
-        Opening takes less than a millisecond, and leaves nothing to go stale: new steps are there, a file that another
-        run has replaced is noticed, and no forgotten reader keeps the writer's WAL growing. What takes longer than
-        `seconds` is given up.
+        Any fault of the database is raised as a CheckpointError, and so are queries that take longer than `seconds`.
+        Opening takes less than a millisecond and leaves nothing to go stale: new steps are visible, a replaced file is
+        noticed, and no forgotten reader keeps the writer's WAL growing.
         """
         with closing(open_for_reading(self.path, seconds)) as connection, readable(self.path), unchanged(connection):
             connection.execute("BEGIN")
@@ -41,12 +41,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run has got to: as long as it is the same, nothing new was recorded."""
+    """Progress of a run. Two equal values mean that nothing was recorded in between."""
 
     step: int
     groups: int
-    event: int  # the number of the newest event
-    evaluation: int
+    event: int  # id of the newest event
+    evaluation: int  # id of the newest evaluation
 
 
 def progress(run: Run) -> Progress:
@@ -55,7 +55,8 @@ def progress(run: Run) -> Progress:
 
 
 def read_progress(database: sqlite3.Connection) -> Progress:
-    # A plain count(*) is one instruction of SQLite's, which no time limit interrupts where pages lead in a circle.
+    # sum(1), not count(*): SQLite runs a plain count(*) as one instruction, which the time limit cannot interrupt, and
+    # a hostile file can make that instruction visit the same pages almost forever.
     counts = (
         "SELECT (SELECT coalesce(max(step), 0) FROM steps), (SELECT coalesce(sum(1), 0) FROM groups),"
         " (SELECT coalesce(max(id), 0) FROM events), (SELECT coalesce(max(id), 0) FROM evaluations)"
@@ -64,7 +65,7 @@ def read_progress(database: sqlite3.Connection) -> Progress:
 
 
 def configuration(run: Run) -> dict[str, Any]:
-    """Every option of the run under its dotted name."""
+    """Return every option of the run by its dotted name."""
     with run.snapshot() as database:
         return read_configuration(database, run.path)
 
@@ -73,7 +74,7 @@ def read_configuration(database: sqlite3.Connection, path: Path) -> dict[str, An
     text = read_meta(database, "config")
     try:
         values = None if text is None else _parse_yaml(text)
-    except Exception as error:  # the parser raises whatever it meets; the configuration cannot be read in any case
+    except Exception as error:  # hostile text makes the parser raise many types; all mean the same here
         raise CheckpointError(f"{path}: holds no configuration that can be read ({_first_line(error)})") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: holds no configuration that can be read")
@@ -83,19 +84,19 @@ def read_configuration(database: sqlite3.Connection, path: Path) -> dict[str, An
 def read_meta(database: sqlite3.Connection, key: str) -> str | None:
     row = database.execute("SELECT value AS setting FROM meta WHERE key = ?", (key,)).fetchone()
     if row is not None and not isinstance(row["setting"], str):
-        raise ValueError(f"meta has a {key} that is no text")
+        raise ValueError(f"meta has a {key} that is not text")
     return None if row is None else row["setting"]
 
 
 def number_option(options: Mapping[str, Any], key: str) -> float | None:
-    """The option where it is a number that can be computed with."""
+    """Return the option if it is a number small enough to compute with, else None."""
     value = options.get(key)
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
     return value if is_number else None
 
 
 def _parse_yaml(text: str) -> Any:
-    """As `yaml.safe_load`, but for texts in which a few lines stand for gigabytes, or that are nested without end."""
+    """Parse like `yaml.safe_load`, but refuse alias bombs and unbounded nesting."""
     if len(text) > _LONGEST_CONFIG:
         raise ValueError(f"it has {len(text)} characters")
     depth = 0

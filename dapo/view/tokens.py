@@ -1,4 +1,4 @@
-"""One response token by token: what was recorded of each, and which the loss clipped."""
+"""Per-token data of one response: what was recorded for each token, and which tokens the loss clipped."""
 
 from __future__ import annotations
 
@@ -29,25 +29,29 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResponseTokens:
-    """The tokens of a response from `start` on. What belongs to its first update is None if it was not trained on."""
+    """A slice of a response's tokens. Values of its first update are None if it was not trained on."""
 
-    start: int
-    length: int  # of the whole response
+    start: int  # position of the first token in the response
+    length: int  # tokens in the whole response
     ids: np.ndarray  # int32 [count]
     pieces: tuple[str, ...]
-    versions: np.ndarray  # int64 [count], of the weights that drew each token
+    versions: np.ndarray  # int64 [count], version of the weights that sampled each token
     sampler_logprobs: np.ndarray  # float32 [count]
     advantage: float | None
-    policy_logprobs: np.ndarray | None  # float32 [count], at the first update, as are the next three
-    ratio: np.ndarray | None
-    entropy: np.ndarray | None
-    clips: tuple[Clip | None, ...] | None
+    # At the first update of the group:
+    policy_logprobs: np.ndarray | None  # float32 [count]
+    ratio: np.ndarray | None  # float32 [count]
+    entropy: np.ndarray | None  # float32 [count]
+    clips: tuple[Clip | None, ...] | None  # [count]
 
 
 def tokens(
     run: Run, serial: int, sample: int, decode: Callable[[int], str], start: int = 0, limit: int = 4096
 ) -> ResponseTokens | None:
-    """None where the tokens were not stored (`run.store_tokens`)."""
+    """Return up to `limit` tokens of a response from `start` on, or None if they were not stored.
+
+    `run.store_tokens` decides whose tokens are stored.
+    """
     with run.snapshot() as database:
         row = database.execute(
             "SELECT length, weight_version, switches, advantage, tokens, sampler_logprobs, policy_logprobs, entropy"
@@ -55,15 +59,21 @@ def tokens(
             (serial, sample),
         ).fetchone()
         if row is None:
-            raise CheckpointError(f"{run.path}: there is no response {sample} of a group {serial} (any more)")
+            raise CheckpointError(
+                f"{run.path}: there is no response {sample} of a group {serial} (it may have been undone by a resume)"
+            )
         if row["tokens"] is None:
             return None
         return _tokens(row, _bounds(read_configuration(database, run.path)), decode, slice(start, start + limit))
 
 
 def clip_marks(ratio_T: np.ndarray, advantage: float, bounds: Bounds) -> tuple[Clip | None, ...]:
-    """Which clip held each token. For a good response that is the upper one, for a bad one the lower or the dual."""
-    advantage_32 = np.float32(advantage)  # the loss computes in single precision
+    """Return which clip bounded the loss of each token.
+
+    With a positive advantage only the upper clip can act, with a negative one the lower or the dual clip.
+    """
+    # The same arithmetic as dapo.algorithm.loss.policy_loss, in its precision (float32).
+    advantage_32 = np.float32(advantage)
     plain_T = -advantage_32 * ratio_T
     clipped_T = -advantage_32 * np.clip(ratio_T, np.float32(1 - bounds.low), np.float32(1 + bounds.high))
     is_clipped_T = clipped_T > plain_T
@@ -71,7 +81,10 @@ def clip_marks(ratio_T: np.ndarray, advantage: float, bounds: Bounds) -> tuple[C
     if bounds.dual is not None and advantage < 0:
         is_dual_T = np.maximum(plain_T, clipped_T) > np.float32(-bounds.dual) * advantage_32
     side: Clip = "high" if advantage > 0 else "low"
-    return tuple("dual" if dual else side if held else None for held, dual in zip(is_clipped_T, is_dual_T, strict=True))
+    return tuple(
+        "dual" if is_dual else side if is_clipped else None
+        for is_clipped, is_dual in zip(is_clipped_T, is_dual_T, strict=True)
+    )
 
 
 def _tokens(row: sqlite3.Row, bounds: Bounds, decode: Callable[[int], str], part: slice) -> ResponseTokens:
@@ -85,15 +98,15 @@ def _tokens(row: sqlite3.Row, bounds: Bounds, decode: Callable[[int], str], part
         ratio_T = np.exp(np.clip(policy_T - sampler_T, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
     arrays = [each for each in (sampler_T, policy_T, entropy_T) if each is not None]
     if any(len(each) != len(ids_T) for each in arrays) or np.any(ids_T < 0):
-        raise ValueError("a response's tokens and their numbers do not belong together")
+        raise ValueError("a response's token ids and log-probabilities do not match")
     switches = switches_from_json(row["switches"])
-    places_T = np.arange(part.start, part.start + len(ids_T))
+    positions_T = np.arange(part.start, part.start + len(ids_T))
     return ResponseTokens(
         start=part.start,
         length=row["length"],
         ids=ids_T,
         pieces=tuple(decode(int(token)) for token in ids_T),
-        versions=row["weight_version"] + np.searchsorted(switches, places_T, side="right"),
+        versions=row["weight_version"] + np.searchsorted(switches, positions_T, side="right"),
         sampler_logprobs=sampler_T,
         advantage=row["advantage"],
         policy_logprobs=policy_T,

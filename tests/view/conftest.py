@@ -20,7 +20,7 @@ OWN = ("http://127.0.0.1:", "file://", "data:", "blob:")
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Of a real training with evaluations; the clips are so narrow that tokens meet them."""
+    """A run of four real training steps with evaluations. Its clips are so narrow that some tokens are clipped."""
     config = runs.load(
         tmp_path_factory.mktemp("trained"),
         run={"steps": 4, "name": "real"},
@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Of made-up steps: 192 groups of 8 responses to 30 prompts."""
+    """A run of three synthetic steps: 192 groups of 8 responses to 30 prompts."""
     folder: Path = tmp_path_factory.mktemp("generated")
     generate(folder / "made_up", steps=3, console=Console(quiet=True), prompts=30)
     return find_run(folder, "made_up")
@@ -51,7 +51,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A tab that must see no error in its console and no dialog, and load nothing from elsewhere."""
+    """A browser tab that fails the test on a console error, a dialog, or a request to another host."""
     context = browser.new_context(viewport={"width": 1400, "height": 900}, accept_downloads=True)
     opened = context.new_page()
     opened.set_default_timeout(WAIT_MS)

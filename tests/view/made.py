@@ -1,4 +1,4 @@
-"""Small databases for the page's questions, made through the real writer."""
+"""Make small run databases for tests through the real writer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOSTILE = (
 
 
 def create(folder: Path, *overrides: str, name: str = "made") -> RunDatabase:
-    """A database in folder/name, with the options that a run has."""
+    """Create a database in folder/name with the options of a run; `overrides` are SECTION.OPTION=YAML."""
     (folder / name).mkdir(parents=True)
     values: dict[str, Any] = {
         "run": {"name": name, "store_tokens": "all"}, "model": {"path": "some/model"}, "data": {"train": "d"}
@@ -43,7 +43,7 @@ def make_group(
     texts: Sequence[str] | None = None,
     **prompt: Any,
 ) -> Group:
-    """A response for each of `accs`; None could not be judged."""
+    """Make a group with one response for each of `accs`; None means that it could not be judged."""
     rng = np.random.default_rng(serial)
     rollouts, scores = [], []
     for index, acc in enumerate(accs):

@@ -1,4 +1,4 @@
-"""Curves are those that were recorded, thinned so that spikes survive."""
+"""Curves match what was recorded, and thinning keeps their spikes."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def test_thinning_keeps_spikes_ends_and_order(points: int):
     np.testing.assert_array_equal(thin.values, values[thin.steps - 10])
 
 
-def test_thinning_keeps_the_extremes_of_every_stretch():
+def test_thinning_keeps_the_extremes_of_every_interval():
     values = np.random.default_rng(0).normal(size=900)
     thin = thinned(Curve("c", np.arange(900), values), 301)
-    for stretch in np.array_split(np.arange(900), 100):
-        assert {stretch[values[stretch].argmin()], stretch[values[stretch].argmax()], stretch[-1]} <= set(thin.steps)
+    for part in np.array_split(np.arange(900), 100):
+        assert {part[values[part].argmin()], part[values[part].argmax()], part[-1]} <= set(thin.steps)
 
 
-def test_a_short_curve_and_one_of_nothing_but_nan_stay():
+def test_thinning_returns_a_short_curve_as_it_is_and_accepts_one_of_only_nan():
     short = Curve("c", np.arange(5), np.arange(5.0))
     assert thinned(short, 5) is short
     nothing = thinned(Curve("c", np.arange(100), np.full(100, np.nan)), 10)
@@ -102,18 +102,18 @@ def test_the_spread_is_that_of_each_step_s_responses(generated: Run, column: str
     np.testing.assert_allclose(band.quantiles.T, [np.quantile(by_step[step], (0.25, 0.75)) for step in (1, 2, 3)])
 
 
-def test_of_many_steps_the_spread_is_that_of_some_and_the_last(tmp_path: Path):
+def test_the_spread_of_many_steps_is_taken_at_some_of_them_and_the_last(tmp_path: Path):
     with create(tmp_path) as database:
         for step in range(1, 31):
             database.record_step(make_report(step, [make_group(step)]))
     band = spread(find_run(tmp_path, "made"), max_points=7)
     assert len(band.steps) == 7
     assert (band.steps[0], band.steps[-1]) == (1, 30)
-    with pytest.raises(ValueError, match="not a figure of a response"):
+    with pytest.raises(ValueError, match="not a per-response value"):
         spread(find_run(tmp_path, "made"), "text; DROP TABLE groups")
 
 
-def test_verdicts_are_counted_by_the_step_of_sampling(generated: Run):
+def test_verdicts_are_counted_by_the_step_in_which_the_group_was_sampled(generated: Run):
     with RunDatabase.open_readonly(generated.path) as database:
         counts = Counter((group["generated_step"], group["verdict"]) for group in database.groups())
     found = verdicts_over_steps(generated)
@@ -127,13 +127,13 @@ def test_verdicts_are_counted_by_the_step_of_sampling(generated: Run):
 def test_tokens_of_a_real_run_add_up_in_every_step(trained: Run):
     found = tokens_over_steps(trained)
     assert found.steps.tolist() == [1, 2, 3, 4]
-    arrived = sum(found.parts[name] for name in TOKENS_IN)
-    gone = sum(values for name, values in found.parts.items() if name not in TOKENS_IN)
-    assert (arrived > 0).all()
-    np.testing.assert_array_equal(arrived, gone)
+    tokens_in = sum(found.parts[name] for name in TOKENS_IN)
+    tokens_out = sum(values for name, values in found.parts.items() if name not in TOKENS_IN)
+    assert (tokens_in > 0).all()
+    np.testing.assert_array_equal(tokens_in, tokens_out)
 
 
-def test_fewer_points_of_parts_are_means_of_stretches(tmp_path: Path):
+def test_parts_thinned_to_fewer_points_are_means_over_intervals(tmp_path: Path):
     with create(tmp_path) as database:
         for step in range(1, 11):
             database.record_step(
@@ -150,16 +150,16 @@ def test_evaluations_have_the_intervals_that_were_recorded(trained: Run):
     stored = {step: json.loads(text) for step, text in connection.execute("SELECT step, metrics FROM evaluations")}
     connection.close()
     assert sorted(stored) == [0, 2, 4]
-    figures = {curve.figure: curve for curve in found}
+    by_metric = {curve.metric: curve for curve in found}
     assert {curve.dataset for curve in found} == {"data"}
-    assert {"avg@2", "pass@2", "reward/mean", "problems"} <= set(figures)
-    assert not any(name.endswith(("/low", "/high")) for name in figures)
-    curve = figures["avg@2"]
+    assert {"avg@2", "pass@2", "reward/mean", "problems"} <= set(by_metric)
+    assert not any(name.endswith(("/low", "/high")) for name in by_metric)
+    curve = by_metric["avg@2"]
     assert curve.steps.tolist() == [0, 2, 4]
     for bound, values in (("", curve.values), ("/low", curve.low), ("/high", curve.high)):
         np.testing.assert_array_equal(values, [stored[step].get(f"avg@2{bound}", np.nan) for step in (0, 2, 4)])
     assert not np.isnan(curve.low).any()
-    assert np.isnan(figures["problems"].low).all()
+    assert np.isnan(by_metric["problems"].low).all()
 
 
 def test_evaluations_of_several_sets_and_without_intervals(tmp_path: Path):
@@ -168,7 +168,7 @@ def test_evaluations_of_several_sets_and_without_intervals(tmp_path: Path):
         database.record_eval(EvalReport(6, "b", {"avg@1": math.nan}, ()))
         database.record_eval(EvalReport(6, "a", {"avg@1": 1.0, "low": 2.0}, ()))
     found = evaluations(find_run(tmp_path, "made"))
-    assert [(curve.dataset, curve.figure) for curve in found] == [("a", "avg@1"), ("a", "low"), ("b", "avg@1")]
+    assert [(curve.dataset, curve.metric) for curve in found] == [("a", "avg@1"), ("a", "low"), ("b", "avg@1")]
     np.testing.assert_array_equal(found[2].values, [0.5, math.nan])
     np.testing.assert_array_equal(found[2].high, [0.75, math.nan])
 

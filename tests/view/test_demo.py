@@ -1,4 +1,4 @@
-"""make demo: it ends with how to look at the run, and VIEW=1 has the page open beside the training."""
+"""make demo prints how to view the run, and VIEW=1 keeps the page open during the training and after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 
 def demo(folder: Path, *options: str) -> subprocess.Popen[str]:
-    """The real target, with this interpreter for its environment and a tiny model for its recipe."""
+    """Start the real make target, with this interpreter as its environment and a tiny model for its recipe."""
     (folder / "venv" / "bin").mkdir(parents=True)
     program = folder / "venv" / "bin" / "dapo"
     program.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'from dapo.cli import main; main()' \"$@\"\n")

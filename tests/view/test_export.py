@@ -1,4 +1,4 @@
-"""Exports can be read by others."""
+"""Exported CSV and JSON can be parsed by standard readers, without loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dapo.view.source import Run
 from tests.view.made import HOSTILE, create, make_group, make_report
 
 
-def test_curves_as_csv_come_back_to_the_last_digit(trained: Run):
+def test_curves_survive_csv_to_the_last_digit(trained: Run):
     found = curves(trained, ["reward/mean", "entropy"])
     rows = list(csv.DictReader(io.StringIO(curves_csv(found))))
     for curve in found:
@@ -36,7 +36,7 @@ def test_curves_with_other_steps_odd_values_and_names_share_a_table():
     assert rows == [["1", "0.1", ""], ["2", "nan", "inf"], ["5", "", "3.0"]]
 
 
-def test_a_group_as_json_holds_everything(trained: Run):
+def test_a_group_as_json_has_everything(trained: Run):
     serial = groups(trained).rows[0].serial
     found = group(trained, serial)
     parsed = json.loads(group_json(found))

@@ -1,4 +1,4 @@
-"""Groups: filters agree with plain Python over all rows, paging gives each once, and texts come back exactly."""
+"""Group filters agree with plain Python over all rows, paging returns each group once, and texts are exact."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_filters_under_test_find_some_and_not_all(generated: Run):
     assert sum(0 < size < len(rows) for size in sizes) >= 10
 
 
-def test_a_search_without_time_goes_on_where_it_stopped(generated: Run):
+def test_a_search_that_ran_out_of_time_continues_where_it_stopped(generated: Run):
     wanted = GroupFilter(text="question 7:")
     page = groups(generated, wanted, search_seconds=0.0)
     assert page.after is not None

@@ -1,4 +1,4 @@
-"""Events and reasons."""
+"""Queries of events, and of the reasons why responses were not judged."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def test_reasons_are_counted_with_their_first_and_last_group(tmp_path: Path):
     assert [row.serial for row in groups(run, GroupFilter(error="slow")).rows] == [1, 2, 4]
 
 
-def test_a_run_without_fault_has_no_reasons(trained: Run):
+def test_a_run_in_which_everything_was_judged_has_no_reasons(trained: Run):
     assert unjudged(trained) == []

@@ -1,4 +1,4 @@
-"""While a run goes on: new steps show, nobody waits for anybody, and a new run in the old place is noticed."""
+"""Reading a run while it trains: new steps are visible, readers and writer never block, a replaced run is noticed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def writer(path: Path, steps: int) -> subprocess.Popen[str]:
     )
 
 
-def test_whole_steps_show_while_another_process_writes(tmp_path: Path):
+def test_only_whole_steps_are_visible_while_another_process_writes(tmp_path: Path):
     with create(tmp_path) as database:
         database.record_step(make_report(1, [make_group(2), make_group(3)]))
     run = find_run(tmp_path, "made")
@@ -51,24 +51,24 @@ def test_whole_steps_show_while_another_process_writes(tmp_path: Path):
     for step in (2, 3, 4):
         assert process.stdout.readline() == f"{step}\n"
         assert (progress(run).step, progress(run).groups) == (step, 2 * step)
-        process.stdin.write("go on\n")
+        process.stdin.write("continue\n")
         process.stdin.flush()
     seen = [progress(run)]
     while process.poll() is None:
         seen.append(progress(run))
         page, step = groups(run, limit=1_000), progress(run).step
-        assert len(page.rows) % 2 == 0, "a step is there as a whole or not at all"
+        assert len(page.rows) % 2 == 0, "a step must be visible as a whole or not at all"
         assert len(page.rows) <= 2 * step
         assert len(curves(run, ["reward/mean"])[0].steps) >= seen[-1].step
         assert prompts(run, "hardest").total >= seen[-1].groups
     assert process.returncode == 0
     seen.append(progress(run))
-    assert [place.step for place in seen] == sorted(place.step for place in seen)
-    assert all(place.groups == 2 * place.step for place in seen)
+    assert [each.step for each in seen] == sorted(each.step for each in seen)
+    assert all(each.groups == 2 * each.step for each in seen)
     assert progress(run).step == 61 == summary(tmp_path, "made").step
 
 
-def test_an_open_snapshot_neither_changes_nor_holds_up_the_writer(tmp_path: Path):
+def test_an_open_snapshot_neither_changes_nor_blocks_the_writer(tmp_path: Path):
     with create(tmp_path) as database:
         database.record_step(make_report(1, [make_group(2), make_group(3)]))
     run = find_run(tmp_path, "made")
@@ -77,25 +77,25 @@ def test_an_open_snapshot_neither_changes_nor_holds_up_the_writer(tmp_path: Path
     assert process.stdout.readline() == "2\n"
     with run.snapshot() as old:
         assert old.execute(count).fetchone()[0] == 4
-        process.communicate("go on\n" * 5, timeout=50)
+        process.communicate("continue\n" * 5, timeout=50)
         assert old.execute(count).fetchone()[0] == 4
         assert count_groups(run) == 12
     assert count_groups(run) == 12
 
 
-def test_what_a_writer_changes_under_a_reader_without_locks_is_noticed(tmp_path: Path):
-    """A finished run is read without locks: whoever resumes it at that moment must not make the reader see a mix."""
+def test_a_reader_without_locks_notices_that_a_writer_changed_the_file(tmp_path: Path):
+    """A finished run is read without locks. If it is resumed meanwhile, the reader must not see a mix of states."""
     with create(tmp_path) as database:
         database.record_step(make_report(1, [make_group(2), make_group(3)]))
     run = find_run(tmp_path, "made")
 
-    def look_while_another_process_writes() -> None:
+    def read_while_another_process_writes() -> None:
         with run.snapshot() as old:
             assert old.execute("SELECT count(*) FROM groups").fetchone()[0] == 2
-            writer(run.path, 5).communicate("go on\n" * 5, timeout=50)
+            writer(run.path, 5).communicate("continue\n" * 5, timeout=50)
 
     with pytest.raises(CheckpointError, match="changed while it was being read; try again"):
-        look_while_another_process_writes()
+        read_while_another_process_writes()
     assert progress(run).step == 6
 
 
@@ -107,7 +107,7 @@ def test_a_reader_that_was_opened_before_the_writer_sees_what_it_writes(tmp_path
         assert len(list(reader.steps())) == 1
         with RunDatabase.open(path) as database:
             database.record_step(make_report(2))
-            assert len(list(reader.steps())) == 2, "the new step is in the WAL alone"
+            assert len(list(reader.steps())) == 2, "the new step is only in the WAL"
         assert len(list(reader.steps())) == 2
 
 
@@ -117,7 +117,7 @@ def test_nothing_can_be_written_through_a_snapshot(tmp_path: Path):
         database.execute("DELETE FROM meta")
 
 
-def test_a_new_run_in_the_old_place_is_noticed_and_not_harmed(tmp_path: Path):
+def test_a_new_run_that_replaces_the_old_file_is_noticed_and_not_damaged(tmp_path: Path):
     with create(tmp_path) as first:
         first.record_step(make_report(1, [make_group(serial) for serial in range(5)]))
         run = find_run(tmp_path, "made")
@@ -133,7 +133,7 @@ def test_a_new_run_in_the_old_place_is_noticed_and_not_harmed(tmp_path: Path):
             second.record_step(make_report(1, [make_group(7)]))
             assert old.execute("SELECT count(*) FROM groups").fetchone()[0] == 5
             assert count_groups(run) == 1
-    # The old reader and the old writer are closed. What the new run has only in its WAL must still be there.
+    # The old reader and the old writer are closed. Rows that the new run has only in its WAL must survive that.
     assert os.path.getsize(f"{run.path}-wal") > 0
     second.record_step(make_report(2, [make_group(8)]))
     assert [row.serial for row in groups(run).rows] == [7, 8]
@@ -154,7 +154,7 @@ def test_a_rewound_run_shows_what_is_left(tmp_path: Path):
             group(run, 3)
 
 
-def test_threads_may_ask_at_once(tmp_path: Path):
+def test_threads_may_query_at_the_same_time(tmp_path: Path):
     with create(tmp_path) as database:
         database.record_step(make_report(1, [make_group(serial) for serial in range(100)]))
     run = find_run(tmp_path, "made")
@@ -167,7 +167,7 @@ def test_threads_may_ask_at_once(tmp_path: Path):
     assert found == [80] * 8
 
 
-def test_a_copy_that_cannot_be_written_beside_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_in_a_read_only_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with create(tmp_path) as database:
         database.record_step(make_report(1, [make_group(1)]))
     monkeypatch.setattr(os, "access", lambda *_: False)

@@ -1,4 +1,4 @@
-"""The page in a real browser, over the database of a real training and over hostile ones."""
+"""The page in a real browser, with the database of a real training and with hostile ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dapo.view.groups import GroupFilter, groups
 from dapo.view.page.charts import Line, Look, Zone, line_chart, points, smoothed, stacked_chart
 from dapo.view.page.panels import overlong_zone
 from dapo.view.page.runs import sparkline
-from dapo.view.page.text import shown, visible
+from dapo.view.page.text import display_text, visible
 from dapo.view.runs import find_run
 from dapo.view.source import Run
 from dapo.view.tokens import tokens
@@ -38,7 +38,7 @@ VIEWS = ("curves", "groups", "groups/0", "tokens", "prompts", "health")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory, trained: Run) -> Path:
-    """A real run, a copy of it, one whose every text is hostile, one that grows, and two that cannot be read."""
+    """A folder with a real run and two copies (one without checkpoints), a hostile, a growing and two broken runs."""
     folder = tmp_path_factory.mktemp("site")
     for name in ("real", "copy"):
         shutil.copytree(trained.path.parent, folder / name)
@@ -92,7 +92,7 @@ def test_the_runs_are_listed_and_a_click_opens_one(page: Any, url: str):
     page.locator(".curves :not(.waiting) > div > canvas").first.wait_for()
 
 
-def test_picked_runs_are_compared(page: Any, url: str):
+def test_selected_runs_are_compared(page: Any, url: str):
     page.goto(url)
     for name in ("copy", "real"):
         row = page.locator(".ag-row", has=page.locator("[col-id=name]", has_text=name))
@@ -122,7 +122,7 @@ def test_every_view_opens_without_an_error(page: Any, url: str, name: str, view:
         assert "<script>alert(1)</script><img src=x onerror=alert(1)>" in page.inner_text("body")
 
 
-def test_hostile_text_is_shown_as_text_and_not_in_full_length(page: Any, url: str):
+def test_hostile_text_is_shown_as_text_and_shortened(page: Any, url: str):
     page.goto(f"{url}/run/hostile/groups/1")
     page.locator(".responses .q-card").first.wait_for()
     assert "⟨esc⟩[31mred" in page.inner_text(".responses")
@@ -175,23 +175,23 @@ def test_a_group_opens_with_its_responses_and_is_exported(page: Any, url: str, r
 
 def test_a_clipped_token_shows_its_numbers(page: Any, url: str, root: Path):
     run = find_run(root, "real")
-    serial, sample, place = next(
-        (row.serial, sample, place)
+    serial, sample, index = next(
+        (row.serial, sample, index)
         for row in groups(run, GroupFilter(verdicts=("kept",)), limit=1_000).rows
         for sample in range(row.responses)
-        for place, clip in enumerate(tokens(run, row.serial, sample, str).clips or ())
+        for index, clip in enumerate(tokens(run, row.serial, sample, str).clips or ())
         if clip == "high"
     )
     found = tokens(run, serial, sample, str)
     page.goto(f"{url}/run/real/tokens/{serial}/{sample}")
-    token = page.locator(".tokens span").nth(place)
+    token = page.locator(".tokens span").nth(index)
     token.wait_for()
     assert token.get_attribute("class") == "clip-high"
     token.hover()
     tip = page.inner_text("#token-tip")
     assert re.search(r"clipped\s+high", tip)
-    assert f"{found.ratio[place]:.4f}" in tip
-    assert f"{found.sampler_logprobs[place]:.4f}" in tip
+    assert f"{found.ratio[index]:.4f}" in tip
+    assert f"{found.sampler_logprobs[index]:.4f}" in tip
     before = page.locator(".tokens").inner_html()
     page.get_by_role("button", name="entropy").click()
     page.wait_for_function("before => document.querySelector('.tokens').innerHTML !== before", arg=before)
@@ -206,14 +206,14 @@ def test_a_prompt_opens_its_history(page: Any, url: str):
     page.locator(".groups .ag-row").first.wait_for()
 
 
-def test_a_reason_leads_to_its_groups(page: Any, url: str):
+def test_a_click_on_a_reason_opens_its_groups(page: Any, url: str):
     page.goto(f"{url}/run/hostile/health")
     page.locator(".reasons .ag-cell", has_text="timed out").click()
     page.wait_for_url("**/groups?error=*")
     page.get_by_text("of 5 groups").wait_for()
 
 
-def test_the_page_grows_while_a_run_does(page: Any, url: str, root: Path):
+def test_an_open_page_shows_new_groups(page: Any, url: str, root: Path):
     page.goto(f"{url}/run/growing/groups")
     page.get_by_text("1 to 1 of 1 groups").wait_for()
     with RunDatabase.open(root / "growing" / "run.db") as database:
@@ -222,7 +222,7 @@ def test_the_page_grows_while_a_run_does(page: Any, url: str, root: Path):
         assert len(rows(page, ".groups")) == 3
 
 
-def test_the_look_of_curves_can_be_changed(page: Any, url: str):
+def test_curves_can_be_drawn_on_a_logarithmic_axis_and_downloaded(page: Any, url: str):
     page.goto(f"{url}/run/real/curves")
     canvas = curves_drawn(page)
     before = canvas.evaluate("element => element.toDataURL()")
@@ -230,26 +230,29 @@ def test_the_look_of_curves_can_be_changed(page: Any, url: str):
     changed = "before => document.querySelector('.curves :not(.waiting) > div > canvas').toDataURL() !== before"
     page.wait_for_function(changed, arg=before)
     with page.expect_download() as download:
-        page.get_by_role("button", name="CSV of all figures").click()
+        page.get_by_role("button", name="CSV of all metrics").click()
     assert Path(download.value.path()).read_text(encoding="utf-8").startswith("step,acc/mean,")
 
 
 def curves_drawn(page: Any) -> Any:
-    """The first panel's canvas, once there is more on it than nothing."""
+    """Wait until the first panel is drawn, and return its canvas."""
     page.wait_for_function("document.querySelector('.curves :not(.waiting) > div > canvas')?.toDataURL().length > 8000")
     page.wait_for_timeout(300)
     return page.locator(".curves :not(.waiting) > div > canvas").first
 
 
 def save(page: Any, chart: int, kind: str) -> tuple[str, bytes]:
-    """The file's name and content, from the n-th panel's toolbox: its buttons are drawn, so they are found by place."""
+    """Click a button in the n-th panel's toolbox, and return the saved file's name and content.
+
+    The buttons are drawn on a canvas, so they are found by position.
+    """
     box = page.locator(".curves .nicegui-echart").nth(chart)
     box.scroll_into_view_if_needed()
     size = box.bounding_box()
-    # From the right: the table, the SVG, the PNG.
-    place = size["width"] - 23 - 27.3 * ("CSV", "SVG", "PNG").index(kind)
+    # From the right: CSV, SVG, PNG.
+    x = size["width"] - 23 - 27.3 * ("CSV", "SVG", "PNG").index(kind)
     with page.expect_download() as download:
-        box.click(position={"x": place, "y": 17})
+        box.click(position={"x": x, "y": 17})
     return download.value.suggested_filename, Path(download.value.path()).read_bytes()
 
 
@@ -278,7 +281,7 @@ def test_a_saved_curve_is_not_smoothed(page: Any, url: str, root: Path):
     page.goto(f"{url}/run/real/curves")
     canvas = curves_drawn(page)
     before = canvas.evaluate("element => element.toDataURL()")
-    page.get_by_label("smoothing").click()  # in its middle
+    page.get_by_label("smoothing").click()  # sets the slider to its middle
     page.wait_for_function(
         "before => document.querySelector('.curves :not(.waiting) > div > canvas').toDataURL() !== before", arg=before
     )
@@ -287,12 +290,12 @@ def test_a_saved_curve_is_not_smoothed(page: Any, url: str, root: Path):
     assert [float(row["reward"]) for row in csv.DictReader(io.StringIO(content.decode()))] == curve.values.tolist()
 
 
-def test_any_recorded_figure_can_be_drawn(page: Any, url: str):
+def test_any_recorded_metric_can_be_drawn(page: Any, url: str):
     page.goto(f"{url}/run/real/curves")
     page.locator(".curves :not(.waiting) > div > canvas").first.wait_for()
-    count = 12  # eight panels of figures, time, groups, tokens, and an evaluation
+    count = 12  # eight panels of metrics, time, groups, tokens, and an evaluation
     page.wait_for_function(f"document.querySelectorAll('.curves .nicegui-echart').length === {count}")
-    page.get_by_label("more figures").fill("updates/non")
+    page.get_by_label("more metrics").fill("updates/non")
     page.get_by_role("option", name="updates/non_finite").click()
     page.wait_for_function(f"document.querySelectorAll('.curves .nicegui-echart').length === {count + 1}")
     page.keyboard.press("Escape")
@@ -304,7 +307,7 @@ def test_any_recorded_figure_can_be_drawn(page: Any, url: str):
     page.wait_for_function(f"document.querySelectorAll('.curves .nicegui-echart').length === {count}")
 
 
-def test_tokens_have_their_texts_before_the_first_checkpoint(page: Any, url: str, root: Path):
+def test_tokens_are_decoded_before_the_first_checkpoint(page: Any, url: str, root: Path):
     serial = groups(find_run(root, "unsaved"), GroupFilter(verdicts=("kept",)), limit=1).rows[0].serial
     page.goto(f"{url}/run/unsaved/tokens/{serial}/0")
     page.locator(".tokens span").first.wait_for()
@@ -315,7 +318,7 @@ def test_tokens_have_their_texts_before_the_first_checkpoint(page: Any, url: str
     assert not re.match(r"⟨\d+⟩", early)
 
 
-def test_the_choice_of_dark_is_kept(page: Any, url: str):
+def test_the_choice_of_dark_mode_is_kept(page: Any, url: str):
     page.goto(url)
     assert page.locator("body.body--dark").count() == 0
     page.get_by_role("button", name="light or dark").click()
@@ -328,26 +331,26 @@ def test_the_choice_of_dark_is_kept(page: Any, url: str):
     ("empty", "is empty"), ("broken", "cannot be opened"), ("nothing", "there is no run database here"),
     ("..%5cx", "is not the name of a run"),
 ])  # fmt: skip
-def test_a_run_that_cannot_be_read_is_a_sentence(page: Any, url: str, name: str, words: str):
+def test_a_run_that_cannot_be_read_is_one_sentence(page: Any, url: str, name: str, words: str):
     page.goto(f"{url}/run/{name}/groups")
     page.locator(".problem", has_text=words).wait_for()
     assert "Traceback" not in page.inner_text("body")
 
 
-def test_a_smoothed_curve_starts_at_its_first_value_and_passes_over_gaps():
+def test_a_smoothed_curve_starts_at_its_first_value_and_skips_gaps():
     found = smoothed(np.array([4.0, 0.0, np.nan, 2.0]), 0.5)
     np.testing.assert_allclose(found, [4, 4 / 3, 4 / 3, (0.5 * 1 + 0.5 * 2) / 0.875], rtol=1e-12)
     values = np.array([1.0, np.nan])
     assert smoothed(values, 0.0) is values
 
 
-def test_what_cannot_be_drawn_is_a_gap():
+def test_a_value_that_cannot_be_drawn_is_a_gap():
     steps, values = np.array([1, 2, 3, 4]), np.array([1.0, np.nan, 0.0, np.inf])
     assert points(steps, values) == [[1, 1.0], [2, None], [3, 0.0], [4, None]]
     assert points(steps, values, is_log=True) == [[1, 1.0], [2, None], [3, None], [4, None]]
 
 
-def test_a_band_is_as_high_as_its_bounds_are_apart():
+def test_a_band_is_as_high_as_the_distance_of_its_bounds():
     steps, values = np.array([1, 2]), np.array([0.0, 1.0])
     line = Line("a", steps, values, "red", low=values - 2, high=values + 3)
     chart = line_chart("t", "u", [line], Look(), Zone("overlong", 3, 4))
@@ -356,7 +359,7 @@ def test_a_band_is_as_high_as_its_bounds_are_apart():
     assert len(line_chart("t", "u", [line], Look(is_log=True))["series"]) == 1
 
 
-def test_a_single_step_stands_in_the_middle():
+def test_a_single_step_is_centered():
     axis = stacked_chart("t", "u", np.array([7]), {"some": np.array([2.0])})["xAxis"]
     assert (axis["min"], axis["max"]) == (6, 8)
     axis = stacked_chart("t", "u", np.array([7, 9]), {"some": np.array([2.0, 3.0])})["xAxis"]
@@ -381,6 +384,6 @@ def test_a_sparkline_is_made_of_numbers_only():
     assert "nan" not in sparkline(np.array([0.0, np.nan, np.inf, 1.0]))
 
 
-def test_signs_that_are_obeyed_elsewhere_are_named():
+def test_control_characters_are_named_and_long_text_is_shortened():
     assert visible("a\0b\x1b[0m\u202e\n\tc") == "a⟨nul⟩b⟨esc⟩[0m⟨RIGHT-TO-LEFT OVERRIDE⟩\n\tc"
-    assert shown("x" * 30, 10) == "x" * 10 + "\n… 20 more characters"
+    assert display_text("x" * 30, 10) == "x" * 10 + "\n… 20 more characters"

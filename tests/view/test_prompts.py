@@ -1,4 +1,4 @@
-"""Prompts: their pass rates over the run, and which are hard, solved or flickering."""
+"""Pass rates of prompts over a run, and their ranking as hardest, solved or flickering."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dapo.view.runs import find_run
 from dapo.view.source import Run
 from tests.view.made import create, make_group, make_report
 
-RATES = {  # right responses of four, group by group
+RATES = {  # correct responses out of four, group by group
     "hard": [0, 0, 0],
     "harder to see": [0, 0],
     "solved": [1, 4, 4],
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Run:
     return find_run(tmp_path, "made")
 
 
-def test_the_kinds_are_told_apart_and_ordered(run: Run):
+def test_each_order_has_the_right_prompts_in_the_right_order(run: Run):
     hardest = [row.uid for row in prompts(run, "hardest").rows]
     assert hardest[:2] == ["hard", "harder to see"]
     assert set(hardest) == set(RATES) - {"solved for longer"}
@@ -53,7 +53,7 @@ def test_the_kinds_are_told_apart_and_ordered(run: Run):
         prompts(run, "best")
 
 
-def test_the_figures_agree_with_plain_python_over_all_rows(generated: Run):
+def test_the_statistics_agree_with_plain_python_over_all_rows(generated: Run):
     rates: dict[str, list[float]] = {}
     with RunDatabase.open_readonly(generated.path) as database:
         for group in database.groups():
@@ -63,7 +63,7 @@ def test_the_figures_agree_with_plain_python_over_all_rows(generated: Run):
     assert len(rows) > 20
     for uid, row in rows.items():
         sides = [rate > 0.5 for rate in rates[uid] if rate != 0.5]
-        unsolved = [place for place, rate in enumerate(rates[uid]) if rate < 1]
+        unsolved = [index for index, rate in enumerate(rates[uid]) if rate < 1]
         assert row.groups == len(rates[uid])
         assert row.flips == sum(a != b for a, b in pairwise(sides))
         assert (row.first_pass_rate, row.last_pass_rate) == (rates[uid][0], rates[uid][-1])
@@ -79,7 +79,7 @@ def test_paging_gives_every_prompt_once(run: Run, generated: Run, order: str):
         assert {page.total for page in pages} == {len(whole.rows)}
 
 
-def test_the_history_of_a_prompt_is_that_of_the_view(generated: Run):
+def test_the_history_of_a_prompt_is_that_of_the_sql_view(generated: Run):
     with generated.snapshot() as database:
         expected = [
             tuple(row)
@@ -95,13 +95,13 @@ def test_the_history_of_a_prompt_is_that_of_the_view(generated: Run):
     assert history(generated, "unknown") == []
 
 
-def test_a_run_without_groups_or_right_and_wrong_has_no_ranking(tmp_path: Path):
+def test_a_run_without_groups_has_no_ranking(tmp_path: Path):
     with create(tmp_path) as database:
         database.record_step(make_report(1))
     assert prompts(find_run(tmp_path, "made"), "hardest").rows == ()
 
 
-def test_what_is_new_is_seen_at_once(tmp_path: Path):
+def test_a_new_step_is_visible_at_once(tmp_path: Path):
     with create(tmp_path) as database:
         database.record_step(make_report(1, [make_group(1, uid="a")]))
         run = find_run(tmp_path, "made")

@@ -1,4 +1,4 @@
-"""The report: one file that shows a run in a browser without any server, and runs nothing that a model wrote."""
+"""The report is one file that shows a run in a browser without a server, and never runs text that a model wrote."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dapo(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def drawn(page: Any) -> list[int]:
-    """How many pixels of each chart have a color of their own, neither transparent nor the grey of axes."""
+    """Count the colored pixels of each chart, those that are neither transparent nor the gray of the axes."""
     return page.evaluate("""() => [...document.querySelectorAll('.chart canvas')].map(canvas => {
         const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
         let count = 0;
@@ -50,7 +50,7 @@ def test_a_real_run_is_shown_without_a_server(page: Any, trained: Run, tmp_path:
     page.wait_for_timeout(500)
     counts = drawn(page)
     assert len(counts) == page.locator(".chart").count() > 8
-    # A curve that is zero throughout lies on the axis; nearly all others must be seen.
+    # A curve that is zero throughout is hidden by the axis; all others must be visible.
     assert sum(count > 100 for count in counts) >= len(counts) - 1
     text = page.inner_text("body")
     assert re.search(r"finished", text) and "4 of 4" in text
@@ -62,7 +62,7 @@ def test_a_real_run_is_shown_without_a_server(page: Any, trained: Run, tmp_path:
         assert f"Group {serial}: {found.verdict}, sampled in step {found.generated_step}" in text
 
 
-def test_the_file_follows_the_system_into_the_dark_and_can_be_told_otherwise(
+def test_the_report_follows_the_system_s_dark_mode_and_has_a_button_to_change_it(
     browser: Any, trained: Run, tmp_path: Path
 ):
     pytest.importorskip("nicegui", reason="the charts need dapo[view]")
@@ -81,7 +81,7 @@ def test_the_file_follows_the_system_into_the_dark_and_can_be_told_otherwise(
     assert (light, dark) == (back, toggled) and light != dark
 
 
-def test_what_a_model_wrote_is_text(page: Any, tmp_path: Path):
+def test_text_that_a_model_wrote_is_shown_as_text(page: Any, tmp_path: Path):
     pytest.importorskip("nicegui", reason="the charts need dapo[view]")
     endings = ("</script><script>alert(1)</script>", "<!--<script>", "</style>", "${nonce} $nonce", *HOSTILE[:3])
     with create(tmp_path, name="hostile") as database:
@@ -116,14 +116,14 @@ def test_a_long_run_of_long_texts_stays_a_small_file(generated: Run, tmp_path: P
     assert "and 24 more responses" in (tmp_path / "it.html").read_text(encoding="utf-8")
 
 
-def test_a_run_that_has_not_begun_is_written_too(tmp_path: Path):
+def test_a_run_without_steps_has_a_report(tmp_path: Path):
     pytest.importorskip("nicegui", reason="the charts need dapo[view]")
     create(tmp_path).close()
     assert dapo("report", tmp_path / "made", "--out", tmp_path / "it.html").returncode == 0
     assert "none" in (tmp_path / "it.html").read_text(encoding="utf-8")
 
 
-def test_what_cannot_be_written_or_read_is_a_sentence(tmp_path: Path):
+def test_a_run_that_cannot_be_read_or_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path):
     pytest.importorskip("nicegui", reason="the charts need dapo[view]")
     create(tmp_path).close()
     for run, out, words in (

@@ -1,4 +1,4 @@
-"""Runs are found, summed up in a line, and never found outside their folder; broken ones have a sentence."""
+"""Runs are found only inside their folder and summarized in one line; a broken run gets one sentence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests import runs
 from tests.view.made import create, make_group, make_report
 
 
-def test_a_real_run_is_summed_up(trained: Run):
+def test_a_real_run_is_summarized(trained: Run):
     found = summary(trained.path.parent.parent, "real")
     assert found.problem is None
     assert (found.status, found.step, found.planned, found.recipe) == ("finished", 4, 4, "real")
@@ -41,7 +41,7 @@ def test_a_real_run_is_summed_up(trained: Run):
     assert found.started - 1 <= found.changed <= time.time()
 
 
-def test_a_recipe_that_was_recorded_is_told_whatever_the_run_is_called(tmp_path: Path):
+def test_a_recorded_recipe_takes_precedence_over_the_name_of_the_run(tmp_path: Path):
     with create(tmp_path, name="first") as database:
         config = database.meta()["config"]
     (tmp_path / "second").mkdir()
@@ -81,7 +81,9 @@ def test_paging_through_the_runs_gives_each_once(tmp_path: Path):
         (["interrupted", "resumed", "exhausted", "finished", "data"], "finished"),
     ],
 )
-def test_without_a_process_the_last_ending_says_what_became_of_a_run(tmp_path: Path, kinds: list[str], status: str):
+def test_the_status_of_a_run_without_a_process_follows_from_its_last_final_event(
+    tmp_path: Path, kinds: list[str], status: str
+):
     with create(tmp_path) as database:
         database.record_step(make_report(1, events=[Event("unjudged", "some", 1)]))
         for kind in kinds:
@@ -96,7 +98,7 @@ def test_an_evaluation_without_training_is_finished(tmp_path: Path):
     assert summary(tmp_path, "made").status == "finished"
 
 
-def test_a_real_trainer_is_running_until_it_lets_go(tmp_path: Path):
+def test_a_run_is_running_until_its_trainer_is_closed(tmp_path: Path):
     config = runs.load(tmp_path, "run.name=now")
     trainer = Trainer(config)
     try:
@@ -108,7 +110,7 @@ def test_a_real_trainer_is_running_until_it_lets_go(tmp_path: Path):
     assert (found.status, found.step) == ("crashed", 1)
 
 
-def test_whether_a_lock_is_held_is_asked_without_taking_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_held_lock_is_detected_without_taking_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / ".lock"
     assert not locks.is_held(path)
     path.touch()
@@ -131,7 +133,7 @@ def test_whether_a_lock_is_held_is_asked_without_taking_it(tmp_path: Path, monke
     assert not locks.is_held(path)
 
 
-def test_a_lock_on_another_device_with_the_same_number_is_decided_by_the_open_files(tmp_path: Path):
+def test_a_lock_with_the_same_inode_on_another_device_is_resolved_by_the_open_files(tmp_path: Path):
     path = tmp_path / ".lock"
     with path.open("w") as file:
         wanted = os.stat(file.fileno())
@@ -184,7 +186,7 @@ def damage(path: Path, kind: str) -> None:
         ("no table", "its table metrics is missing"),
     ],
 )
-def test_a_broken_database_has_a_sentence_and_the_others_are_there(tmp_path: Path, kind: str, sentence: str):
+def test_a_broken_database_gets_one_sentence_and_the_other_runs_stay_listed(tmp_path: Path, kind: str, sentence: str):
     for name in ("broken", "good"):
         with create(tmp_path, name=name) as database:
             database.record_step(make_report(1, [make_group(serial) for serial in range(50)]))
@@ -196,12 +198,12 @@ def test_a_broken_database_has_a_sentence_and_the_others_are_there(tmp_path: Pat
     assert (good.name, good.problem, good.step) == ("good", None, 1)
 
 
-def test_every_question_to_a_broken_database_is_answered_with_one_sentence(tmp_path: Path):
+def test_every_query_of_a_broken_database_raises_one_sentence(tmp_path: Path):
     with create(tmp_path) as database:
         database.record_step(make_report(1, [make_group(serial) for serial in range(50)]))
     run = find_run(tmp_path, "made")
     damage(run.path, "zeros")
-    for ask in (
+    for query in (
         progress,
         metric_names,
         spread,
@@ -213,10 +215,10 @@ def test_every_question_to_a_broken_database_is_answered_with_one_sentence(tmp_p
         unjudged,
     ):
         with pytest.raises(CheckpointError, match="malformed"):
-            ask(run)
+            query(run)
 
 
-def test_a_folder_that_is_not_there_has_a_sentence(tmp_path: Path):
+def test_a_missing_folder_is_one_sentence(tmp_path: Path):
     with pytest.raises(CheckpointError, match="cannot be read"):
         run_names(tmp_path / "nowhere")
 
@@ -255,7 +257,7 @@ def test_no_link_leads_out_of_the_folder(tmp_path: Path, what: str):
     assert "leads out" in summary(tmp_path / "runs", "run").problem
 
 
-def test_a_link_to_itself_has_a_sentence(tmp_path: Path):
+def test_a_link_to_itself_is_one_sentence(tmp_path: Path):
     (tmp_path / "folder").symlink_to("folder")
     (tmp_path / "file").mkdir()
     (tmp_path / "file" / "run.db").symlink_to("run.db")

@@ -1,6 +1,6 @@
-"""Pictures of every view, light and dark, as docs/images has them.
+"""Screenshots of every view, light and dark.
 
-SCREENSHOTS_OF=runs/arithmetic makes those of the documentation anew, from that run instead of a tiny one.
+SCREENSHOTS_OF=runs/arithmetic takes them of that run, not of a tiny one, and writes them to docs/images.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.view.test_server import ROOT, running
 
 IMAGES = ROOT / "docs" / "images"
 MAX_BYTES = 150_000
-# An address, the sign that it is there, and how much of it is worth showing.
+# The view's path, an element that shows that it is loaded, and the height of the screenshot in pixels.
 VIEWS = {
     "runs": ("", ".opens .ag-row", 280),
     "curves": ("run/{name}/curves", ".curves :not(.waiting) > div > canvas", 920),
@@ -37,7 +37,7 @@ VIEWS = {
 
 
 @pytest.fixture(scope="module")
-def pictured(trained: Run) -> Run:
+def shown_run(trained: Run) -> Run:
     chosen = os.environ.get("SCREENSHOTS_OF")
     return find_run(Path(chosen).parent, Path(chosen).name) if chosen else trained
 
@@ -48,19 +48,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(pictured: Run) -> Iterator[str]:
-    runs = pictured.path.parent.parent.resolve()
-    with running(Path(runs.name), cwd=runs.parent) as address:  # the page says where the runs are
+def url(shown_run: Run) -> Iterator[str]:
+    runs = shown_run.path.parent.parent.resolve()
+    with running(Path(runs.name), cwd=runs.parent) as address:  # a relative path, because the page shows it
         yield address
 
 
 @pytest.fixture(scope="module")
-def response(pictured: Run) -> tuple[int, int]:
-    """The one with most clipped tokens: its group, and its number there."""
+def response(shown_run: Run) -> tuple[int, int]:
+    """Serial and sample index of the response with the most clipped tokens."""
     found = {}
-    for row in groups(pictured, GroupFilter(verdicts=("kept",)), limit=300, newest_first=True).rows:
+    for row in groups(shown_run, GroupFilter(verdicts=("kept",)), limit=300, newest_first=True).rows:
         for sample in range(row.responses):
-            parts = tokens(pictured, row.serial, sample, str)
+            parts = tokens(shown_run, row.serial, sample, str)
             clips = sum(clip is not None for clip in (parts.clips or ())) if parts else 0
             found.setdefault(clips, (row.serial, sample))
     return found[max(found)]
@@ -76,23 +76,25 @@ def tab(browser: Any, request: pytest.FixtureRequest) -> Iterator[tuple[Any, str
 
 
 def shoot(page: Any, file: Path) -> None:
-    page.wait_for_timeout(1_000)  # what moves has come to rest
+    page.wait_for_timeout(1_000)  # let animations finish
     taken = page.screenshot(path=file)
     assert 10_000 < len(taken) < MAX_BYTES, f"{file.name} has {len(taken):,} bytes"
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_picture_of_every_view(view: str, tab: Any, url: str, pictured: Run, response: tuple[int, int], folder: Path):
+def test_a_screenshot_of_every_view(
+    view: str, tab: Any, url: str, shown_run: Run, response: tuple[int, int], folder: Path
+):
     page, scheme = tab
     address, sign, height = VIEWS[view]
     page.set_viewport_size({"width": 1280, "height": height})
     serial, sample = response
-    page.goto(url + address.format(name=pictured.name, serial=serial, sample=sample))
+    page.goto(url + address.format(name=shown_run.name, serial=serial, sample=sample))
     page.locator(sign).first.wait_for()
     if view == "prompts":
         page.get_by_role("button", name="flickering").click()
         page.wait_for_timeout(1_500)
-        if not page.locator(sign).count():  # a short run has none
+        if not page.locator(sign).count():  # a short run has no flickering prompts
             page.get_by_role("button", name="hardest").click()
         page.locator(sign).nth(min(1, page.locator(sign).count() - 1)).locator(".ag-cell").first.click()
         page.locator(".history canvas").wait_for()
@@ -102,10 +104,10 @@ def test_a_picture_of_every_view(view: str, tab: Any, url: str, pictured: Run, r
     shoot(page, folder / f"{view}-{scheme}.png")
 
 
-def test_a_picture_of_the_report(tab: Any, pictured: Run, folder: Path, tmp_path: Path):
+def test_a_screenshot_of_the_report(tab: Any, shown_run: Run, folder: Path, tmp_path: Path):
     page, scheme = tab
     out = tmp_path / "it.html"
-    command = [sys.executable, "-m", "dapo", "report", str(pictured.path.parent), "--out", str(out)]
+    command = [sys.executable, "-m", "dapo", "report", str(shown_run.path.parent), "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     page.goto(out.as_uri())
     page.locator(".chart canvas").first.wait_for()

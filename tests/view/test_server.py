@@ -1,4 +1,4 @@
-"""Who may talk to the page's server, and what it says to all others."""
+"""Access control of the page's server, and its answers to everyone else."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def client(token: str | None, base: str = "http://127.0.0.1:8080") -> TestClient
 
 @contextmanager
 def running(root: Path, *options: str, cwd: Path = ROOT) -> Iterator[str]:
-    """The real server in a process of its own; its address."""
-    # NiceGUI behaves differently where it believes to be inside pytest.
+    """Run the real server in its own process, and yield its URL."""
+    # Without these variables, because NiceGUI behaves differently when it believes to be inside pytest.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "NICEGUI"))}
     process = subprocess.Popen(
         [sys.executable, "-m", "dapo", "view", str(root), "--no-open", "--port", "0", *options],
@@ -80,14 +80,14 @@ def answer(url: str, path: str, **headers: str) -> tuple[int, str]:
         connection.close()
 
 
-def test_without_a_token_only_this_machine_s_names_are_answered():
+def test_without_a_token_only_host_names_of_this_machine_are_accepted():
     for name in ("127.0.0.1:8080", "localhost:8080", "[::1]:8080"):
         assert client(None).get("/", headers={"host": name}).text == "the page"
     for name in ("evil.example", "127.0.0.1.evil.example:8080", "", "localhost.evil.example", "[", "10.0.0.3:8080"):
         assert client(None).get("/", headers={"host": name}).status_code == 403, name
 
 
-def test_another_site_s_scripts_are_refused_even_with_the_cookie():
+def test_requests_from_other_origins_are_refused_even_with_the_cookie():
     for token in (None, "secret"):
         asking = client(token)
         asking.cookies.set("dapo_view_8080", "secret")
@@ -123,19 +123,19 @@ def test_every_request_and_websocket_needs_the_token():
     assert asking.get("/run/a").status_code == 403
 
 
-def test_the_welcome_leads_to_no_other_host():
+def test_the_redirect_that_removes_the_token_stays_on_this_host():
     for path in ("//evil.example/", "/%5Cevil.example/", "/\\evil.example"):
         place = client("secret").get(f"http://127.0.0.1:8080{path}?token=secret").headers.get("location", "/")
         assert re.match(r"/[^/\\]|/$", place), (path, place)
 
 
-def test_nothing_but_reading_is_answered():
+def test_only_reading_methods_are_accepted():
     for method in ("PUT", "DELETE", "POST"):
         assert client(None).request(method, "/").status_code == 405
     assert client(None).post("/_nicegui_ws/socket.io").status_code == 200
 
 
-def test_answers_forbid_foreign_content():
+def test_response_headers_forbid_content_from_other_hosts():
     headers = client(None).get("/").headers
     assert headers["content-security-policy"].startswith("default-src 'self'")
     assert headers["x-content-type-options"] == "nosniff"
@@ -146,7 +146,7 @@ def test_only_addresses_of_this_machine_are_loopback():
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
 
 
-def test_a_host_that_others_reach_gets_a_token():
+def test_a_host_that_others_can_reach_gets_a_token():
     assert address("127.0.0.1", 0, None).token is None
     first, second = address("0.0.0.0", 0, None), address("0.0.0.0", 0, None)
     assert len(first.token) >= 32 and first.token != second.token
@@ -158,11 +158,11 @@ def test_a_host_that_others_reach_gets_a_token():
             address("0.0.0.0", 0, token)
 
 
-def test_a_port_in_use_is_said_in_a_sentence():
+def test_a_port_in_use_is_one_sentence():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match="give another --port"):
+        with pytest.raises(ConfigError, match="choose another --port"):
             address("127.0.0.1", taken.getsockname()[1], None)
 
 
@@ -203,7 +203,7 @@ def test_no_name_leads_out_of_the_folder(tmp_path: Path):
             assert status(url, path) in (404, 422), path
 
 
-def test_a_folder_that_is_not_there_is_said_in_a_sentence(tmp_path: Path):
+def test_a_missing_folder_is_one_sentence(tmp_path: Path):
     found = subprocess.run(
         [sys.executable, "-m", "dapo", "view", str(tmp_path / "none"), "--no-open", "--port", "0"],
         cwd=ROOT, capture_output=True, text=True, timeout=60,

@@ -1,4 +1,4 @@
-"""Single tokens: the numbers that were recorded, and the clips that the loss applied."""
+"""Per-token queries return the recorded values, and the clips that the loss applied."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_the_clips_are_those_of_the_loss(advantage: float, dual: float | None):
     for name in ("low", "high", "dual"):
         expected = metrics.get(f"clip_fraction/{name}", torch.zeros(4_000))
         assert [mark == name for mark in marks] == expected.bool().tolist(), name
-    held = {name for name in marks if name}
-    assert held == ({"high"} if advantage > 0 else set() if advantage == 0 else {"low", "dual"} if dual else {"low"})
+    seen = {name for name in marks if name}
+    assert seen == ({"high"} if advantage > 0 else set() if advantage == 0 else {"low", "dual"} if dual else {"low"})
 
 
-def test_the_clips_of_a_real_run_are_those_that_its_figures_count(trained: Run):
+def test_the_clips_of_a_real_run_match_its_clip_fraction_metrics(trained: Run):
     shares = {curve.name: dict(zip(curve.steps, curve.values, strict=True)) for curve in curves(
         trained, ["clip_fraction/low", "clip_fraction/high", "clip_fraction/dual"]
     )}  # fmt: skip
@@ -57,10 +57,10 @@ def test_the_clips_of_a_real_run_are_those_that_its_figures_count(trained: Run):
             share = sum(mark == name for mark in marks) / len(marks)
             assert share == pytest.approx(shares[f"clip_fraction/{name}"][step], abs=1e-6), (step, name)
             seen |= {name} if share else set()
-    assert seen == {"low", "high", "dual"}, "the narrow clips of this run must all be met"
+    assert seen == {"low", "high", "dual"}, "each of the three clips must occur in this run"
 
 
-def test_the_numbers_of_a_real_response_are_those_recorded(trained: Run):
+def test_the_token_values_of_a_real_response_are_those_recorded(trained: Run):
     tokenizer = tiny_tokenizer()
     with RunDatabase.open_readonly(trained.path) as database:
         serial = next(group["serial"] for group in database.groups(verdict="kept"))
@@ -78,7 +78,7 @@ def test_the_numbers_of_a_real_response_are_those_recorded(trained: Run):
             np.testing.assert_allclose(found.ratio, np.exp(difference), rtol=1e-5)
 
 
-def test_a_part_of_a_response_is_that_part(tmp_path: Path):
+def test_a_slice_of_a_response_has_the_same_values_as_the_whole(tmp_path: Path):
     group = make_group(1)
     rollout = replace(group.rollouts[1], weight_version=5, switches=(1, 3, 3))
     with create(tmp_path) as database:

@@ -1,4 +1,4 @@
-"""The page beside a training: it follows another process that really trains, and does not hold it up."""
+"""The page follows a real training in another process, without delaying it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_page_follows_a_training_in_another_process(page: Any, tmp_path: Pat
             [sys.executable, "-m", "dapo", "train", str(recipe)], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
         try:
-            # The list finds the run that was not there when it was opened.
+            # The run did not exist when the list of runs was opened.
             page.locator(".opens .ag-row", has_text="live").wait_for(timeout=120_000)
             page.goto(f"{url}run/live/curves")
             first = step_shown(page, 1)
@@ -51,7 +51,7 @@ def test_the_page_follows_a_training_in_another_process(page: Any, tmp_path: Pat
         assert f"{STEPS} steps," in output
         assert step_shown(page, STEPS) == STEPS
         assert page.evaluate("window.sameDocument") is True
-        page.close()  # before the server is: a page without one complains
+        page.close()  # before the server stops: a page without a server logs errors
     with RunDatabase.open_readonly(tmp_path / "runs" / "live" / "run.db") as database:
         assert [step["step"] for step in database.steps()] == list(range(1, STEPS + 1))
         assert [event["kind"] for event in database.events()][-1] == "finished"

@@ -1,4 +1,4 @@
-"""The view of curves: its panels, and what a person may choose about them."""
+"""The curves view: panels of curves, and the controls for them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dapo.view.runs import find_run
 from dapo.view.source import Run
 
 _MAX_RUNS = 8
-_OPEN_ROWS = 4
-_FIRST = 2
-_HEAD_START = 0.3  # seconds that the browser has for them
+_OPEN_ROWS = 4  # a longer table of differing options starts collapsed
+_FIRST_PANELS = 2
+_HEAD_START = 0.3  # seconds for the browser to draw the first panels
 _WAITING = "waiting"
 
 
 def build(root: Path, run: Run, others: Sequence[str]) -> Live:
-    runs, problems = _found(root, run, others)
+    runs, problems = _find_runs(root, run, others)
     for problem in problems:
         ui.label(problem).classes("problem text-red-600")
     if len(runs) > 1:
@@ -47,23 +47,23 @@ class _Curves:
             )
             self.smoothing.props('label aria-label="smoothing"')
             self.log = ui.switch("logarithmic", on_change=lambda: self.draw())
-            self.chosen = ui.select([], label="more figures", multiple=True, on_change=self.refresh)
+            self.chosen = ui.select([], label="more metrics", multiple=True, on_change=self.refresh)
             self.chosen.classes("w-64").props("use-input use-chips dense input-debounce=0")
-            ui.label("shift and wheel zoom a panel").classes("quiet text-sm")
+            ui.label("shift + wheel zooms a panel").classes("quiet text-sm")
             ui.space()
-            ui.button("CSV of all figures", on_click=self.download).props("outline dense no-caps")
+            ui.button("CSV of all metrics", on_click=self.download).props("outline dense no-caps")
         self.place = ui.element("div").classes("w-full curves").style(
             "display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 12px"
         )  # fmt: skip
         with self.place:
-            # The browser fetches its library for the first chart that there is: better while the database is read.
+            # An empty chart makes the browser fetch the chart library while the database is read.
             self.charts[_WAITING] = ui.echart({"series": []}).classes("w-full h-64 waiting")
 
     async def refresh(self) -> None:
         self.loaded = [await ask(load, run, self.chosen.value or ()) for run in self.runs]
         if _WAITING in self.charts:
-            # The panels on top first: a browser is busy for a while with all of them.
-            self.draw(_FIRST)
+            # Draw the top panels first: drawing all of them keeps a browser busy for a while.
+            self.draw(_FIRST_PANELS)
             await asyncio.sleep(_HEAD_START)
         self.draw()
         names = sorted({name for run in self.runs for name in await ask(read.metric_names, run)})
@@ -75,7 +75,7 @@ class _Curves:
         wanted = all_charts(self.loaded, look, self.chosen.value or ())
         for key in self.charts.keys() - wanted.keys():
             self.charts.pop(key).delete()
-        for place, (key, options) in enumerate(list(wanted.items())[:at_most]):
+        for index, (key, options) in enumerate(list(wanted.items())[:at_most]):
             if key in self.charts:
                 self.charts[key].options.clear()
                 self.charts[key].options.update(options)
@@ -83,7 +83,7 @@ class _Curves:
             else:
                 with self.place:
                     self.charts[key] = ui.echart(options).classes("w-full h-64 border rounded border-gray-500/30")
-                self.charts[key].move(target_index=place)
+                self.charts[key].move(target_index=index)
 
     async def download(self) -> None:
         for run in self.runs:
@@ -91,7 +91,8 @@ class _Curves:
             ui.download.content(curves_csv(found), f"{run.name}.csv", "text/csv")
 
 
-def _found(root: Path, run: Run, others: Sequence[str]) -> tuple[list[Run], list[str]]:
+def _find_runs(root: Path, run: Run, others: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """Return the runs to draw, and a sentence for each that cannot be."""
     runs, problems = [run], []
     for name in dict.fromkeys(others):
         try:
@@ -101,23 +102,23 @@ def _found(root: Path, run: Run, others: Sequence[str]) -> tuple[list[Run], list
         else:
             runs += [found] if found not in runs else []
     if len(runs) > _MAX_RUNS:
-        problems.append(f"the first {_MAX_RUNS} runs are shown")
+        problems.append(f"only the first {_MAX_RUNS} runs are shown")
     return runs[:_MAX_RUNS], problems
 
 
 def _differences(runs: Sequence[Run]) -> None:
-    """The options in which the runs differ. The runs are columns by their number: a name could be anything."""
+    """Show the options in which the runs differ. Columns are keyed by number, because a run's name can be any text."""
     try:
         found = read.differences(runs)
     except CheckpointError as error:
         ui.label(str(error)).classes("problem")
         return
     columns: list[dict[str, Any]] = [{"field": "key", "headerName": "option", "flex": 1}]
-    columns += [{"field": f"run{place}", "headerName": run.name, "flex": 1} for place, run in enumerate(runs)]
+    columns += [{"field": f"run{index}", "headerName": run.name, "flex": 1} for index, run in enumerate(runs)]
     rows = [
-        {"key": each.key, **{f"run{place}": value or "–" for place, value in enumerate(each.values)}} for each in found
+        {"key": each.key, **{f"run{index}": value or "–" for index, value in enumerate(each.values)}} for each in found
     ]
-    # A long list stays closed: the curves are what one came for.
+    # A long list starts collapsed, so that the curves stay in view.
     box = ui.expansion(f"{len(rows)} options in which these runs differ", value=len(rows) <= _OPEN_ROWS)
     with box.classes("w-full border rounded border-gray-500/30"):
         grid(columns, "key", rowData=rows).classes("differences")

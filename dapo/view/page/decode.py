@@ -1,4 +1,4 @@
-"""The texts of single tokens, by the tokenizer of the run's newest checkpoint, or that of the model it started from."""
+"""Decode single tokens with the tokenizer of the run's newest checkpoint, or else of the model it started from."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from tokenizers import Tokenizer
 from dapo.view.source import Run, configuration
 
 Decode = Callable[[int], str]
-FindModel = Callable[[str], Path | None]  # from `model.path` to the folder of the model, where it is on this machine
+FindModel = Callable[[str], Path | None]  # from `model.path` to the model's folder, or None if it is not local
 
 
 def decoder(root: Path, find_model: FindModel, run: Run) -> Decode:
-    """Where there is no tokenizer, tokens are shown by their numbers."""
-    file = _newest_saved(root, run) or _of_model(find_model, run)
-    return _by_number if file is None else _decoding(file, os.path.getmtime(file))
+    """Return a function from token id to text. Without a tokenizer it returns the id in brackets."""
+    file = _checkpoint_tokenizer(root, run) or _model_tokenizer(find_model, run)
+    return _show_id if file is None else _load_decoder(file, os.path.getmtime(file))
 
 
-def _newest_saved(root: Path, run: Run) -> str | None:
+def _checkpoint_tokenizer(root: Path, run: Run) -> str | None:
     home = Path(os.path.realpath(root))
     saved = map(os.path.realpath, run.path.parent.glob("checkpoints/*/tokenizer.json"))
-    # Links that lead out of the folder are not followed, as with databases.
+    # Links that lead out of the folder are not followed, as for databases.
     within = (path for path in saved if Path(path).is_relative_to(home) and os.path.isfile(path))
     return max(within, key=os.path.getmtime, default=None)
 
 
-def _of_model(find_model: FindModel, run: Run) -> str | None:
+def _model_tokenizer(find_model: FindModel, run: Run) -> str | None:
     path = str(configuration(run).get("model.path", ""))
     try:
         folder = find_model(path)
         file = None if folder is None else folder / "tokenizer.json"
         return str(file) if file is not None and file.is_file() else None
-    except (OSError, ValueError):  # no path that there could be
+    except (OSError, ValueError):  # not a valid path
         return None
 
 
-def _by_number(token: int) -> str:
+def _show_id(token: int) -> str:
     return f"⟨{token}⟩"
 
 
 @lru_cache(maxsize=4)
-def _decoding(path: str, changed: float) -> Decode:
-    """`changed` is there so that a file that was written anew is read anew."""
+def _load_decoder(path: str, changed: float) -> Decode:
+    """Load a tokenizer file. `changed` is part of the cache key, so a file that was rewritten is loaded again."""
     try:
         tokenizer = Tokenizer.from_file(path)
-    except Exception:  # the library raises nothing narrower; a broken file must not keep the numbers from being shown
-        return _by_number
+    except Exception:  # the library raises nothing narrower; with a broken file the view still shows token ids
+        return _show_id
 
     def decode(token: int) -> str:
         piece = tokenizer.decode([token], skip_special_tokens=False)
-        # Alone, a word of SentencePiece loses the space in front of it.
+        # Decoding a SentencePiece word alone drops its leading space.
         has_space = (tokenizer.id_to_token(token) or "").startswith("▁")
         return f" {piece}" if has_space and not piece.startswith(" ") else piece
 

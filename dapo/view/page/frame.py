@@ -1,4 +1,4 @@
-"""What all views share: the bar on top, the word on what is wrong, and asking every two seconds whether to redraw."""
+"""Parts that all views share: the header, the error box, tables, and the timer that redraws when a run has grown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dapo.view.runs import find_run
 from dapo.view.source import Progress, Run, progress
 
 VIEWS = ("curves", "groups", "tokens", "prompts", "health")
-LIVE_S = 2.0
+LIVE_S = 2.0  # seconds between looks for something new
 _DARK_COOKIE = "dapo_dark"
 
 _STYLE = """
@@ -24,8 +24,8 @@ body { font-variant-numeric: tabular-nums; }
 .model-text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace;
   font-size: 13px; line-height: 1.5; margin: 0; }
 .quiet { opacity: .65; }
-.figures { display: grid; grid-template-columns: auto 1fr; gap: 0 12px; font-size: 13px; }
-.figures > :nth-child(even) { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.name-values { display: grid; grid-template-columns: auto 1fr; gap: 0 12px; font-size: 13px; }
+.name-values > :nth-child(even) { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 .ag-right-aligned-cell { font-variant-numeric: tabular-nums; }
 .ag-cell { cursor: default; }
 .opens .ag-row { cursor: pointer; }
@@ -38,12 +38,12 @@ body { font-variant-numeric: tabular-nums; }
 
 @dataclass(slots=True)
 class Live:
-    """A view: what to ask before every redraw, and how to redraw. `refresh` asks in threads, never in the server."""
+    """A view that redraws while a run grows. `refresh` must query in threads (`ask`), not in the event loop."""
 
     refresh: Callable[[], Awaitable[None]]
-    watched: Sequence[Run] = ()
-    every: float = LIVE_S
-    seen: Sequence[Progress] | None = None
+    watched: Sequence[Run] = ()  # redraw when one of these has made progress; empty: redraw every time
+    every: float = LIVE_S  # seconds
+    seen: Sequence[Progress] | None = None  # progress of the watched runs at the last redraw
 
 
 def link(run: str, *parts: object) -> str:
@@ -67,13 +67,16 @@ def show_run(root: Path, name: str, view: str, build: Callable[[Run], Live]) -> 
     _live(live, step)
 
 
-async def ask(question: Callable[..., Any], *values: Any, **options: Any) -> Any:
-    """In a thread: a query may take a second, and the other pages must not wait for it."""
-    return await asyncio.to_thread(question, *values, **options)
+async def ask(query: Callable[..., Any], *values: Any, **options: Any) -> Any:
+    """Run a query in a thread. It may take a second, and other pages must not wait for it."""
+    return await asyncio.to_thread(query, *values, **options)
 
 
 def grid(columns: list[dict[str, Any]], row_id: str, *, html_columns: Sequence[int] = (), **options: Any) -> ui.aggrid:
-    """Rows come later with `fill`. Cells are text, but for the html columns, which no text of a run may get into."""
+    """Make an empty table; `fill` sets its rows.
+
+    Cells are text, except in `html_columns`. Text from a run must never get into an HTML column.
+    """
     return ui.aggrid(
         {
             "columnDefs": columns,
@@ -93,7 +96,7 @@ def grid(columns: list[dict[str, Any]], row_id: str, *, html_columns: Sequence[i
 
 
 def fill(table: ui.aggrid, rows: list[dict[str, Any]]) -> None:
-    """Rows are exchanged in place: the selection and the order that a person chose stay."""
+    """Replace the rows in place, which keeps the user's selection and sort order."""
     table.run_grid_method("setGridOption", "rowData", rows)
 
 
@@ -109,15 +112,15 @@ def share_column(field_name: str, title: str, **options: Any) -> dict[str, Any]:
     return {"field": field_name, "headerName": title, "type": "rightAligned", ":valueFormatter": shown, **options}
 
 
-def figures(rows: Sequence[tuple[str, str]]) -> None:
-    with ui.element("div").classes("figures w-full"):
+def name_values(rows: Sequence[tuple[str, str]]) -> None:
+    with ui.element("div").classes("name-values w-full"):
         for name, value in rows:
             ui.label(name).classes("quiet")
             ui.label(value)
 
 
 def _frame(name: str | None, view: str | None) -> ui.label | None:
-    """The bar; in it the place for the step that the run has got to."""
+    """Draw the header, and return its label for the run's current step."""
     ui.add_css(_STYLE)
     request = ui.context.client.request
     chosen = request.cookies.get(_DARK_COOKIE) if request else None
@@ -133,7 +136,7 @@ def _frame(name: str | None, view: str | None) -> ui.label | None:
                 ui.link(each, link(name, each)).classes("text-white" + weight)
         ui.space()
         step = ui.label().classes("opacity-80 step") if name else None
-        # The server stores nothing: the browser keeps this one choice.
+        # The server stores nothing about users. This one choice is kept in a cookie.
         toggle = ui.button(icon="contrast", on_click=lambda: _toggle(dark)).props("flat round dense color=white")
         toggle.tooltip("light or dark").props('aria-label="light or dark"')
     return step
@@ -156,12 +159,12 @@ def _live(live: Live, step: ui.label | None) -> None:
     busy = asyncio.Lock()
 
     async def tick() -> None:
-        if busy.locked():
+        if busy.locked():  # the previous tick still runs
             return
         async with busy:
             try:
                 now = [await ask(progress, run) for run in live.watched]
-                # Without a run to watch (the list of them) every time may have brought something.
+                # The list of runs watches none, because any run may have changed: it redraws every time.
                 if now != live.seen or not live.watched:
                     await live.refresh()
                     live.seen = now
@@ -172,7 +175,7 @@ def _live(live: Live, step: ui.label | None) -> None:
                 box.set_text(str(error))
                 box.set_visibility(True)
             except RuntimeError:
-                if not box.is_deleted:  # else the page was closed while it was asked for
+                if not box.is_deleted:  # a deleted box means that the page was closed during the query
                     raise
 
     ui.timer(live.every, tick)

@@ -1,4 +1,4 @@
-"""The groups of a run with filters, and one group with its responses side by side."""
+"""The groups view: a filtered table of groups, and one group with its responses side by side."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dapo.view.groups import (
     groups,
     verdicts,
 )
-from dapo.view.page.frame import Live, ask, figures, fill, grid, link, number_column, share_column
-from dapo.view.page.text import number, shown
+from dapo.view.page.frame import Live, ask, fill, grid, link, name_values, number_column, share_column
+from dapo.view.page.text import display_text, format_number
 from dapo.view.source import Run
 
-PAGE = 25
-_QUESTION = 160
-_NAME = 200
+PAGE = 25  # groups
+_QUESTION = 160  # characters
+_NAME = 200  # characters
 
 
 def build(run: Run, wanted: GroupFilter) -> Live:
@@ -36,10 +36,10 @@ def build(run: Run, wanted: GroupFilter) -> Live:
 class _Groups:
     def __init__(self, run: Run, wanted: GroupFilter) -> None:
         self.run = run
-        self.fixed = wanted  # what the address asks for beyond the fields: a prompt, or why a judge failed
-        self.starts: list[int | None] = [None]  # where the pages up to this one begin
-        self.next: int | None = None
-        self.asked = 0
+        self.fixed = wanted  # conditions from the URL that have no input field: a prompt, or why a judge failed
+        self.starts: list[int | None] = [None]  # serial after which each page starts, up to the current one
+        self.next: int | None = None  # serial after which the next page starts
+        self.queries = 0  # number of the latest query
         self._filters(wanted)
         with ui.row().classes("items-center gap-3"):
             self.back = ui.button("Previous", on_click=self._back).props("outline dense no-caps")
@@ -82,7 +82,7 @@ class _Groups:
         for name, value in (("prompt", wanted.prompt_uid), ("not judged because", wanted.error)):
             if value is not None:
                 with ui.row().classes("items-center gap-2"):
-                    ui.label(f"only {name}: {shown(value, 200)}")
+                    ui.label(f"only {name}: {display_text(value, 200)}")
                     ui.link("all groups", link(self.run.name, "groups"))
 
     def wanted(self) -> GroupFilter:
@@ -93,7 +93,7 @@ class _Groups:
             first_step=_whole(self.first.value),
             last_step=_whole(self.last.value),
             verdicts=tuple(self.verdicts.value or ()),
-            # The ends of the range mean no condition: groups that nobody could judge have no accuracy.
+            # A slider at its end means no condition: unjudged groups have no accuracy and should be listed, too.
             min_accuracy=None if low == 0 else low / 100,
             max_accuracy=None if high == 100 else high / 100,
             data_source=self.source.value,
@@ -102,7 +102,7 @@ class _Groups:
 
     async def refresh(self) -> None:
         found = await ask(verdicts, self.run)
-        # The words of the address stay to choose from, even where no group has them.
+        # Keep verdicts from the URL selectable, even if no group has them.
         names = list(dict.fromkeys([*found, *(self.verdicts.value or ())]))
         if names != self.verdicts.options:
             self.verdicts.set_options(names)
@@ -112,19 +112,19 @@ class _Groups:
         await self._show()
 
     async def _show(self) -> None:
-        self.asked += 1
-        mine, wanted = self.asked, self.wanted()
+        self.queries += 1
+        mine, wanted = self.queries, self.wanted()
         page: GroupPage = await ask(
             groups, self.run, wanted, self.starts[-1], PAGE, newest_first=bool(self.newest.value)
         )
         total = await ask(count_groups, self.run, wanted)
-        if mine != self.asked:  # another filter was set meanwhile
+        if mine != self.queries:  # another filter was set meanwhile
             return
         self.next = page.after
         rows = [asdict(row) for row in page.rows]
         for row in rows:
-            row["question"] = shown(row["question"][:_QUESTION])
-            row |= {name: shown(row[name], _NAME) for name in ("verdict", "data_source", "prompt_uid")}
+            row["question"] = display_text(row["question"][:_QUESTION])
+            row |= {name: display_text(row[name], _NAME) for name in ("verdict", "data_source", "prompt_uid")}
         fill(self.table, rows)
         start = (len(self.starts) - 1) * PAGE
         self.where.set_text(_where(start, page, total))
@@ -154,7 +154,7 @@ def _where(start: int, page: GroupPage, total: int | None) -> str:
     if total is not None:
         return f"{start + 1:,} to {start + len(page.rows):,} of {total:,} groups" if page.rows else "no such groups"
     # A search reads texts for half a second at a time.
-    rest = "" if page.after is None else "; Next searches on"
+    rest = "" if page.after is None else "; Next continues the search"
     return f"{len(page.rows)} groups with this text{rest}"
 
 
@@ -168,7 +168,7 @@ def build_one(run: Run, serial: int) -> Live:
 
     async def refresh() -> None:
         found = await ask(group, run, serial)
-        # A text that is being read stays where it is, unless the verdict came.
+        # Redraw only if the group changed (its verdict came), so that the page does not jump while it is read.
         if seen == [found]:
             return
         seen[:] = [found]
@@ -183,10 +183,10 @@ def _group(run: Run, found: GroupDetail) -> None:
     decided = "" if found.decided_step in (None, found.generated_step) else f", decided in step {found.decided_step}"
     with ui.row().classes("items-center gap-4 w-full"):
         ui.label(f"Group {found.serial}").classes("text-xl")
-        ui.badge(shown(found.verdict, _NAME), color="green-8" if found.verdict == "kept" else "grey-8").classes(
+        ui.badge(display_text(found.verdict, _NAME), color="green-8" if found.verdict == "kept" else "grey-8").classes(
             "text-sm px-2"
         )
-        ui.label(f"sampled in step {found.generated_step}{decided} · source {shown(found.data_source, 100)}")
+        ui.label(f"sampled in step {found.generated_step}{decided} · source {display_text(found.data_source, 100)}")
         ui.link("all of this step", link(run.name, "groups") + f"?step={found.generated_step}")
         ui.space()
         download = ui.button("JSON", on_click=lambda: _download(run, found.serial))
@@ -194,12 +194,14 @@ def _group(run: Run, found: GroupDetail) -> None:
     with ui.element("div").classes("w-full").style("display: grid; grid-template-columns: 3fr 1fr; gap: 12px"):
         with ui.card().classes("gap-1 p-3"):
             for message in found.messages:
-                ui.label(shown(str(message.get("role", "")), 100)).classes("quiet text-xs")
-                ui.label(shown(str(message.get("content", "")))).classes("model-text max-h-64 overflow-auto w-full")
+                ui.label(display_text(str(message.get("role", "")), 100)).classes("quiet text-xs")
+                ui.label(display_text(str(message.get("content", "")))).classes(
+                    "model-text max-h-64 overflow-auto w-full"
+                )
         with ui.card().classes("gap-1 p-3"):
             ui.label("ground truth").classes("quiet text-xs")
             answer = found.answer if isinstance(found.answer, str) else to_json(found.answer)
-            ui.label(shown(answer)).classes("model-text max-h-64 overflow-auto w-full")
+            ui.label(display_text(answer)).classes("model-text max-h-64 overflow-auto w-full")
     with (
         ui.element("div")
         .classes("w-full responses")
@@ -210,30 +212,30 @@ def _group(run: Run, found: GroupDetail) -> None:
 
 
 def _response(run: Run, found: GroupDetail, response: Response) -> None:
-    right = {True: "right", False: "wrong", None: "not judged"}[response.acc]
+    judgment = {True: "correct", False: "wrong", None: "not judged"}[response.acc]
     with ui.card().classes("gap-2 p-3 w-full"):
         with ui.row().classes("items-center w-full gap-2"):
             ui.label(f"Response {response.sample}").classes("font-semibold")
-            ui.badge(right, color={"right": "green-8", "wrong": "red-8"}.get(right, "grey-8"))
+            ui.badge(judgment, color={"correct": "green-8", "wrong": "red-8"}.get(judgment, "grey-8"))
             ui.space()
             if response.has_tokens:
                 ui.link("tokens", link(run.name, "tokens", found.serial, response.sample))
         rows = [
-            ("reward", number(response.reward)),
-            ("score", number(response.score)),
-            ("advantage", number(response.advantage)),
-            ("extracted answer", "–" if response.extracted is None else shown(str(response.extracted), 200)),
+            ("reward", format_number(response.reward)),
+            ("score", format_number(response.score)),
+            ("advantage", format_number(response.advantage)),
+            ("extracted answer", "–" if response.extracted is None else display_text(str(response.extracted), 200)),
             ("length", f"{response.length:,} tokens"),
-            ("ended by", shown(response.finish_reason, _NAME)),
+            ("ended by", display_text(response.finish_reason, _NAME)),
             ("weights", f"version {response.weight_version}"),
         ]
         if response.error is not None:
-            rows.append(("not judged because", shown(response.error, 500)))
+            rows.append(("not judged because", display_text(response.error, 500)))
         if not response.trains:
             rows.append(("in the loss", "no"))
-        figures(rows)
+        name_values(rows)
         ui.separator()
-        ui.label(shown(response.text)).classes("model-text max-h-96 overflow-auto w-full")
+        ui.label(display_text(response.text)).classes("model-text max-h-96 overflow-auto w-full")
 
 
 async def _download(run: Run, serial: int) -> None:

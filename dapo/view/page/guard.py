@@ -1,4 +1,4 @@
-"""Who may talk to the page's server: this machine's own browser, or whoever brings the token."""
+"""Access control of the page's server: only browsers on this machine, or requests with the token."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-_SOCKET = "/_nicegui_ws/"  # where the browser posts to, if a proxy on its way lets no websocket pass
+_SOCKET = "/_nicegui_ws/"  # the browser posts here if a proxy blocks websockets
 _HEADERS = (
-    # Scripts and styles of the page are inline and come from this server; nothing may be loaded from anywhere else.
+    # The page's scripts and styles are inline or come from this server. Nothing may be loaded from anywhere else.
     (
         b"content-security-policy",
         b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'none'",
@@ -32,10 +32,10 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware that looks at every request and every websocket before anything else does.
+    """ASGI middleware that checks every request and websocket before anything else sees it.
 
-    Without a token only names of this machine are answered: a page from elsewhere whose name was made to lead to
-    127.0.0.1 has another one. Other origins are refused in any case, because a browser would send the cookie along.
+    Without a token, the Host header must name this machine. That stops DNS rebinding, where a foreign page's own host
+    name is made to resolve to 127.0.0.1. Other origins are always refused, because a browser would send the cookie.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, host: str, port: int) -> None:
@@ -57,28 +57,28 @@ class Guard:
             await answer(scope, receive, _with_headers(send))
 
     def refusal(self, scope: Scope) -> Response | None:
-        """What to answer instead of the page; None lets the request pass."""
+        """Return the response to send instead of the page, or None if the request is allowed."""
         headers = Headers(scope=scope)
         if self.token is None and _name(headers.get("host", "")) not in self.names:
-            return PlainTextResponse("this page answers only to the names of this machine", 403)
+            return PlainTextResponse("open this page under a name of its own machine, such as 127.0.0.1", 403)
         if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
-            return PlainTextResponse("another site may not use this page", 403)
+            return PlainTextResponse("requests from other sites are refused", 403)
         if scope["type"] == "http" and not _is_reading(scope):
-            return PlainTextResponse("this page is for reading only", 405)
-        return self._without_token(scope, headers)
+            return PlainTextResponse("this page is read-only", 405)
+        return self._check_token(scope, headers)
 
-    def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
+    def _check_token(self, scope: Scope, headers: Headers) -> Response | None:
         if self.token is None or self._matches(_cookie(headers, self.cookie)):
             return None
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         if scope["type"] == "http" and self._matches(dict(query).get("token", "")):
             return self._welcome(scope, query)
-        return PlainTextResponse("open this page with the address that `dapo view` printed: it has the token", 403)
+        return PlainTextResponse("open this page at the address that `dapo view` printed, which has the token", 403)
 
     def _welcome(self, scope: Scope, query: list[tuple[str, str]]) -> Response:
-        """The token moves from the address, which ends up in histories and screenshots, into a cookie."""
+        """Move the token from the URL, which ends up in histories and screenshots, into a cookie."""
         rest = urlencode([(key, value) for key, value in query if key != "token"])
-        # Only one slash in front: two would name another host.
+        # Exactly one leading slash: two would name another host.
         path = "/" + scope["path"].lstrip("/\\")
         response = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
         response.set_cookie(self.cookie, self.token or "", httponly=True, samesite="strict")

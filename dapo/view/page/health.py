@@ -1,4 +1,4 @@
-"""What a person should know about a run: its events, and why responses could not be judged."""
+"""The health view: key counters, the events of a run, and why responses could not be judged."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from dapo.view.curves import curves
 from dapo.view.health import event_kinds, unjudged
 from dapo.view.health import events as read_events
 from dapo.view.page.frame import Live, ask, fill, grid, link, number_column
-from dapo.view.page.text import moment, shown
+from dapo.view.page.text import display_text, format_time
 from dapo.view.source import Run
 
-LIMIT = 50
-_SIGNS = {
-    "updates/non_finite": ("updates that were not finite", "sum"),
+LIMIT = 50  # events shown
+# Metric -> its label, and how it is combined over the steps of the run.
+_COUNTERS = {
+    "updates/non_finite": ("updates skipped: loss or gradient not finite", "sum"),
     "rollouts/unjudged": ("responses not judged", "sum"),
     "groups/skipped": ("prompts skipped by the ledger", "sum"),
     "logprob_gap/max": ("largest log-probability gap, nats", "max"),
@@ -32,7 +33,7 @@ def build(run: Run) -> Live:
 class _Health:
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.signs = ui.row().classes("gap-3 w-full")
+        self.counters = ui.row().classes("gap-3 w-full")
         with ui.row().classes("items-center gap-4"):
             ui.label("Events").classes("text-lg")
             self.kinds = ui.select([], label="kind", multiple=True, on_change=self.refresh)
@@ -80,13 +81,13 @@ class _Health:
              "last_step": each.last_step}
             for each in reasons
         ])  # fmt: skip
-        figures = await ask(_signs, self.run)
-        self.signs.clear()
-        with self.signs:
-            for words, value in figures:
+        counters = await ask(_counters, self.run)
+        self.counters.clear()
+        with self.counters:
+            for label, value in counters:
                 with ui.card().classes("p-3 gap-0 items-end"):
                     ui.label(f"{value:,.4g}").classes("text-xl")
-                    ui.label(words).classes("quiet text-xs")
+                    ui.label(label).classes("quiet text-xs")
 
     def _open_step(self, event: events.GenericEventArguments) -> None:
         if event.args.get("data"):
@@ -98,13 +99,13 @@ class _Health:
             ui.navigate.to(f"{link(self.run.name, 'groups')}?{query}")
 
 
-def _signs(run: Run) -> list[tuple[str, float]]:
+def _counters(run: Run) -> list[tuple[str, float]]:
     found = []
-    for curve in curves(run, _SIGNS, max_points=10**9):
-        words, kind = _SIGNS[curve.name]
+    for curve in curves(run, _COUNTERS, max_points=10**9):
+        label, kind = _COUNTERS[curve.name]
         known = curve.values[np.isfinite(curve.values)]
         if len(known):
-            found.append((words, float(known.sum() if kind == "sum" else known.max())))
+            found.append((label, float(known.sum() if kind == "sum" else known.max())))
     return found
 
 
@@ -112,7 +113,7 @@ def _event(each: Any) -> dict[str, Any]:
     return {
         "id": each.id,
         "step": each.step,
-        "time": moment(each.time, "%Y-%m-%d %H:%M:%S"),
-        "kind": shown(each.kind, 200),
-        "message": shown(each.message, 2000),
+        "time": format_time(each.time, "%Y-%m-%d %H:%M:%S"),
+        "kind": display_text(each.kind, 200),
+        "message": display_text(each.message, 2000),
     }

@@ -1,4 +1,4 @@
-"""What the panels of curves show, of one run or several over each other; as options of ECharts, without a browser."""
+"""Build the panels of the curves view, of one run or several runs overlaid, as ECharts options."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dapo.view import curves as read
 from dapo.view.page.charts import Line, Look, Zone, color_of, line_chart, stacked_chart
 from dapo.view.source import Run, configuration, number_option
 
-POINTS = 400  # of a curve: a panel is hardly wider in pixels, and a browser takes seconds for a dozen with more
+POINTS = 400  # per curve: a panel is hardly wider in pixels, and with more points a browser takes seconds per dozen
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves that are looked at together: the names of figures, and what they are called here."""
+    """Curves that are drawn together."""
 
     title: str
     unit: str
-    figures: Mapping[str, str]
-    spread: str | None = None  # the column of single responses whose 10 to 90 % are shaded around the first figure
+    metrics: Mapping[str, str]  # metric name -> label
+    spread: str | None = None  # per-response column whose 10 to 90 % range is shaded around the first metric
 
 
 PANELS = (
     Panel("Reward", "mean over responses; shaded: 10 to 90 %", {"reward/mean": "reward"}, "reward"),
-    Panel("Accuracy", "share of right responses", {"acc/mean": "accuracy"}),
+    Panel("Accuracy", "share of correct responses", {"acc/mean": "accuracy"}),
     Panel(
         "Response length",
         "tokens; shaded: 10 to 90 %",
@@ -57,7 +57,7 @@ _PHASES = {"timing_s/generate": "generate", "timing_s/reward": "reward", "timing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """All that the panels of one run need, read once per step."""
+    """Everything that the panels of one run need, read once per step."""
 
     name: str
     curves: Mapping[str, read.Curve]
@@ -69,8 +69,8 @@ class Loaded:
 
 
 def load(run: Run, chosen: Sequence[str] = ()) -> Loaded:
-    """`chosen` are figures that a person wants to see beside those of the panels."""
-    names = dict.fromkeys([*_PHASES, *(name for panel in PANELS for name in panel.figures), *chosen])
+    """Read the metrics of the panels, and the additional metrics that the user chose."""
+    names = dict.fromkeys([*_PHASES, *(name for panel in PANELS for name in panel.metrics), *chosen])
     columns = [panel.spread for panel in PANELS if panel.spread]
     return Loaded(
         name=run.name,
@@ -78,13 +78,13 @@ def load(run: Run, chosen: Sequence[str] = ()) -> Loaded:
         bands={column: read.spread(run, column) for column in columns},  # pyright: ignore[reportArgumentType]
         verdicts=read.verdicts_over_steps(run, POINTS),
         tokens=read.tokens_over_steps(run, POINTS),
-        evaluations=_told(read.evaluations(run)),
+        evaluations=_drawn(read.evaluations(run)),
         zone=overlong_zone(configuration(run)),
     )
 
 
 def overlong_zone(options: Mapping[str, Any]) -> Zone | None:
-    """The lengths at which a response loses reward."""
+    """Return the response lengths at which reward is lost, or None without length shaping."""
     limit = number_option(options, "data.max_response_length")
     shaping = options.get("reward.length_shaping")
     starts = {
@@ -97,7 +97,7 @@ def overlong_zone(options: Mapping[str, Any]) -> Zone | None:
 
 
 def all_charts(loaded: Sequence[Loaded], look: Look, chosen: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """By a key that stays the same while a run grows; in the order in which they first appear."""
+    """Return all charts in display order. Their keys stay the same while a run grows."""
     charts = {f"chosen {name}": _panel(Panel(name, "value per step", {name: name}), loaded, look) for name in chosen}
     charts |= {panel.title: _panel(panel, loaded, look) for panel in PANELS}
     for each in loaded:
@@ -112,7 +112,7 @@ def all_charts(loaded: Sequence[Loaded], look: Look, chosen: Sequence[str] = ())
         )
         spent = {name: values for name, values in _first(each.tokens, "trained").items() if name not in read.TOKENS_IN}
         tokens = stacked_chart(
-            f"Where tokens went{suffix}", "response tokens per step; what is not trained is waste",
+            f"Where tokens went{suffix}", "response tokens per step; all but trained is waste",
             each.tokens.steps, spent,
         )  # fmt: skip
         charts |= {f"verdicts {each.name}": verdicts, f"tokens {each.name}": tokens}
@@ -124,12 +124,12 @@ def all_charts(loaded: Sequence[Loaded], look: Look, chosen: Sequence[str] = ())
 def _panel(panel: Panel, loaded: Sequence[Loaded], look: Look) -> dict[str, Any]:
     lines: list[Line] = []
     for run, each in enumerate(loaded):
-        for place, (name, label) in enumerate(panel.figures.items()):
+        for index, (name, label) in enumerate(panel.metrics.items()):
             if name not in each.curves:
                 continue
             curve = each.curves[name]
-            color, dash = color_of(run, place, len(loaded))
-            band = each.bands.get(panel.spread or "") if place == 0 else None
+            color, dash = color_of(run, index, len(loaded))
+            band = each.bands.get(panel.spread or "") if index == 0 else None
             bounds = {} if band is None else {
                 "low": band.quantiles[0], "high": band.quantiles[-1], "band_steps": band.steps
             }  # fmt: skip
@@ -141,30 +141,30 @@ def _panel(panel: Panel, loaded: Sequence[Loaded], look: Look) -> dict[str, Any]
 def _evaluation(dataset: str, loaded: Sequence[Loaded], look: Look) -> dict[str, Any]:
     lines: list[Line] = []
     for run, each in enumerate(loaded):
-        for place, found in enumerate(found for found in each.evaluations if found.dataset == dataset):
-            color, dash = color_of(run, place, len(loaded))
-            name = _label(each, found.figure, loaded)
+        for index, found in enumerate(found for found in each.evaluations if found.dataset == dataset):
+            color, dash = color_of(run, index, len(loaded))
+            name = _label(each, found.metric, loaded)
             lines.append(Line(name, found.steps, found.values, color, dash, found.low, found.high))
-    # Few points, each with an interval of its own: a smoothed curve would leave its band.
-    is_share = any("@" in found.figure for each in loaded for found in each.evaluations if found.dataset == dataset)
-    unit = f"{'share of right responses' if is_share else 'mean reward'}; shaded: 95 % interval"
+    is_share = any("@" in found.metric for each in loaded for found in each.evaluations if found.dataset == dataset)
+    unit = f"{'share of correct responses' if is_share else 'mean reward'}; shaded: 95 % interval"
+    # Not smoothed: evaluations are few, each with its own interval, and a smoothed curve would leave the band.
     chart = line_chart(f"Evaluation: {dataset}", unit, lines, Look(is_log=look.is_log))
     for series in chart["series"]:
         series["showSymbol"] = series["name"] in chart["legend"]["data"]
     return chart
 
 
-def _told(evaluations: Sequence[read.EvalCurve]) -> list[read.EvalCurve]:
-    """Of each set avg@k, pass@k and maj@k; the reward where nothing is right or wrong."""
-    judged = {each.dataset for each in evaluations if each.figure.startswith("avg@")}
+def _drawn(evaluations: Sequence[read.EvalCurve]) -> list[read.EvalCurve]:
+    """Select avg@k, pass@k and maj@k of each set, or the mean reward of a set that has no accuracy."""
+    has_accuracy = {each.dataset for each in evaluations if each.metric.startswith("avg@")}
 
-    def is_told(each: read.EvalCurve) -> bool:
-        if each.dataset not in judged:
-            return each.figure == "reward/mean"
-        # One sample passes as often as samples are right on average: pass@1 would lie on avg@k.
-        return "@" in each.figure and each.figure != "pass@1"
+    def is_drawn(each: read.EvalCurve) -> bool:
+        if each.dataset not in has_accuracy:
+            return each.metric == "reward/mean"
+        # pass@1 equals avg@k, so its curve would cover that one.
+        return "@" in each.metric and each.metric != "pass@1"
 
-    return [each for each in evaluations if is_told(each)]
+    return [each for each in evaluations if is_drawn(each)]
 
 
 def _label(each: Loaded, label: str, loaded: Sequence[Loaded]) -> str:
@@ -172,5 +172,5 @@ def _label(each: Loaded, label: str, loaded: Sequence[Loaded]) -> str:
 
 
 def _first(parts: read.Parts, name: str) -> dict[str, np.ndarray]:
-    """The part that one hopes for at the bottom, the others over it by their names."""
+    """Return the parts with `name` first, which puts it at the bottom of the stack, and the others sorted."""
     return dict(sorted(parts.parts.items(), key=lambda item: (item[0] != name, item[0])))

@@ -1,4 +1,4 @@
-"""How prompts fared: the hardest, the solved, the flickering, and the history of one."""
+"""The prompts view: the hardest, solved or flickering prompts, and the history of one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nicegui import events, ui
 
 from dapo.view.page.charts import PALETTE, Line, Look, line_chart
 from dapo.view.page.frame import Live, ask, fill, grid, link, number_column, share_column
-from dapo.view.page.text import shown
+from dapo.view.page.text import display_text
 from dapo.view.prompts import HistoryPoint, Order, PromptPage, history, prompts
 from dapo.view.source import Run
 
-PAGE = 12
-_QUESTION = 200
+PAGE = 12  # prompts
+_QUESTION = 200  # characters
 _MEANING = {
     "hardest": "lowest pass rate first",
-    "solved": "longest solved first: every response was right, group after group",
-    "flickering": "most often gone from mostly right to mostly wrong, or back",
+    "solved": "most consecutive groups with every response correct first",
+    "flickering": "most changes between mostly correct and mostly wrong first",
 }
 
 
@@ -67,8 +67,8 @@ class _Prompts:
         rows = [
             {
                 **asdict(row),
-                "question": shown(row.question[:_QUESTION]),
-                "data_source": shown(row.data_source, _QUESTION),
+                "question": display_text(row.question[:_QUESTION]),
+                "data_source": display_text(row.data_source, _QUESTION),
             }
             for row in page.rows
         ]
@@ -77,7 +77,7 @@ class _Prompts:
         self.where.set_text(
             f"{self.offset + 1:,} to {last:,} of {page.total:,} prompts"
             if rows
-            else "no such prompts (only those count whose responses the judge calls right or wrong)"
+            else "no such prompts (only prompts whose responses were judged correct or wrong are listed)"
         )
         self.back.set_enabled(self.offset > 0)
         self.forth.set_enabled(last < page.total)
@@ -102,7 +102,7 @@ class _Prompts:
         self.detail.clear()
         with self.detail:
             with ui.row().classes("items-center gap-4"):
-                ui.label(f"Prompt {shown(uid, 100)}").classes("font-semibold")
+                ui.label(f"Prompt {display_text(uid, 100)}").classes("font-semibold")
                 ui.link(f"its {len(found)} groups", _groups_of(self.run, uid))
             ui.echart(history_chart(found)).classes("w-full h-64 border rounded border-gray-500/30 history")
 
@@ -110,7 +110,7 @@ class _Prompts:
 def history_chart(found: list[HistoryPoint]) -> dict[str, Any]:
     steps = np.array([point.step for point in found], dtype=np.int64)
     rates = np.array([np.nan if point.pass_rate is None else point.pass_rate for point in found], dtype=np.float64)
-    chart = line_chart("Pass rate", "share of right responses", [Line("pass rate", steps, rates, PALETTE[0])], Look())
+    chart = line_chart("Pass rate", "share of correct responses", [Line("pass rate", steps, rates, PALETTE[0])], Look())
     chart["series"][0]["showSymbol"] = True
     chart["yAxis"] |= {"min": 0, "max": 1}
     return chart

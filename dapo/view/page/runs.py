@@ -1,4 +1,4 @@
-"""The table of runs: one opens with a click, several are compared."""
+"""The table of runs: click one to open it, select several to compare them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from nicegui import events, ui
 
 from dapo.view.page.frame import Live, ask, fill, grid, link, number_column
-from dapo.view.page.text import moment, shown
+from dapo.view.page.text import display_text, format_time
 from dapo.view.runs import RunSummary, summaries
 
 _LIMIT = 200
-_WIDTH, _HEIGHT = 120, 24
+_WIDTH, _HEIGHT = 120, 24  # of a sparkline, in pixels
 _COLUMNS = ("name", "status", "step", "planned", "reward", "curve", "model", "recipe", "changed")
 
 
@@ -33,7 +33,7 @@ def build(root: Path) -> Live:
                 "headerName": "model",
                 "width": 260,
                 "tooltipField": "model",
-                # What is wrong with a run needs the room of all that is not known of it.
+                # An unreadable run has no recipe and no time: its problem spans these columns.
                 ":colSpan": "p => p.data.status === 'unreadable' ? 3 : 1",
             },
             {"field": "recipe", "headerName": "recipe", "width": 120},
@@ -45,7 +45,7 @@ def build(root: Path) -> Live:
     ).classes("opens")
     table.on("cellClicked", _open, ["data", "colId"])
     with ui.row():
-        ui.button("Compare the picked runs", on_click=lambda: _compare(table)).props("outline dense no-caps")
+        ui.button("Compare selected runs", on_click=lambda: _compare(table)).props("outline dense no-caps")
         more = ui.label().classes("quiet self-center")
 
     async def refresh() -> None:
@@ -53,17 +53,17 @@ def build(root: Path) -> Live:
         fill(table, [_row(each) for each in found])
         more.set_text(f"the first {_LIMIT} are shown" if len(found) == _LIMIT else "")
 
-    return Live(refresh, every=5.0)  # a line about each of many runs takes longer than asking one where it is
+    return Live(refresh, every=5.0)  # summarizing many runs takes longer than reading the progress of one
 
 
 def sparkline(values: np.ndarray) -> str:
-    """A small SVG, made of nothing but numbers: it goes to the page as HTML."""
-    places = np.flatnonzero(np.isfinite(values))
-    if len(places) < 2:
+    """Return a small SVG. It goes into the page as HTML, so it may contain nothing but numbers."""
+    indices = np.flatnonzero(np.isfinite(values))
+    if len(indices) < 2:
         return ""
-    known = values[places]
+    known = values[indices]
     low, high = float(known.min()), float(known.max())
-    x = 2 + places / max(1, len(values) - 1) * (_WIDTH - 4)
+    x = 2 + indices / max(1, len(values) - 1) * (_WIDTH - 4)
     y = 2 + (1 - (known - low) / ((high - low) or 1.0)) * (_HEIGHT - 4)
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
     return (
@@ -74,7 +74,7 @@ def sparkline(values: np.ndarray) -> str:
 
 def _row(found: RunSummary) -> dict[str, Any]:
     if found.problem is not None:
-        return {"name": found.name, "status": "unreadable", "model": shown(found.problem, 500), "curve": ""}
+        return {"name": found.name, "status": "unreadable", "model": display_text(found.problem, 500), "curve": ""}
     return {
         "name": found.name,
         "status": found.status,
@@ -82,14 +82,14 @@ def _row(found: RunSummary) -> dict[str, Any]:
         "planned": found.planned or None,
         "reward": found.reward,
         "curve": sparkline(found.rewards),
-        "model": shown(found.model),
-        "recipe": shown(found.recipe),
-        "changed": moment(found.changed),
+        "model": display_text(found.model),
+        "recipe": display_text(found.recipe),
+        "changed": format_time(found.changed),
     }
 
 
 def _open(event: events.GenericEventArguments) -> None:
-    # Beside a box one hardly means to leave the page.
+    # A click in the checkbox column selects the run and must not leave the page.
     if event.args.get("data") and event.args.get("colId") in _COLUMNS:
         ui.navigate.to(link(event.args["data"]["name"], "curves"))
 
@@ -97,7 +97,7 @@ def _open(event: events.GenericEventArguments) -> None:
 async def _compare(table: ui.aggrid) -> None:
     names = [row["name"] for row in await table.get_selected_rows() if row["status"] != "unreadable"]
     if not names:
-        ui.notify("pick runs with the boxes on the left first")
+        ui.notify("select runs with the checkboxes on the left first")
         return
     query = urlencode([("other", name) for name in names[1:]])
     ui.navigate.to(link(names[0], "curves") + (f"?{query}" if query else ""))

@@ -1,11 +1,11 @@
-"""The few functions that a chart needs in the browser, as JavaScript; names come from runs, so they stay text."""
+"""JavaScript functions that a chart needs in the browser. Series names come from runs, so they are escaped."""
 
 from __future__ import annotations
 
-HELPER = "\u200b"  # begins the names of series that are drawn but not listed
-RAW, LOW, WIDTH = f"{HELPER}raw ", f"{HELPER}low ", f"{HELPER}width "  # of the series whose name follows
+HELPER = "\u200b"  # prefix of series that are drawn but not listed
+RAW, LOW, WIDTH = f"{HELPER}raw ", f"{HELPER}low ", f"{HELPER}width "  # followed by the name of the main series
 
-# Helper series have no number worth reading.
+# Lists the value of every series at a step, except helper series.
 TOOLTIP = (
     """params => {
   const text = value => String(value).replace(/[&<>"']/g, c => '&#' + c.charCodeAt(0) + ';');
@@ -37,7 +37,7 @@ _SAVE = """
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   };"""
 
-# The points that are drawn, before smoothing, with the bounds of bands.
+# Saves the points drawn, before smoothing, with the bounds of bands.
 SAVE_CSV = (
     "(model, api) => {"
     + _SAVE
@@ -62,7 +62,7 @@ SAVE_CSV = (
 }"""
 )
 
-# A canvas has no shapes to save: the chart is drawn once more, as SVG and unseen.
+# A canvas has no vector shapes to save, so the chart is drawn again, off screen, as SVG.
 SAVE_SVG = (
     "(model, api) => {"
     + _SAVE

@@ -1,4 +1,4 @@
-"""The server of `dapo view`: its addresses, and how it is started."""
+"""The server of `dapo view`: its routes, and how it starts."""
 
 from __future__ import annotations
 
@@ -39,42 +39,42 @@ class Address:
 
 
 def outward_address() -> str:
-    """Where others reach this machine; with `--host 0.0.0.0` it listens everywhere, which is nowhere to go to."""
+    """Return an address at which others reach this machine, to print instead of 0.0.0.0."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("8.8.8.8", 53))  # nothing is sent: the system only chooses a way out
+            probe.connect(("8.8.8.8", 53))  # sends nothing: connecting a UDP socket only picks the outgoing interface
             return probe.getsockname()[0]
     except OSError:
         return "127.0.0.1"
 
 
 def address(host: str, port: int, token: str | None) -> Address:
-    """Where the server will listen: port 0 is a free one, and a host that others can reach gets a token."""
+    """Return where the server will listen. Port 0 picks a free port; a host that others can reach gets a token."""
     if token is not None and not token.isalnum() and not token.replace("-", "").replace("_", "").isalnum():
-        raise ConfigError("--token: letters, digits, - and _ only, so that it can stand in an address")
+        raise ConfigError("--token: use only letters, digits, - and _, because the token is part of a URL")
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(24)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As the server does: a port whose last connections are just ending is free.
+        # The server sets this option, too: it allows a port whose last connections are still closing.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             reason = error.strerror or error
-            raise ConfigError(f"cannot listen on {host}, port {port} ({reason}); give another --port") from None
+            raise ConfigError(f"cannot listen on {host}, port {port} ({reason}); choose another --port") from None
         return Address(host, probe.getsockname()[1], token)
 
 
 def serve(
     root: Path, where: Address, *, opens: bool, find_model: FindModel, ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Answer until interrupted. The databases below `root` are only read."""
-    run_names(root)  # a folder that cannot be read is said before the server starts
+    """Serve the pages until interrupted. The databases in `root` are only read."""
+    run_names(root)  # raises here, before the server starts, if the folder cannot be read
     register(root, find_model)
     app.add_middleware(Guard, token=where.token, host=where.host, port=where.port)
     actions = [ready, *([lambda: webbrowser.open(where.url)] if opens else [])]
-    # In a thread: the server listens only after its startup, and some browsers hold up who opens them.
+    # In a thread, because the server listens only after its startup, and opening some browsers blocks.
     app.on_startup(lambda: threading.Thread(target=_when_listening, args=(where, actions), daemon=True).start())
     ui.run(
         host=where.host,
@@ -101,8 +101,8 @@ def _when_listening(where: Address, actions: Sequence[Callable[[], object]]) -> 
 
 
 def register(root: Path, find_model: FindModel) -> None:
-    """One address per view. A run is only ever found by its name (`find_run`)."""
-    texts = partial(decoder, root, find_model)
+    """Register one route per view. Runs are looked up by name only, with `find_run`."""
+    decoder_of = partial(decoder, root, find_model)
 
     @ui.page("/")
     def _runs() -> None:
@@ -133,7 +133,7 @@ def register(root: Path, find_model: FindModel) -> None:
 
     @ui.page("/run/{name}/tokens/{serial}/{sample}")
     def _tokens(name: str, serial: int, sample: int, start: int = 0) -> None:
-        show_run(root, name, "tokens", lambda run: tokens.build(run, serial, sample, max(0, start), texts))
+        show_run(root, name, "tokens", lambda run: tokens.build(run, serial, sample, max(0, start), decoder_of))
 
     @ui.page("/run/{name}/prompts")
     def _prompts(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Text of models and datasets as it may be shown: as text, all of it visible, and not megabytes at a time."""
+"""Format text and numbers for display. Text of models and datasets is shortened, and control characters are named."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import time
 
 from dapo.store.encoding import visible
 
-__all__ = ["MAX_CHARACTERS", "moment", "number", "shown", "visible"]
+__all__ = ["MAX_CHARACTERS", "display_text", "format_number", "format_time", "visible"]
 
 MAX_CHARACTERS = 20_000
 
 
-def shown(text: str, most: int = MAX_CHARACTERS) -> str:
-    """How the text begins, and how much is left."""
+def display_text(text: str, most: int = MAX_CHARACTERS) -> str:
+    """Return the first `most` characters, and how many more there are."""
     if len(text) <= most:
         return visible(text)
     return visible(text[:most]) + f"\n… {len(text) - most:,} more characters"
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def format_number(value: float | None, digits: int = 3) -> str:
     if value is None:
         return "–"
     return f"{value:,.{digits}f}" if abs(value) < 1e15 else f"{value:g}"
 
 
-def moment(seconds: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
-    """A time in UTC; a dash for none, and for one that no calendar has."""
+def format_time(seconds: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
+    """Return a time in UTC, or a dash if it is missing or out of range."""
     try:
         return "–" if seconds is None else time.strftime(form, time.gmtime(seconds))
     except (ValueError, OverflowError, OSError):

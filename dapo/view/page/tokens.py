@@ -1,4 +1,4 @@
-"""A response token by token, colored by one of its numbers; clipped tokens are marked."""
+"""The tokens view: one response, each token colored by one of its values; clipped tokens are underlined."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nicegui import ui
 from dapo.view.groups import GroupFilter, groups
 from dapo.view.page.decode import Decode
 from dapo.view.page.frame import Live, ask, link
-from dapo.view.page.text import number, visible
+from dapo.view.page.text import format_number, visible
 from dapo.view.source import Run
 from dapo.view.tokens import ResponseTokens, tokens
 
-Figure = Literal["log-probability", "ratio", "entropy", "advantage"]
-LIMIT = 4096
+ColorBy = Literal["log-probability", "ratio", "entropy", "advantage"]
+LIMIT = 4096  # tokens per page
 
 _BLUE, _RED, _ORANGE, _VIOLET, _GREEN = (59, 130, 246), (239, 68, 68), (249, 115, 22), (168, 85, 247), (16, 185, 129)
 _STYLE = """
@@ -33,7 +33,7 @@ _STYLE = """
 #token-tip { position: fixed; display: none; z-index: 9000; white-space: pre; pointer-events: none; padding: 6px 10px;
   border-radius: 4px; background: rgba(30,34,42,.95); color: #fff; font: 12px/1.5 ui-monospace, monospace; }
 """
-# The numbers of a token are in an attribute, and become text, never HTML.
+# The tooltip's text is in an attribute and is set as text, never as HTML.
 _OVER = """(event) => {
   const tip = document.getElementById('token-tip'), token = event.target.closest('[data-tip]');
   if (!tip) return;
@@ -50,7 +50,7 @@ _OUT = "() => { const tip = document.getElementById('token-tip'); if (tip) tip.s
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What the ends of the colors stand for; a scale with one color begins without any."""
+    """A color scale: labels and colors of its two ends. Without `low_color` the low end is transparent."""
 
     low: str
     high: str
@@ -59,15 +59,15 @@ class Scale:
 
 
 def build_newest(run: Run) -> Live:
-    """The view without an address of its own: leads to the newest response that was trained on."""
-    words = ui.label("looking for a response whose tokens were stored")
+    """Redirect to the newest response that was trained on."""
+    message = ui.label("looking for a response whose tokens were stored")
 
     async def refresh() -> None:
         page = await ask(groups, run, GroupFilter(verdicts=("kept",)), limit=1, newest_first=True)
         if page.rows:
             ui.navigate.to(link(run.name, "tokens", page.rows[0].serial, 0))
         else:
-            words.set_text("no group was trained on yet; open a group, and from there the tokens of a response")
+            message.set_text("no group was trained on yet; open a group, and from there the tokens of a response")
 
     return Live(refresh)
 
@@ -80,7 +80,7 @@ def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run
         summary = ui.label().classes("quiet")
     with ui.row().classes("items-center gap-4 w-full"):
         ui.label("color by").classes("quiet")
-        choice = ui.toggle(list(get_args(Figure)), value="log-probability").props("no-caps dense")
+        choice = ui.toggle(list(get_args(ColorBy)), value="log-probability").props("no-caps dense")
         legend = ui.html("", sanitize=False).props("id=token-legend")
     body = ui.html("", sanitize=False).classes("tokens w-full p-4 border rounded border-gray-500/30")
     body.on("mouseover", js_handler=_OVER).on("mouseleave", js_handler=_OUT)
@@ -90,14 +90,14 @@ def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run
 
     def draw() -> None:
         if found:
-            values, scale = figure_of(found[0], choice.value)
+            values, scale = color_values(found[0], choice.value)
             body.set_content(tokens_html(found[0], values, scale))
             legend.set_content(legend_html(scale, found[0].clips is not None))
 
     async def refresh() -> None:
         answer = await ask(lambda: tokens(run, serial, sample, decoder(run), start, LIMIT))
         if answer is None:
-            summary.set_text("its tokens were not stored (option run.store_tokens)")
+            summary.set_text("the tokens of this response were not stored (option run.store_tokens)")
             return
         found[:] = [answer]
         summary.set_text(_summary(answer))
@@ -110,36 +110,36 @@ def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run
     return Live(refresh)
 
 
-def figure_of(found: ResponseTokens, figure: Figure) -> tuple[np.ndarray | None, Scale]:
-    """Each token's place between -1 and 1 on the scale; None where the figure was not recorded."""
-    if figure == "log-probability":
+def color_values(found: ResponseTokens, color_by: ColorBy) -> tuple[np.ndarray | None, Scale]:
+    """Return each token's position on the scale, from -1 to 1, or None if the value was not recorded."""
+    if color_by == "log-probability":
         logprobs = found.sampler_logprobs if found.policy_logprobs is None else found.policy_logprobs
         return np.clip(-logprobs / 5, 0, 1), Scale("0 (certain)", "-5 nats", _ORANGE)
-    if figure == "ratio":
+    if color_by == "ratio":
         if found.ratio is None:
             return None, Scale("lower", "higher", _RED, _BLUE)
         size = max(float(np.nanmax(np.abs(np.log(found.ratio)), initial=0.0)), 1e-3)
-        words = f"{np.exp(-size):.3g}", f"{np.exp(size):.3g}"
-        return np.log(found.ratio) / size, Scale(*words, _RED, _BLUE)
-    if figure == "entropy":
+        labels = f"{np.exp(-size):.3g}", f"{np.exp(size):.3g}"
+        return np.log(found.ratio) / size, Scale(*labels, _RED, _BLUE)
+    if color_by == "entropy":
         if found.entropy is None:
             return None, Scale("0", "high", _VIOLET)
-        most = max(float(np.nanmax(found.entropy, initial=0.0)), 1e-6)
-        return found.entropy / most, Scale("0", f"{most:.2f} nats", _VIOLET)
+        largest = max(float(np.nanmax(found.entropy, initial=0.0)), 1e-6)
+        return found.entropy / largest, Scale("0", f"{largest:.2f} nats", _VIOLET)
     if found.advantage is None:
         return None, Scale("-2", "+2", _GREEN, _RED)
-    # One advantage holds for the whole response.
+    # All tokens of a response share one advantage.
     return np.full(len(found.ids), np.clip(found.advantage / 2, -1, 1)), Scale("-2", "+2", _GREEN, _RED)
 
 
 def tokens_html(found: ResponseTokens, values: np.ndarray | None, scale: Scale) -> str:
-    """The only HTML made of a model's text: each piece, and each attribute, is escaped here."""
+    """Return the tokens as HTML. This is the only HTML made from a model's text: every piece is escaped here."""
     parts = []
-    for place, piece in enumerate(found.pieces):
-        style = "" if values is None else _background(float(values[place]), scale)
-        clip = found.clips[place] if found.clips else None
+    for index, piece in enumerate(found.pieces):
+        style = "" if values is None else _background(float(values[index]), scale)
+        clip = found.clips[index] if found.clips else None
         mark = f' class="clip-{clip}"' if clip else ""
-        tip = html.escape(_tip(found, place), quote=True)
+        tip = html.escape(_tip(found, index), quote=True)
         parts.append(f'<span{mark} style="{style}" data-tip="{tip}">{html.escape(_piece(piece))}</span>')
     return "".join(parts)
 
@@ -172,19 +172,19 @@ def _piece(piece: str) -> str:
     return visible(piece).replace("\n", "⏎\n") or "∅"
 
 
-def _tip(found: ResponseTokens, place: int) -> str:
+def _tip(found: ResponseTokens, index: int) -> str:
     def at(values: np.ndarray | None, digits: int) -> str:
-        return number(None if values is None else float(values[place]), digits)
+        return format_number(None if values is None else float(values[index]), digits)
 
-    clip = found.clips[place] if found.clips else None
+    clip = found.clips[index] if found.clips else None
     rows = [
-        ("token", f"{found.start + place} (id {found.ids[place]})"),
+        ("token", f"{found.start + index} (id {found.ids[index]})"),
         ("sampler log-prob", at(found.sampler_logprobs, 4)),
         ("trainer log-prob", at(found.policy_logprobs, 4)),
         ("ratio", at(found.ratio, 4)),
         ("entropy", at(found.entropy, 4)),
-        ("advantage", number(found.advantage, 4)),
-        ("weights", f"version {found.versions[place]}"),
+        ("advantage", format_number(found.advantage, 4)),
+        ("weights", f"version {found.versions[index]}"),
         ("clipped", clip or "no"),
     ]
     width = max(len(value) for _, value in rows)
