@@ -51,7 +51,7 @@ class CheckpointError(DapoError, ValueError):
 
 
 # The errno values that become a StorageError.
-DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class StorageError(DapoError, RuntimeError):

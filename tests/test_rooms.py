@@ -33,7 +33,7 @@ MAY_USE: dict[str, set[str]] = {
         "algorithm", "checkpoint", "config", "data", "engine", "model", "rewards", "store", "terminal",
     },
     "plan": {"config", "data", "engine", "model"},
-    "view": {"store"},
+    "view": {"store", "system"},
     "training": {
         "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "policy", "rewards", "sampling",
         "store", "system", "terminal",

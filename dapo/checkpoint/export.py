@@ -12,9 +12,10 @@ from safetensors import safe_open
 from dapo.checkpoint import folder as checkpoints
 from dapo.checkpoint.card import model_card
 from dapo.checkpoint.weights import ADAPTERS
-from dapo.config import Config, ModelConfig
+from dapo.config import ModelConfig
 from dapo.errors import CheckpointError
 from dapo.model.lora import adapter_settings
+from dapo.store.configuration import recorded_config
 from dapo.system.files import published
 
 _WEIGHTS_AND_SHAPE = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
@@ -22,12 +23,11 @@ _WEIGHTS_AND_SHAPE = ("*.safetensors", "*.safetensors.index.json", "config.json"
 
 def export_run(run: Path, to: Path, which: str | None = None, *, adapters: bool = False) -> Path:
     """Export the checkpoint that `which` names (best, last or a step; default: the best if marked), and return it."""
-    if not (run / "config.yaml").is_file():
-        raise CheckpointError(f"{run}: there is no run here (it has no config.yaml)")
+    config = recorded_config(run)
     saved = checkpoints.find(run / "checkpoints", checkpoints.parse_which(which) if which is not None else None)
     card = model_card(run, saved, adapters=adapters)
     if adapters:
-        export_adapters(saved, to, card, Config.load(run / "config.yaml").model)
+        export_adapters(saved, to, card, config.model)
     else:
         export_merged(saved, to, card)
     return saved

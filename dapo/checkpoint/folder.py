@@ -88,7 +88,7 @@ def _check_space(folder: Path, target: Path, policy: Savable) -> None:
     needed, free = policy.checkpoint_bytes, shutil.disk_usage(folder).free
     if free < needed:
         raise StorageError(
-            f"{target}: a checkpoint takes about {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free on "
+            f"{target}: a checkpoint takes about {_size(needed)}, but only {_size(free)} are free on "
             f"the disk; {_remedy(folder)}"
         )
 
@@ -265,7 +265,8 @@ def _marked_in_format_2(folder: Path) -> Best | None:
 def _damaged(checkpoint: Path, why: str) -> str:
     others = sorted(step for step, path in _all(checkpoint.parent).items() if path != checkpoint)
     remedy = (
-        f"delete this folder to resume from step {others[-1]}"
+        f"use another one (there are those of steps {', '.join(map(str, others))}), or delete this folder to resume "
+        f"from step {others[-1]}"
         if others
         else "there is no other checkpoint: restore it from a copy, or start again under another run.name"
     )
@@ -275,3 +276,11 @@ def _damaged(checkpoint: Path, why: str) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _size(count: int) -> str:
+    """Return bytes in the unit that a person would use."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1000:.0f} kB"

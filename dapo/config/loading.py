@@ -117,11 +117,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
     try:
-        values = _parse_yaml(content.decode("utf-8"))
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not valid YAML (it is not a text file in UTF-8)") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, source: str) -> dict[str, Any]:
+    """Parse the YAML text of a configuration into nested values."""
+    try:
+        values = _parse_yaml(text)
     except ValueError as error:
-        raise ConfigError(f"{path}: not valid YAML ({error})") from None
+        raise ConfigError(f"{source}: not valid YAML ({error})") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected sections such as `model:` and `data:`, found {type(values).__name__}")
+        found = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"{source}: expected sections such as `model:` and `data:`, found {found}")
     return {name: {} if section is None else section for name, section in values.items()}  # `model:` alone is null
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
-from dapo.config.loading import Dumper, apply_override, explain, read_yaml
+from dapo.config.loading import Dumper, apply_override, explain, parse_yaml, read_yaml
 from dapo.config.sections import (
     REWARD_TOKEN,
     AlgorithmConfig,
@@ -51,6 +51,14 @@ class Config(Section):
         if isinstance(run, dict):
             run.setdefault("name", path.stem)
         return cls.parse(values, source=str(path))
+
+    @classmethod
+    def from_text(cls, text: str, source: str, overrides: Sequence[str] = ()) -> Self:
+        """Read YAML text, for example the copy in a run's database."""
+        values = parse_yaml(text, source)
+        for override in overrides:
+            apply_override(values, override, option_names())
+        return cls.parse(values, source=source)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "configuration") -> Self:

@@ -14,6 +14,7 @@ from typing import Any
 from dapo.checkpoint import folder as checkpoint
 from dapo.config import Config, apply_override, leaves, option_names
 from dapo.errors import CheckpointError, ConfigError
+from dapo.store.configuration import is_run, recorded_config
 
 DEFAULT_K = 32
 PRESETS: dict[str, dict[str, Any]] = {
@@ -101,32 +102,34 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _run_and_checkpoint(model: str) -> tuple[Path | None, Path | None]:
     """Return the run and checkpoint that RUN, RUN@STEP, RUN@best or RUN@last names; None for a plain model."""
-    if _is_run(Path(model)):
-        return Path(model), checkpoint.find(Path(model) / "checkpoints")
+    if is_run(Path(model)):
+        return Path(model), _checked(checkpoint.find(Path(model) / "checkpoints"))
     name, at, which = model.rpartition("@")
-    if not at or not _is_run(Path(name)):
+    if not at or not is_run(Path(name)):
         if not Path(model).exists() and _holds_runs(Path(model).parent):  # else it may be the id of a hub model
             raise CheckpointError(f"{model}: there is no such run or model in {Path(model).parent}")
         return None, None
-    return Path(name), checkpoint.find(Path(name) / "checkpoints", checkpoint.parse_which(which))
+    return Path(name), _checked(checkpoint.find(Path(name) / "checkpoints", checkpoint.parse_which(which)))
 
 
-def _is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file()
+def _checked(saved: Path) -> Path:
+    """Refuse a checkpoint whose files are not what was written."""
+    checkpoint.read_state(saved)
+    return saved
 
 
 def _holds_runs(folder: Path) -> bool:
     """Return whether a folder contains runs, or is `runs`, the default of run.dir."""
     if folder in (Path(), Path("runs")) or not folder.is_dir():
         return folder == Path("runs")
-    return any(_is_run(path) for path in folder.iterdir())
+    return any(is_run(path) for path in folder.iterdir())
 
 
 def _config(run: Path | None, path: str, options: Sequence[str]) -> Config:
     # Checkpoints are saved with their adapters merged.
     options = [*options, f"model.path={json.dumps(path)}", "model.lora.rank=0"]
     if run is not None:
-        return Config.load(run / "config.yaml", options)
+        return recorded_config(run, options)
     values: dict[str, Any] = {"data": {"train": "none"}}  # a required option, but nothing is trained here
     for option in options:
         apply_override(values, option, option_names())

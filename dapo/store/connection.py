@@ -34,11 +34,17 @@ _PYTHON_TYPES: dict[str, frozenset[type]] = {
 }
 
 
+def _require_file(path: Path) -> None:
+    if not os.path.isfile(path):
+        what = "is not a regular file" if os.path.lexists(path) else "there is no run database here"
+        raise CheckpointError(f"{path}: {what}")
+
+
 @contextmanager
 def connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
     """Open for writing with `mode` rw or rwc (create); the connection is closed if the block fails."""
-    if mode != "rwc" and not os.path.isfile(path):
-        raise CheckpointError(f"{path}: there is no run database here")
+    if mode != "rwc":
+        _require_file(path)
     with explained(path, "opened as a run database", writes=mode.startswith("rw")):
         connection = sqlite3.connect(
             f"{path.resolve().as_uri()}?mode={mode}",
@@ -120,8 +126,7 @@ class _CheckedCursor(sqlite3.Cursor):
 
 def open_for_reading(path: Path, seconds: float | None = None) -> ReadingConnection:
     """Open a run's database, also while a run writes to it; create no files and change nothing."""
-    if not os.path.isfile(path):
-        raise CheckpointError(f"{path}: there is no run database here")
+    _require_file(path)
     for _ in range(_ATTEMPTS - 1):
         with suppress(DatabaseChanged):
             return _open_once(path, seconds)
@@ -300,7 +305,7 @@ def explained(path: Path, doing: str, *, writes: bool = False) -> Iterator[None]
         if writes and code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise StorageError(
                 f"{path}: cannot be {doing} ({_reason(error)}); free some space or repair the disk, then run the same "
-                "command with --resume"
+                "command again (a run continues with --resume)"
             ) from error
         raise CheckpointError(f"{path}: cannot be {doing} ({_reason(error)})") from error
 

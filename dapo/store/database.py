@@ -95,7 +95,8 @@ class RunDatabase(RunReader):
             if config_yaml is not None:
                 with database._transaction():
                     connection.execute("UPDATE meta SET value = ? WHERE key = 'config'", (to_text(config_yaml),))
-            database._store_tokens = _store_tokens(database.meta()["config"])
+            with readable(path):  # the stored text may be damaged
+                database._store_tokens = _store_tokens(database.meta()["config"])
             return database
 
     def close(self) -> None:
@@ -300,4 +301,7 @@ def _sample_columns(rollout: Rollout, score: Score) -> dict[str, Any]:
 
 
 def _store_tokens(config_yaml: str) -> StoreTokens:
-    return yaml.safe_load(config_yaml)["run"]["store_tokens"]
+    try:
+        return yaml.safe_load(config_yaml)["run"]["store_tokens"]
+    except yaml.YAMLError:
+        raise ValueError("the recorded configuration is not YAML") from None

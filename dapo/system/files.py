@@ -46,9 +46,11 @@ def _disk_faults_explained(final: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if isinstance(error, OSError) and error.errno not in DISK_FAULTS:
+        # shutil.copytree collects the errors of all files in one that has no number of its own.
+        if isinstance(error, OSError) and not isinstance(error, shutil.Error) and error.errno not in DISK_FAULTS:
             raise
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        first = error.args[0][0][2] if isinstance(error, shutil.Error) else error
+        reason = first.strerror if isinstance(first, OSError) else " ".join(str(first).split())
         raise StorageError(f"{final}: cannot be written ({reason}); free some space or repair the disk") from error
 
 
@@ -64,12 +66,17 @@ def _remove_leftovers(final: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: a reader finds the old content or the new one, even after a power failure."""
     draft = path.with_name(f".{path.name}")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    fsync(path.parent)
+    try:
+        with _disk_faults_explained(path):
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+            fsync(path.parent)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def sync_tree(folder: Path) -> None:

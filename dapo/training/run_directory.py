@@ -14,20 +14,19 @@ from functools import reduce
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import TrainerState
 from dapo.config import FIXED, Config, Source, leaves
 from dapo.errors import DISK_FAULTS, CheckpointError, StorageError
+from dapo.store.configuration import CONFIG_FILE, DATABASE_FILE, recorded_config
 from dapo.store.database import RunDatabase
 from dapo.system.files import fsync, write_text
 from dapo.types import Event
 
-_LOCK, _CONFIG, _DATABASE, _CHECKPOINTS = ".lock", "config.yaml", "run.db", "checkpoints"
+_LOCK, _CHECKPOINTS = ".lock", "checkpoints"
 _MARKER = b"This folder belongs to a run of dapo.\n"
 # Files that a start killed before its database exists can leave behind. (config.yaml is not proof: others use it, too.)
-_OURS = {_LOCK, *(f"{_DATABASE}{end}" for end in ("", "-wal", "-shm", "-journal"))}
+_OURS = {_LOCK, *(f"{DATABASE_FILE}{end}" for end in ("", "-wal", "-shm", "-journal"))}
 
 
 class RunDirectory:
@@ -58,7 +57,7 @@ class RunDirectory:
 
     def begin(self, about: Mapping[str, str]) -> RunDatabase:
         """Open the database, and save the run's configuration."""
-        resolved, file = self.config.to_yaml(), self.path / _DATABASE
+        resolved, file = self.config.to_yaml(), self.path / DATABASE_FILE
         self._has_made_lock = False  # the lock file stays from now on: it marks the folder as a run's
         with _explained(self.path):
             if self.resume:
@@ -71,9 +70,17 @@ class RunDirectory:
             if self.changes:
                 message = "changed on resume: " + "; ".join(self.changes)
                 database.record_event(Event("configuration", message, self.state.step if self.state else 0))
-            write_text(self.path / _CONFIG, resolved)  # also syncs the folder, and with it the database's entry
+            write_text(self.path / CONFIG_FILE, resolved)  # also syncs the folder, and with it the database's entry
             fsync(self.path.parent)
         return database
+
+    def require_in_place(self) -> None:
+        """Raise if the folder was moved or deleted while the run was training; what is written would be lost."""
+        if not self._is_in_place(self._lock):
+            raise StorageError(
+                f"{self.path}: the run's folder was moved, deleted or replaced while the run was training; move it "
+                "back and continue with --resume"
+            )
 
     def close(self) -> None:
         checkpoint.clean(self.checkpoints)
@@ -89,25 +96,32 @@ class RunDirectory:
         self._lock.close()
 
     def _take_lock(self) -> IO[bytes]:
-        if self.path.exists() and not (self.path / _LOCK).exists():
+        if self.path.exists() and not any((self.path / name).exists() for name in (_LOCK, DATABASE_FILE)):
             self._refuse_foreign_content()  # before anything is written into the folder
         self.path.mkdir(parents=True, exist_ok=True)
         while True:
+            if os.path.lexists(self.path / _LOCK) and not (self.path / _LOCK).is_file():
+                raise CheckpointError(f"{self.path / _LOCK}: is not a regular file; remove it")  # a FIFO would block
             lock = (self.path / _LOCK).open("ab", buffering=0)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 lock.close()
                 raise CheckpointError(f"{self.path}: another process is training this run") from None
-            with suppress(FileNotFoundError):
-                # A process that abandons the folder deletes the lock file. If it deleted the file opened here, retry.
-                if os.path.samestat(os.fstat(lock.fileno()), (self.path / _LOCK).stat()):
-                    return lock
+            # A process that abandons the folder deletes the lock file. If it deleted the file opened here, retry.
+            if self._is_in_place(lock):
+                return lock
             lock.close()
+
+    def _is_in_place(self, lock: IO[bytes]) -> bool:
+        """Return whether the open lock file is still the one in the folder."""
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(lock.fileno()), (self.path / _LOCK).stat())
+        return False
 
     def _has_run(self) -> bool:
         """Return whether a run was begun here; refuse a folder that this process may not touch."""
-        file = self.path / _DATABASE
+        file = self.path / DATABASE_FILE
         if not RunDatabase.exists(file):
             self._refuse_foreign_content()
             if self.resume:
@@ -125,11 +139,9 @@ class RunDirectory:
 
     def _find_checkpoint(self) -> None:
         """Find the checkpoint to resume from, and check that the configuration describes the same run."""
-        with RunDatabase.open(self.path / _DATABASE) as database:
-            steps, text = database.last_step(), database.meta()["config"]
-        # If config.yaml was lost, the database has a copy.
-        file = self.path / _CONFIG
-        recorded = Config.load(file) if file.exists() else Config.parse(yaml.safe_load(text), source=str(database.path))
+        with RunDatabase.open(self.path / DATABASE_FILE) as database:
+            steps = database.last_step()
+        recorded = recorded_config(self.path)
         self.changes = _changes(recorded, self.config, self.path)
         self.saved = checkpoint.newest(self.checkpoints)
         if self.saved is None and 0 < recorded.run.save_every < steps:
@@ -140,7 +152,7 @@ class RunDirectory:
         self.state = checkpoint.read_state(self.saved) if self.saved else None
         if self.state and self.state.step >= self.config.run.steps:
             raise CheckpointError(
-                f"{self.path}: has already finished its {self.state.step} steps; raise run.steps to continue"
+                f"{self.path}: has already finished {self.state.step} steps; raise run.steps to continue"
             )
 
     def _mark(self) -> None:
@@ -159,8 +171,8 @@ class RunDirectory:
         if saved := checkpoint.steps(self.checkpoints):
             raise CheckpointError(
                 f"{self.path}: holds checkpoints (of steps {', '.join(map(str, saved))}) but no run database; copy "
-                f"{_DATABASE} back with its {_DATABASE}-wal, or continue under another run.name with model.path="
-                f"{self.checkpoints / f'step_{saved[-1]}'}"
+                f"{DATABASE_FILE} back with its {DATABASE_FILE}-wal, or continue under another run.name with "
+                f"model.path={self.checkpoints / f'step_{saved[-1]}'}"
             )
         if self._is_marked():
             return

@@ -174,6 +174,7 @@ class Trainer:
         Every other write to the database waits for it, which keeps the order.
         """
         self._wait_for_records()
+        self.directory.require_in_place()
         self.recording = self.writer.submit(self.database.record_step, report)
 
     def _wait_for_records(self) -> None:
@@ -210,8 +211,9 @@ class Trainer:
         stop = sampled.stop or update.stop
         if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
             stop = (
-                f"{MAX_EMPTY_BATCHES} steps in a row found no group to learn from (in each group all rewards are the "
-                "same): the task is too hard or too easy for this model, or the reward is wrong"
+                f"{MAX_EMPTY_BATCHES} steps in a row found no group to learn from: within each group all responses are "
+                "right, all are wrong, or all have the same score; the task is too hard or too easy for this model, or "
+                "the reward is wrong"
             )
         if stop is not None:
             self._save()
@@ -277,6 +279,7 @@ class Trainer:
     def _save(self, state: TrainerState | None = None) -> None:
         self.reporter.phase("saving")
         self._wait_for_records()  # a resume can undo steps after the checkpoint, but cannot invent missing ones
+        self.directory.require_in_place()
         state = state or self._state()
         checkpoint.save(self.directory.checkpoints, state, self.policy, self.tokenizer)
         self.saved_step = self.step

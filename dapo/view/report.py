@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from dapo.errors import CheckpointError, ConfigError
 from dapo.store.encoding import to_json
+from dapo.system.files import write_text
 from dapo.view.curves import EvalCurve, evaluations
 from dapo.view.groups import GroupDetail, Response, extremes, group
 from dapo.view.health import EventRow, UnjudgedReason, events, unjudged
@@ -64,7 +65,7 @@ def write_report(folder: Path, out: Path) -> None:
         imports=_script_json({"imports": library_urls()}),
         charts=_script_json(charts),
     )
-    out.write_text(page, encoding="utf-8")
+    write_text(out, page)
 
 
 def library_urls() -> dict[str, str]:

@@ -190,7 +190,7 @@ class Campaign:
                 ended = server.run(self.job(point.kind, root, mode=point.mode, at=number))
                 self._check_end(ended, root, point)
             while (ended := server.run(self.job(point.kind, root))).code != 0:
-                if "has already finished its" in ended.output:  # killed after its last checkpoint was complete
+                if "has already finished" in ended.output:  # killed after its last checkpoint was complete
                     break
                 raise Refused(ended.output.strip()[-1500:])
             if "Traceback" in ended.output:

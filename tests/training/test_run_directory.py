@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from dapo.checkpoint.export import export_run
 from dapo.config import Config
-from dapo.errors import CheckpointError, ConfigError, DapoError
+from dapo.errors import CheckpointError, ConfigError, DapoError, StorageError
+from dapo.evaluation.subjects import resolve
 from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
 from dapo.training.trainer import Trainer
@@ -248,3 +250,52 @@ def test_a_file_in_place_of_the_folder_is_one_sentence(tmp_path):
     with pytest.raises(CheckpointError, match=r"run: (Not a directory|File exists)"):
         Trainer(config)
     assert config.run_dir.read_text() == "a file"
+
+
+def test_a_run_whose_folder_is_moved_away_while_it_trains_stops(tmp_path):
+    trainer = Trainer(runs.load(tmp_path, "run.name=run", "run.save_every=0"))
+    trainer.train_step()
+    trainer.run_dir.rename(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="was moved, deleted or replaced while the run was training; move it back"):
+        trainer.run()
+    assert not trainer.run_dir.exists(), "nothing is written to where the folder was"
+
+
+def test_a_lock_that_is_not_a_file_is_refused(tmp_path):
+    config = runs.load(tmp_path, "run.name=run")
+    config.run_dir.mkdir(parents=True)
+    os.mkfifo(config.run_dir / ".lock")
+    with pytest.raises(CheckpointError, match=r"\.lock: is not a regular file; remove it"):
+        Trainer(config)
+
+
+def test_a_lost_configuration_and_an_unreadable_copy_of_it_are_one_sentence(finished, tmp_path):
+    config = copy_of(finished, tmp_path)
+    (config.run_dir / "config.yaml").unlink()
+    with RunDatabase.open(config.run_dir / "run.db") as database:
+        database._connection.execute("UPDATE meta SET value = '{' WHERE key = 'config'")
+    with pytest.raises(DapoError, match=r"run\.db"):
+        Trainer(config, resume=True)
+
+
+def test_a_live_run_without_its_lock_is_not_taken_for_a_folder_without_a_database(tmp_path):
+    trainer = Trainer(runs.load(tmp_path, "run.name=run", "run.save_every=1"))
+    trainer._train_evaluate_save()
+    trainer._wait_for_records()
+    (trainer.run_dir / ".lock").unlink()
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        Trainer(trainer.config)
+    trainer.close()
+
+
+def test_export_and_evaluation_do_not_need_config_yaml(finished, tmp_path):
+    config = copy_of(finished, tmp_path)
+    (config.run_dir / "config.yaml").unlink()
+    export_run(config.run_dir, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    (subject,) = resolve([str(config.run_dir)], data="d.jsonl")
+    assert subject.step == 3
+    weights = config.run_dir / "checkpoints" / "step_3" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"the checkpoint is damaged .* \(there are those of steps 2\)"):
+        resolve([str(config.run_dir)], data="d.jsonl")
