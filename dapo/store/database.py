@@ -21,6 +21,7 @@ from dapo.store.connection import (
     connected,
     explained,
     is_blank,
+    readable,
 )
 from dapo.store.encoding import (
     FLOATS,

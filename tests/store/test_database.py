@@ -644,7 +644,7 @@ def directory(path: Path) -> None:
         (overwritten, "malformed|not a database"),
         (newer, "has schema version 7, but this version of dapo reads 3"),
         (foreign, "is an SQLite database, but not a run's"),
-        (directory, "there is no run database here"),
+        (directory, "is not a regular file"),
     ],
 )
 def test_a_file_that_is_not_a_run_database_is_refused_in_one_sentence(
