@@ -12,6 +12,7 @@ import numpy as np
 from dapo import __version__
 from dapo.checkpoint import folder as checkpoint
 from dapo.config import Config, Source
+from dapo.store.configuration import recorded_config
 from dapo.store.database import RunDatabase
 from dapo.store.encoding import visible
 from dapo.terminal.evaltable import heading, with_interval
@@ -27,7 +28,7 @@ _COUNTS = ("problems", "problems/unjudged", "unjudged")
 
 def model_card(run: Path, saved: Path, *, adapters: bool) -> str:
     """Write the card from the run's configuration and its database up to the step of the checkpoint `saved`."""
-    config = Config.load(run / "config.yaml")
+    config = recorded_config(run)
     step = int(saved.name.removeprefix("step_"))
     with RunDatabase.open_readonly(run / "run.db") as database:
         steps = [metrics for metrics in database.steps() if metrics["step"] <= step]

@@ -74,9 +74,12 @@ def write_text(path: Path, text: str) -> None:
                 os.fsync(file.fileno())
             draft.replace(path)
             fsync(path.parent)
-    except BaseException:
-        draft.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename = str(path)  # the caller knows this name, not the draft's
         raise
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def sync_tree(folder: Path) -> None:

@@ -18,6 +18,8 @@ from dapo.errors import CheckpointError, ConfigError
 from dapo.store.database import RunDatabase
 from tests import runs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

@@ -144,8 +144,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         ("model:\n\tpath: m", "not valid YAML ("),
         (SMALLEST + "optim:\n  lr: 1\n  lr: 2", "the key 'lr' appears twice"),
         (SMALLEST + "data: {train: other.jsonl}", "the key 'data' appears twice"),
-        ("", "expected sections such as `model:` and `data:`, found NoneType"),
-        ("- model", "expected sections such as `model:` and `data:`, found list"),
+        ("", "expected sections such as `model:` and `data:`, found nothing"),
+        ("- model", "expected sections such as `model:` and `data:`, found a list"),
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML ("),
     ],
 )

@@ -10,6 +10,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from dapo.checkpoint.export import export_run
 from dapo.store.database import RunDatabase
 from dapo.view.report import write_report
@@ -61,6 +63,7 @@ def test_a_second_ctrl_c_ends_a_run_whose_judges_hang(tmp_path):
     assert "Exception" not in "".join(output)
 
 
+@pytest.mark.slow
 def test_the_endpoint_token_is_in_no_file_that_a_run_writes(tmp_path):
     def answer(handler, number):
         """Echo the token everywhere: in scores, in reasons, and in an answer that is not HTTP."""

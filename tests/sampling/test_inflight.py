@@ -534,6 +534,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_run_killed_with_groups_in_flight_resumes_without_losing_a_prompt(tmp_path):
     overrides = [*INFLIGHT, "run.name=killed", "run.steps=5", "run.save_every=1"]
     config = runs.load(tmp_path, *overrides)

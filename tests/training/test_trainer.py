@@ -105,6 +105,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [3, 9, 15, 22, 32])
 def test_a_run_killed_at_any_write_resumes_to_the_same_weights_and_metrics(tmp_path, kill_at):
     whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", "run.save_every=1")
