@@ -32,7 +32,7 @@ test-slow: $(VENV)/.ready
 
 test-all: test test-slow
 
-# Break a run at every call that changes a file, resume it, and compare; 25 minutes on two cores. ARGS='--every 10': a sample.
+# Break a run at every call that changes a file, resume it, and compare; half an hour on two cores. ARGS='--every 10': a sample.
 test-faults: $(VENV)/.ready
 	$(BIN)/python -m tests.faults.trials $(ARGS)
 
