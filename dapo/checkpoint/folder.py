@@ -98,10 +98,9 @@ def _explained(folder: Path, target: Path) -> Iterator[None]:
     """Turn a full or failing disk into one sentence, however each library reports it."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{target}: cannot be written ({_reason(error)}); {_remedy(folder)}") from error
     except Exception as error:
-        if type(error) is not Exception:  # tokenizers raises a bare Exception if it cannot write a file
+        # tokenizers raises a bare Exception if it cannot write a file
+        if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:
             raise
         raise StorageError(f"{target}: cannot be written ({_reason(error)}); {_remedy(folder)}") from error
 

@@ -63,7 +63,7 @@ def test_an_address_of_the_wrong_kind_is_refused(address, expected):
 
 
 def test_a_head_that_listens_on_loopback_only_is_joined(tmp_path, cluster):
-    """By default Ray looks for it at this machine's outward address. The size in the message proves that it joined."""
+    """The driver reports the cluster's size, which it knows only after joining."""
     done = train(tmp_path, cluster.address, "cluster.rollout_workers=7")
     assert (done.returncode, "there are 5 CPUs on 3 nodes" in done.stderr) == (2, True), done.stderr
 
