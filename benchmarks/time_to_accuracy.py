@@ -13,7 +13,7 @@ import gc
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,10 @@ def training_config(folder: Path, model: str, device: str, *, ledger: bool, mode
     return Config.parse(values)
 
 
-def held_out(sets: dict[str, list[Prompt]]) -> list[Prompt]:
+def held_out(sets: Mapping[str, Sequence[Prompt]]) -> list[Prompt]:
     """Return the questions of all sets. Those of the small set are repeated, so that the mix matches training."""
     times = {task: repeats for task, _, _, repeats, _ in TASKS}
-    return [prompt for name, prompts in sets.items() for prompt in prompts * times[name]]
+    return [prompt for name, prompts in sets.items() for prompt in [*prompts] * times[name]]
 
 
 class Examiner:
@@ -80,7 +80,7 @@ class Examiner:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.questions = held_out(trainer.eval_sets)
+        self.questions = held_out(trainer.data.eval_sets)
         self.max_tokens = trainer.config.data.max_response_length
         is_idle = trainer.config.rollout.mode == "strict"
         self.engine = trainer.engine if is_idle else _second_engine(trainer, len(self.questions))
@@ -115,7 +115,7 @@ def _second_engine(trainer: Trainer, slots: int) -> EmbeddedEngine:
     data = trainer.config.data
     assert isinstance(trainer.policy, Policy)
     return EmbeddedEngine(
-        trainer.policy.causal_lm, trainer.tokenizer, trainer.stop_ids,
+        trainer.policy.causal_lm, trainer.tokenizer, trainer.parts.stop_ids,
         trainer.config.run.seed, slots, max_length=data.max_prompt_length + data.max_response_length,
         kv_memory_fraction=0.1,
     )  # fmt: skip

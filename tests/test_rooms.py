@@ -27,7 +27,7 @@ MAY_USE: dict[str, set[str]] = {
     "checkpoint": {"config", "model", "store", "system", "terminal"},
     "engine": {"config", "kernels", "model", "system"},
     "policy": {"algorithm", "checkpoint", "config", "kernels", "model"},
-    "sampling": {"algorithm", "config", "data", "engine", "rewards"},
+    "sampling": {"algorithm", "checkpoint", "config", "data", "engine", "rewards"},
     "cluster": {"config", "engine", "model", "policy", "rewards", "system"},
     "evaluation": {
         "algorithm", "checkpoint", "config", "data", "engine", "model", "rewards", "store", "terminal",

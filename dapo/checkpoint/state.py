@@ -26,6 +26,20 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SamplerState:
+    """The sampler's part of the state, with its prompt stream and ledger."""
+
+    positions: list[int]  # one per data source: prompts drawn so far
+    data_digest: str  # of the data that the positions index into
+    next_serial: int
+    recent: list[bool]  # whether each of the latest groups was kept; sizes the next round
+    considered: int  # prompts that the ledger has decided on
+    ledger: Mapping[str, Sequence[int]]
+    carried: list[Group]
+    pending: Mapping[int, Prompt] = field(default_factory=dict)  # by serial: in flight when saved, submitted again
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TrainerState:
     """Everything the next step depends on besides weights and optimizer.
 
@@ -34,16 +48,9 @@ class TrainerState:
 
     step: int
     version: int  # of the weights: steps so far that made an update
-    positions: list[int]  # one per data source: prompts drawn so far
-    data_digest: str  # of the data that the positions index into
-    next_serial: int
-    recent: list[bool]  # whether each of the latest groups was kept; sizes the next round
     empty_in_a_row: int
     non_finite_in_a_row: int
-    considered: int  # prompts that the ledger has decided on
-    ledger: Mapping[str, Sequence[int]]
-    carried: list[Group]
-    pending: Mapping[int, Prompt] = field(default_factory=dict)  # by serial: in flight when saved, submitted again
+    sampler: SamplerState
     best: Best | None = None
 
 
@@ -120,15 +127,20 @@ _CHECKED_STATE = TypeAdapter(_StateData)
 
 
 def to_document(state: TrainerState) -> dict[str, Any]:
-    """Return the content of state.json."""
-    plain = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("carried", "pending", "best")}
+    """Return the content of state.json: one level, whichever part a value belongs to."""
+    sampler = state.sampler
     return {
         "format": FORMAT,
-        **plain,
-        "carried": [_group_to_json(group) for group in state.carried],
-        "pending": [{"serial": serial, "prompt": asdict(prompt)} for serial, prompt in state.pending.items()],
+        **_plain(state, leave_out=("sampler", "best")),
+        **_plain(sampler, leave_out=("carried", "pending")),
+        "carried": [_group_to_json(group) for group in sampler.carried],
+        "pending": [{"serial": serial, "prompt": asdict(prompt)} for serial, prompt in sampler.pending.items()],
         "best": asdict(state.best) if state.best else None,
     }
+
+
+def _plain(record: Any, leave_out: Sequence[str]) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in fields(record) if f.name not in leave_out}
 
 
 def from_document(document: dict[str, Any]) -> TrainerState:
@@ -138,10 +150,11 @@ def from_document(document: dict[str, Any]) -> TrainerState:
     except ValidationError as error:
         fault = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, fault['loc']))} in {STATE_FILE}: {fault['msg']}") from None
-    carried = [_group_from_json(group) for group in document.pop("carried")]
-    pending = {item["serial"]: _prompt(item["prompt"]) for item in document.pop("pending", ())}
-    marked = best_from_json(document.pop("best", None))
-    return TrainerState(**document, carried=carried, pending=pending, best=marked)
+    document["carried"] = [_group_from_json(group) for group in document["carried"]]
+    document["pending"] = {item["serial"]: _prompt(item["prompt"]) for item in document.get("pending", ())}
+    best = best_from_json(document.pop("best", None))
+    sampler = SamplerState(**{f.name: document.pop(f.name) for f in fields(SamplerState)})
+    return TrainerState(**document, sampler=sampler, best=best)
 
 
 def best_from_json(values: Any) -> Best | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dapo.config import Config, Source
@@ -18,6 +20,28 @@ from dapo.errors import DataError
 from dapo.types import Phase, Prompt
 
 MAX_CHARACTERS_PER_TOKEN = 256  # an upper bound on the average over a prompt; ordinary text has about 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunData:
+    """The prompts of one run."""
+
+    stream: PromptStream  # to train on
+    eval_sets: Mapping[str, Sequence[Prompt]]  # by name; empty if the run does not evaluate
+    notes: tuple[str, ...]  # messages for the user: how many rows were left out, and why
+
+
+def load_run_data(config: Config, tokenizer: Any) -> RunData:
+    """Load what the run trains and evaluates on. Without `eval.data` it evaluates on the training questions."""
+    notes: list[str] = []
+    sets = load_eval_sets(config, tokenizer, notes)
+    # Evaluation questions are never trained on, even if this run does not evaluate.
+    stream = load_train_stream(config, tokenizer, [prompt for prompts in sets.values() for prompt in prompts])
+    if config.eval.k == 0:
+        sets = {}
+    elif not sets:
+        sets = {Path(config.data.train[0].path.removeprefix(GYM)).stem: stream.questions()}
+    return RunData(stream, sets, (*stream.notes, *notes))
 
 
 def load_train_stream(config: Config, tokenizer: Any, held_out: Collection[Prompt] = ()) -> PromptStream:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from dapo.errors import CheckpointError
 from dapo.types import Prompt
 
 
@@ -64,6 +65,15 @@ class PromptStream:
 
     def take(self, count: int) -> list[Prompt]:
         return [self._next() for _ in range(count)]
+
+    def restore(self, positions: Sequence[int], digest: str) -> None:
+        """Continue at the positions of a checkpoint; refuse if the data changed since, which gives them no meaning."""
+        if digest != self.digest():
+            raise CheckpointError(
+                "data.train: the questions are not those that the run was trained on so far; restore the files, or "
+                "choose another run.name"
+            )
+        self.positions = list(positions)
 
     def digest(self) -> str:
         """Return a digest of the data that the positions index into, to refuse resuming with another dataset."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from dapo.algorithm.filtering import UNJUDGED, GroupRules, form_group
 from dapo.algorithm.ledger import Ledger
+from dapo.checkpoint.state import SamplerState
 from dapo.config import Config
 from dapo.data.stream import PromptStream
 from dapo.engine.protocol import Engine
@@ -101,8 +102,30 @@ class DynamicSampler:
         self._carry_over(step, surplus, updates=bool(batch))
         return self._result(step, self._with_reference(batch), time.perf_counter() - start)
 
-    def submit(self, prompts: Mapping[int, Prompt], version: int) -> None:
-        """Submit groups by serial: new ones, or on resume those that were in flight at the checkpoint."""
+    def state(self) -> SamplerState:
+        return SamplerState(
+            positions=list(self.stream.positions),
+            data_digest=self.stream.digest(),
+            next_serial=self.next_serial,
+            recent=list(self.recent),
+            considered=self.ledger.considered,
+            ledger=self.ledger.state(),
+            carried=self.carried,
+            pending={serial: group.prompt for serial, group in self.pending.items()},
+        )
+
+    def restore(self, state: SamplerState, version: int) -> None:
+        """Continue from `state`, whatever was in flight before. Its pending groups are submitted again."""
+        self.stream.restore(state.positions, state.data_digest)
+        self.engine.cancel(list(self.pending))
+        self.pending = {}
+        self.next_serial = state.next_serial
+        self.recent = deque(state.recent, self.recent.maxlen)
+        self.ledger.restore(state.ledger, state.considered)
+        self.carried = list(state.carried)
+        self._submit(state.pending, version)
+
+    def _submit(self, prompts: Mapping[int, Prompt], version: int) -> None:
         n = self.config.rollout.n
         self.engine.submit([Request(serial, prompt.tokens, n, self.params) for serial, prompt in prompts.items()])
         self.pending |= {serial: Pending(prompt, version) for serial, prompt in prompts.items()}
@@ -151,7 +174,7 @@ class DynamicSampler:
         self._decide_finished(step)
 
     def _submit_more(self, step: StepState, size: int) -> None:
-        self.submit(dict(enumerate(self._draw(step, size), start=self.next_serial)), step.version)
+        self._submit(dict(enumerate(self._draw(step, size), start=self.next_serial)), step.version)
         self.next_serial += size
         step.submitted += size
 

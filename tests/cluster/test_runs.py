@@ -61,7 +61,7 @@ def assert_accounts_balance(run_dir: Path, steps: int, n: int = 4) -> None:
         assert metrics["tokens/carried_in"] + metrics["tokens/generated"] == out
     with RunDatabase.open_readonly(run_dir / "run.db") as database:
         groups = list(database.groups())
-        in_flight = checkpoint.read_state(run_dir / "checkpoints" / f"step_{steps}").pending
+        in_flight = checkpoint.read_state(run_dir / "checkpoints" / f"step_{steps}").sampler.pending
         serials = sorted([*(group["serial"] for group in groups), *in_flight])
         assert serials == list(range(len(serials)))
         for group in groups:

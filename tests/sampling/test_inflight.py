@@ -488,11 +488,11 @@ def assert_no_prompt_is_lost(config: Config) -> None:
     """Check that every prompt of the stream, in order, is once in the database or in flight."""
     state = checkpoint.read_state(checkpoint.find(config.run_dir / "checkpoints", "last"))
     asked = {group["serial"]: group["prompt_uid"] for group, _ in recorded(config.run_dir)}
-    assert not asked.keys() & state.pending.keys()
-    asked |= {serial: prompt.uid for serial, prompt in state.pending.items()}
-    assert sorted(asked) == list(range(state.next_serial))
+    assert not asked.keys() & state.sampler.pending.keys()
+    asked |= {serial: prompt.uid for serial, prompt in state.sampler.pending.items()}
+    assert sorted(asked) == list(range(state.sampler.next_serial))
     fresh = Trainer(config.model_copy(update={"run": config.run.model_copy(update={"name": "fresh"})}))
-    expected = [prompt.uid for prompt in fresh.stream.take(state.next_serial)]
+    expected = [prompt.uid for prompt in fresh.data.stream.take(state.sampler.next_serial)]
     fresh.close()
     assert [asked[serial] for serial in sorted(asked)] == expected
 
@@ -502,12 +502,12 @@ def test_a_resumed_run_submits_groups_in_flight_again(tmp_path, then):
     config = runs.load(tmp_path, *INFLIGHT, "run.steps=3")
     train(config)
     saved = checkpoint.read_state(checkpoint.find(config.run_dir / "checkpoints", "last"))
-    assert saved.pending, "this test needs groups in flight"
+    assert saved.sampler.pending, "this test needs groups in flight"
     longer = runs.load(tmp_path, *INFLIGHT, "run.steps=6", f"rollout.mode={then}", "eval.k=1", "eval.every=1")
     train(longer, resume=True)
     assert_no_prompt_is_lost(longer)
     again = {group["serial"]: (group, rows) for group, rows in recorded(longer.run_dir)}
-    for serial, prompt in saved.pending.items():
+    for serial, prompt in saved.sampler.pending.items():
         group, rows = again[serial]
         assert group["prompt_uid"] == prompt.uid
         assert group["generated_step"] > 3
@@ -586,5 +586,5 @@ def test_a_checkpoint_from_before_in_flight_mode_can_be_read(tmp_path):
     path.write_text(json.dumps(document))
     checkpoint._write_checksums(folder)  # the edit is not damage
     state = checkpoint.read_state(folder)
-    assert state.pending == {}
-    assert all(rollout.switches == () for group in state.carried for rollout in group.rollouts)
+    assert state.sampler.pending == {}
+    assert all(rollout.switches == () for group in state.sampler.carried for rollout in group.rollouts)

@@ -354,7 +354,7 @@ def test_a_run_whose_tracker_fails_trains_the_same_and_reports_it_once(tmp_path)
     Trainer(plain).run()
     config = runs.load(tmp_path, "run.steps=2", "run.name=tracked", "run.trackers=[tensorboard]")
     trainer = Trainer(config)
-    (member,) = trainer.trackers.members
+    (member,) = trainer.recorder.trackers.members
     os.killpg(member.process.pid, signal.SIGKILL)
     member.process.wait()
     assert trainer.run().steps == 2

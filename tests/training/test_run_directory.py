@@ -137,8 +137,9 @@ def test_a_database_copied_without_its_wal_still_resumes_from_the_checkpoint(tmp
     config = runs.load(tmp_path, "run.name=run", "run.steps=3", "run.save_every=1")
     trainer = Trainer(config)
     for _ in range(2):
-        trainer._train_evaluate_save()
-    trainer._wait_for_records()
+        trainer.train_step()
+        trainer._save()
+    trainer.recorder.flush()
     assert (config.run_dir / "run.db-wal").stat().st_size > 0
     copy = tmp_path / "runs" / "copy"
     shutil.copytree(config.run_dir, copy, ignore=shutil.ignore_patterns("run.db-*"))
@@ -255,10 +256,10 @@ def test_a_file_in_place_of_the_folder_is_one_sentence(tmp_path):
 def test_a_run_whose_folder_is_moved_away_while_it_trains_stops(tmp_path):
     trainer = Trainer(runs.load(tmp_path, "run.name=run", "run.save_every=0"))
     trainer.train_step()
-    trainer.run_dir.rename(tmp_path / "elsewhere")
+    trainer.config.run_dir.rename(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="was moved, deleted or replaced while the run was training; move it back"):
         trainer.run()
-    assert not trainer.run_dir.exists(), "nothing is written to where the folder was"
+    assert not trainer.config.run_dir.exists(), "nothing is written to where the folder was"
 
 
 def test_a_lock_that_is_not_a_file_is_refused(tmp_path):
@@ -280,9 +281,10 @@ def test_a_lost_configuration_and_an_unreadable_copy_of_it_are_one_sentence(fini
 
 def test_a_live_run_without_its_lock_is_not_taken_for_a_folder_without_a_database(tmp_path):
     trainer = Trainer(runs.load(tmp_path, "run.name=run", "run.save_every=1"))
-    trainer._train_evaluate_save()
-    trainer._wait_for_records()
-    (trainer.run_dir / ".lock").unlink()
+    trainer.train_step()
+    trainer._save()
+    trainer.recorder.flush()
+    (trainer.config.run_dir / ".lock").unlink()
     with pytest.raises(CheckpointError, match="already holds a run"):
         Trainer(trainer.config)
     trainer.close()

@@ -50,7 +50,7 @@ def test_six_steps_at_once_and_three_then_three_more_are_the_same_bit_for_bit(tm
     train(whole)
     train(runs.load(tmp_path, "run.name=parts", "run.steps=3"))
     saved = checkpoint.read_state(whole.run_dir.parent / "parts" / "checkpoints" / "step_3")
-    assert saved.carried, "the test needs carried-over groups in the checkpoint"
+    assert saved.sampler.carried, "the test needs carried-over groups in the checkpoint"
     parts = runs.load(tmp_path, "run.name=parts")
     train(parts, resume=True)
     assert_same_run(whole.run_dir, parts.run_dir, step=6)

@@ -1,0 +1,65 @@
+"""Evaluation during training, and which step was the best so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from dapo.checkpoint.state import Best
+from dapo.config import Config
+from dapo.engine.protocol import Engine
+from dapo.errors import ConfigError
+from dapo.evaluation.evaluate import evaluate
+from dapo.rewards.protocol import Judge
+from dapo.training.recorder import Recorder
+from dapo.types import EvalReport, Prompt, SamplingParams
+
+
+class Evaluator:
+    """Evaluates the current weights on every evaluation set, with the engine and the judge of training."""
+
+    def __init__(
+        self, config: Config, sets: Mapping[str, Sequence[Prompt]], engine: Engine, judge: Judge, recorder: Recorder
+    ) -> None:
+        self.options, self.sets = config.eval, sets
+        self.engine, self.judge, self.recorder = engine, judge, recorder
+        options = config.eval
+        self.params = SamplingParams(options.temperature, options.top_p, options.top_k, config.data.max_response_length)
+        self.reports: tuple[EvalReport, ...] = ()  # of the latest evaluation, one per set
+        self.best: Best | None = None
+
+    def run(self, step: int) -> tuple[EvalReport, ...]:
+        """Evaluate on every set. The engine must be idle: it uses one set of sampling parameters at a time."""
+        reports = []
+        for name, prompts in self.sets.items():
+
+            def show(done: int, total: int, name: str = name) -> None:
+                self.recorder.reporter.phase(f"evaluating {name}: {done} of {total}")
+
+            report = evaluate(self.engine, self.judge, prompts, self.options.k, self.params, step, name, show)
+            self.recorder.evaluation(report)
+            reports.append(report)
+        self.engine.figures()  # discard the evaluation's share, so that the next step does not count it
+        self.reports = tuple(reports)
+        self._best_value()  # raises at the first evaluation, before hours of training, if there is no such metric
+        return self.reports
+
+    def is_best(self, step: int) -> bool:
+        """Return whether `step` was evaluated and is the best so far by eval.best_metric; if so, remember it."""
+        value = self._best_value()
+        if value is None or not math.isfinite(value) or self.reports[0].step != step:
+            return False
+        if self.best is not None and value <= self.best.value:
+            return False
+        self.best = Best(step, str(self.options.best_metric), value)
+        return True
+
+    def _best_value(self) -> float | None:
+        """Return the value of eval.best_metric in the latest evaluation; None if the option is not set."""
+        name = self.options.best_metric
+        if name is None or not self.reports:
+            return None
+        metrics = {f"{report.name}/{key}": value for report in self.reports for key, value in report.metrics.items()}
+        if name not in metrics:
+            raise ConfigError(f"eval.best_metric: there is no '{name}'; the metrics are: {', '.join(metrics)}")
+        return metrics[name]
