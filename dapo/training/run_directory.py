@@ -62,6 +62,8 @@ class RunDirectory:
         with _explained(self.path):
             if self.resume:
                 database = RunDatabase.open(file, resolved)
+                was = database.meta()
+                self.changes += [f"{key} {was[key]} -> {now}" for key, now in about.items() if was.get(key, now) != now]
             elif self.is_begun:
                 database = RunDatabase.open(file)
                 database.restart(resolved, about)

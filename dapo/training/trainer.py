@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import TrainerState
 from dapo.config import Config
@@ -82,7 +84,7 @@ class Trainer:
             undo.callback(self.engine.close)
             if self.directory.state:
                 self._restore(self.directory.saved, self.directory.state)
-            self.recorder.open(config, versions() | ({"recipe": recipe} if recipe else {}), self.step)
+            self.recorder.open(config, _environment() | ({"recipe": recipe} if recipe else {}), self.step)
             for note in self.data.notes:
                 self.recorder.event("data", note)
             if plan := self.policy.memory_plan(self.parts.cache_bytes):
@@ -265,6 +267,14 @@ def _with_function(config: Config, reward: Callable[..., Any]) -> Config:
         )
     use = f"python:{getattr(reward, '__name__', type(reward).__name__)}"
     return config.model_copy(update={"reward": config.reward.model_copy(update={"use": use})})
+
+
+def _environment() -> dict[str, str]:
+    """Return what the bits of a run on a CPU depend on besides its configuration. A resume reports what differs."""
+    return versions() | {
+        "threads": str(torch.get_num_threads()),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 def _metrics(sampled: Sampled, update: UpdateResult, *, train: float, total: float) -> dict[str, float]:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from dapo.checkpoint.export import export_run
 from dapo.config import Config
@@ -301,3 +302,16 @@ def test_export_and_evaluation_do_not_need_config_yaml(finished, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match=r"the checkpoint is damaged .* \(there are those of steps 2\)"):
         resolve([str(config.run_dir)], data="d.jsonl")
+
+
+def test_a_resume_with_other_threads_says_so_because_sums_then_round_differently(tmp_path):
+    train(runs.load(tmp_path, "run.name=run", "run.steps=1"))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        train(runs.load(tmp_path, "run.name=run", "run.steps=2"), resume=True)
+    finally:
+        torch.set_num_threads(threads)
+    with RunDatabase.open_readonly(tmp_path / "runs" / "run" / "run.db") as database:
+        (message,) = (event["message"] for event in database.events() if event["kind"] == "configuration")
+    assert message == f"changed on resume: run.steps 1 -> 2; threads {threads} -> {threads + 1}"
