@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -55,12 +56,18 @@ class _Item:
         return len(self.rollout) - 1
 
 
-def mini_batches(groups: Sequence[Group], size: int, seed: int, step: int, epoch: int) -> list[list[Group]]:
-    """Shuffle groups by (seed, step, epoch) and split them into near-equal parts of at most `size` groups."""
+def mini_batches(
+    groups: Sequence[Group], size: int, seed: int, step: int, epoch: int, *, batch_size: int
+) -> list[list[Group]]:
+    """Shuffle groups by (seed, step, epoch) and split them into near-equal parts of at most `size` groups.
+
+    In flight a batch can hold more than `batch_size` groups. A few more make each part larger, not one more part.
+    """
     if not groups:
         return []
     order = np.random.default_rng((seed, step, epoch)).permutation(len(groups))
-    parts = np.array_split(order, -(-len(groups) // size))
+    whole_batches = max(1, round(len(groups) / batch_size))
+    parts = np.array_split(order, whole_batches * math.ceil(min(len(groups), batch_size) / size))
     return [[groups[i] for i in part] for part in parts]
 
 

@@ -100,11 +100,11 @@ class Policy:
     def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
         """Run all epochs and mini-batches over one batch, each mini-batch with one optimizer step."""
         tally = Tally()
-        size, seed = self.config.mini_batch_size, self.config.run.seed
+        size, seed, batch_size = self.config.mini_batch_size, self.config.run.seed, self.config.data.train_batch_size
         parts = [
             (epoch, part)
             for epoch in range(self.config.optim.ppo_epochs)
-            for part in mini_batches(groups, size, seed, step, epoch)
+            for part in mini_batches(groups, size, seed, step, epoch, batch_size=batch_size)
         ]
         for index, (epoch, part) in enumerate(parts):
             self._update_mini_batch(part, step, version, tally, is_first=index == 0, record=epoch == 0)

@@ -32,17 +32,28 @@ class InflightSampler(DynamicSampler):
         step.kept.sort(key=lambda group: group.serial)  # submission order
         step.rounds = math.ceil(step.submitted / self.config.gen_batch_size)
 
+    def _batch_size(self, step: StepState) -> int:
+        """Return `train_batch_size`, or more if more groups would be too old for the next batch.
+
+        How many groups in flight the filter keeps varies. Dropping those that do not fit would mostly drop long ones.
+        """
+        must_train = sum(group.weight_version < self._oldest_allowed(step) for group in step.kept)
+        return max(self.config.data.train_batch_size, must_train)  # the oldest come first
+
+    def _oldest_allowed(self, step: StepState) -> int:
+        """Return the oldest version that the next batch may hold: after the update the weights are one version on."""
+        return step.version + 1 - self.config.algorithm.max_staleness
+
     def _is_complete(self, step: StepState, kept: int, undecided: Iterable[Pending]) -> bool:
         """Return whether the batch is full and the update would make no undecided group older than `max_staleness`."""
-        # After the update the weights have version step.version + 1.
-        oldest_allowed = step.version + 1 - self.config.algorithm.max_staleness
-        return kept >= self.config.data.train_batch_size and all(g.version >= oldest_allowed for g in undecided)
+        oldest = self._oldest_allowed(step)
+        return kept >= self.config.data.train_batch_size and all(group.version >= oldest for group in undecided)
 
     def _top_up(self, step: StepState) -> None:
         """Submit prompts to keep the engine busy, but no more than this batch and the next are expected to need.
 
-        Invariant: kept + keep rate x undecided <= 2 x train_batch_size. What an update leaves over then fits into the
-        next batch, so that none of it becomes stale while the keep rate holds.
+        Invariant: kept + keep rate x undecided <= 2 x train_batch_size. What an update leaves over is then expected to
+        fill the next batch, and the batch grows by the few groups that are kept beyond expectation.
         """
         size, limit = self.config.gen_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches
         missing = 2 * self.config.data.train_batch_size - len(step.kept)

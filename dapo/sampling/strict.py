@@ -95,9 +95,9 @@ class DynamicSampler:
         step = StepState(version, number, self.next_serial, carried_in=sum(group.tokens for group in self.carried))
         self._take_carried(step)
         self._collect(step)
-        target = self.config.data.train_batch_size
-        batch, surplus = step.kept[:target], step.kept[target:]
-        if len(batch) < target:
+        size = self._batch_size(step)
+        batch, surplus = step.kept[:size], step.kept[size:]
+        if len(batch) < self.config.data.train_batch_size:
             batch, surplus = self._on_exhausted(step, batch)
         self._carry_over(step, surplus, updates=bool(batch))
         return self._result(step, self._with_reference(batch), time.perf_counter() - start)
@@ -152,6 +152,10 @@ class DynamicSampler:
         target, limit = self.config.data.train_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches
         while len(step.kept) < target and (limit <= 0 or step.rounds < limit):
             self._round(step, self._round_size(target - len(step.kept)))
+
+    def _batch_size(self, step: StepState) -> int:
+        """Return how many of the kept groups to train on, if there are as many."""
+        return self.config.data.train_batch_size
 
     def _round_size(self, missing: int) -> int:
         """Return how many prompts to submit for `missing` kept groups.

@@ -166,15 +166,26 @@ def test_mini_batches_are_whole_groups_near_equal_and_each_group_is_used_once_pe
     from dapo.policy.packing import mini_batches
 
     groups = random_groups(6, 11, 2)
-    parts = mini_batches(groups, 4, seed=0, step=3, epoch=0)
+    parts = mini_batches(groups, 4, seed=0, step=3, epoch=0, batch_size=11)
     sizes = [len(part) for part in parts]
     assert max(sizes) <= 4
     assert max(sizes) - min(sizes) <= 1
     assert sorted(group.serial for part in parts for group in part) == sorted(group.serial for group in groups)
-    again = mini_batches(groups, 4, seed=0, step=3, epoch=0)
+    again = mini_batches(groups, 4, seed=0, step=3, epoch=0, batch_size=11)
     assert [[g.serial for g in part] for part in parts] == [[g.serial for g in part] for part in again]
-    other = mini_batches(groups, 4, seed=0, step=4, epoch=0)
+    other = mini_batches(groups, 4, seed=0, step=4, epoch=0, batch_size=11)
     assert [[g.serial for g in part] for part in parts] != [[g.serial for g in part] for part in other]
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "expected"),
+    [(8, 8, [8]), (11, 8, [11]), (11, 4, [6, 5]), (17, 8, [9, 8]), (40, 8, [8] * 5), (3, 8, [3]), (5, 4, [3, 2])],
+)
+def test_a_batch_that_grew_by_a_few_groups_makes_as_many_updates_as_a_whole_one(groups, size, expected):
+    from dapo.policy.packing import mini_batches
+
+    parts = mini_batches(random_groups(6, 80, 2)[:groups], size, seed=0, step=1, epoch=0, batch_size=8)
+    assert [len(part) for part in parts] == expected
 
 
 def test_warm_up_counts_trainer_steps():

@@ -245,7 +245,8 @@ def test_no_token_is_too_old_or_lost_and_no_group_is_split_or_trained_twice(
         assert ages(sampled).min() >= 0
         assert sampled.metrics()["groups/in_flight"] == len(sampler.pending)
         assert all([r.index for r in group.rollouts] == [0, 1, 2] for group in sampled.groups)
-        assert len(sampled.batch) <= 4
+        too_old_later = sum(version + 1 - group.weight_version > staleness for group in sampled.batch)
+        assert len(sampled.batch) <= max(4, too_old_later), "the batch grows only by groups that could not wait"
         assert limit == 0 or sampler.next_serial - before <= limit * gen
         assert sampled.batch or not sampler.pending, "the batch is empty, but groups are in flight"
         trained += serials(sampled.batch)
@@ -258,6 +259,31 @@ def test_no_token_is_too_old_or_lost_and_no_group_is_split_or_trained_twice(
             assert not sampler.engine.in_flight
     assert len(trained) == len(set(trained))
     assert sorted([*decided, *serials(sampler.carried), *sampler.pending]) == list(range(sampler.next_serial))
+
+
+@pytest.mark.parametrize(
+    ("size", "in_flight", "keep", "staleness"),
+    [(8, 24, 0.5, 1), (16, 48, 0.5, 1), (8, 32, 0.25, 1), (32, 64, 0.7, 1), (8, 48, 0.5, 2)],
+)
+def test_none_is_dropped_for_its_age_while_the_keep_rate_varies_at_random(size, in_flight, keep, staleness):
+    """300 steps with log-normal lengths. Every kept group is trained on, and the batch stays close to its size."""
+    rng = np.random.default_rng(7)
+    lengths = np.clip(np.exp(rng.normal(3, 0.8, (20_000, 2))), 1, 400).astype(int)
+    kept = rng.random(20_000) < keep
+    sampler = sampler_for(
+        lambda serial, index: int(lengths[serial, index]), lambda serial: bool(kept[serial]),
+        f"data.train_batch_size={size}", f"data.gen_batch_size={in_flight}", "data.max_response_length=400",
+        f"algorithm.max_staleness={staleness}",
+    )  # fmt: skip
+    batches, decided = [], set()
+    for step in range(1, 301):
+        sampled = advance(sampler, step, step - 1)
+        assert ages(sampled).max() <= staleness
+        batches.append(serials(sampled.batch))
+        decided |= sampled.fresh
+    trained = {serial for batch in batches for serial in batch}
+    assert trained == {serial for serial in decided if kept[serial]} - set(serials(sampler.carried))
+    assert size <= np.mean([len(batch) for batch in batches]) <= 1.12 * size
 
 
 @given(
