@@ -1,4 +1,4 @@
-"""The command line: dapo train | eval | data | metrics | view | report | plan | profile | export | doctor."""
+"""The command line: dapo train | resume | eval | data | metrics | view | report | plan | profile | export | doctor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def train(
         bool, typer.Option("--dry-run", help="Print the resolved configuration and the plan, and exit.")
     ] = False,
 ) -> None:
-    """Train a model as a recipe says."""
+    """Train a model as a recipe says.
+
+    The same recipe again starts another run, NAME-2, unless run.name=NAME is given. --resume continues a run with its
+    own options; of the recipe only run.dir and run.name are used then.
+    """
     config = Config.load(recipe, overrides or ())
     console = Console()
     if dry_run:
@@ -55,25 +59,31 @@ def train(
     _check_cluster(config)
     # torch and transformers take seconds to import, so only commands that need them import them.
     with console.status("starting"):
-        from dapo.evaluation.evaluate import differences
-        from dapo.terminal.console import ConsoleReporter, before_after_table
-        from dapo.training.trainer import Trainer
-    trainer = Trainer(config, resume=resume, reporter=ConsoleReporter(console), recipe=recipe.stem)
-    try:
-        result = trainer.run()
-    finally:
-        trainer.close()
-    for before, after in zip(result.before, result.after, strict=False):
-        if after.step > before.step:
-            console.print(before_after_table(before, after, differences(before, after, config.eval.k)))
-    lines = (
-        f"{result.steps} step{'s' * (result.steps != 1)}, {result.seconds:.0f} s of training; the run is in "
-        f"{result.run_dir}",
-        f"{_program()} view {config.run.dir} shows it in the browser, at http://127.0.0.1:8080/",
-    )
-    console.print(*lines, sep="\n", soft_wrap=True, markup=False)
-    if result.signal is not None:
-        raise typer.Exit(128 + result.signal)
+        from dapo.training.command import resume_training, start_training
+    run = resume_training if resume else start_training
+    _exit_on_signal(run(console, config, overrides or (), recipe.stem))
+
+
+@app.command("resume")
+def resume_run(
+    run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example run.steps=200.")] = None,
+) -> None:
+    """Continue a run from its newest checkpoint, with its own options except those that are given."""
+    from dapo.store.configuration import recorded_config
+
+    folder = run.resolve() if run.name in ("", "..") else run
+    config = recorded_config(folder, overrides or ()).renamed(folder.name, str(folder.parent))
+    _check_cluster(config)
+    console = Console()
+    with console.status("starting"):
+        from dapo.training.command import resume_training
+    _exit_on_signal(resume_training(console, config, overrides or ()))
+
+
+def _exit_on_signal(number: int | None) -> None:
+    if number is not None:
+        raise typer.Exit(128 + number)
 
 
 @app.command()
@@ -310,11 +320,6 @@ def _check_cluster(config: Config) -> None:
     check_run_dir(config)
     if needs_ray(config):
         check_room(config)
-
-
-def _program() -> str:
-    """Return this command as it was typed, if it was: .venv/bin/dapo may not be on the path."""
-    return sys.argv[0] if Path(sys.argv[0]).name == "dapo" else "dapo"
 
 
 @contextmanager

@@ -50,6 +50,10 @@ class CheckpointError(DapoError, ValueError):
     """A run directory or checkpoint cannot be read, or belongs to another run."""
 
 
+class RunExists(CheckpointError):
+    """A new run's folder already holds a run, or another process is training there."""
+
+
 # The errno values that become a StorageError.
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, Self
 
@@ -104,6 +105,16 @@ class Config(Section):
     @property
     def needs_reference(self) -> bool:
         return self.algorithm.kl_loss_coef > 0 or self.algorithm.kl_reward_coef > 0
+
+    def renamed(self, name: str, folder: str | None = None) -> Self:
+        """Return the same configuration for a run of another name, and in another `run.dir` if `folder` is given."""
+        run = self.run.model_copy(update={"name": name, "dir": self.run.dir if folder is None else folder})
+        return self.model_copy(update={"run": run})
+
+    def differences(self, other: Config) -> dict[str, tuple[Any, Any]]:
+        """Return the options in which `other` differs, with both values."""
+        pairs = ((key, tuple(reduce(getattr, key.split("."), each) for each in (self, other))) for key, _ in leaves())
+        return {key: (own, theirs) for key, (own, theirs) in pairs if own != theirs}
 
     def to_yaml(self) -> str:
         return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)

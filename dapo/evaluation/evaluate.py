@@ -18,6 +18,10 @@ from dapo.types import EvalReport, EvalSample, Prompt, Request, Rollout, Samplin
 MetricsByProblem = dict[str, dict[str, float]]  # metric -> problem uid -> value
 
 
+class Interrupted(Exception):
+    """The user asked to stop during an evaluation."""
+
+
 def evaluate(
     engine: Engine,
     judge: Judge,
@@ -30,7 +34,8 @@ def evaluate(
 ) -> EvalReport:
     """Sample k responses to each prompt, and judge each group while the engine samples the others.
 
-    Serials are numbered from the step, so that every evaluation of a run draws fresh random numbers.
+    Serials are numbered from the step, so that every evaluation of a run draws fresh random numbers. `on_sample` may
+    raise Interrupted, which leaves the engine idle.
     """
     by_serial = dict(enumerate(prompts, start=step * len(prompts)))
     engine.submit([Request(serial, prompt.tokens, k, params, "eval") for serial, prompt in by_serial.items()])
@@ -45,7 +50,11 @@ def evaluate(
                 members.sort(key=lambda member: member.index)
                 scores[rollout.serial] = judge.submit(by_serial[rollout.serial], members)
         done += len(rollouts)
-        on_sample(done, k * len(prompts))
+        try:
+            on_sample(done, k * len(prompts))
+        except Interrupted:
+            engine.cancel(by_serial)
+            raise
     assert scores.keys() == by_serial.keys(), "the engine lost samples"
     samples = tuple(
         EvalSample(by_serial[serial], rollout, score)

@@ -130,13 +130,17 @@ class DynamicSampler:
         self.engine.submit([Request(serial, prompt.tokens, n, self.params) for serial, prompt in prompts.items()])
         self.pending |= {serial: Pending(prompt, version) for serial, prompt in prompts.items()}
 
-    def drain(self) -> None:
+    def drain(self, is_stopping: Callable[[], bool] = lambda: False) -> bool:
         """Let the engine finish everything in flight, so that it can be used for evaluation.
 
-        The finished groups stay in `pending` and are decided in the next step.
+        The finished groups stay in `pending` and are decided in the next step. Return False if `is_stopping` became
+        true before everything was finished.
         """
         while self._unfinished():
+            if is_stopping():
+                return False
             self._poll()
+        return True
 
     def _take_carried(self, step: StepState) -> None:
         """Put the groups carried from earlier steps first in the batch, and drop those that are too stale."""

@@ -8,6 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from dapo.store.connection import ReadingConnection, open_for_reading, readable, unchanged
 from dapo.store.encoding import (
     FLOATS,
@@ -18,6 +20,7 @@ from dapo.store.encoding import (
     messages_from_json,
     switches_from_json,
 )
+from dapo.types import EvalReport, EvalSample, FinishReason, Prompt, Rollout, Score
 
 
 class RunReader:
@@ -126,6 +129,43 @@ class RunReader:
         with readable(self.path):
             for row in rows:
                 yield {**row, "metrics": figures_from_json(row["metrics"])}
+
+    def eval_reports(self, step: int | None = None) -> tuple[EvalReport, ...]:
+        """Return the evaluations of a step (default: the newest evaluated one) with scores and texts, without tokens.
+
+        Prompts have only their uid, and rollouts only their length: enough to compare two evaluations.
+        """
+        found = list(self.evals())
+        wanted = step if step is not None else max((row["step"] for row in found), default=0)
+        return tuple(
+            EvalReport(wanted, row["name"], row["metrics"], tuple(self._eval_samples(wanted, row["name"])))
+            for row in found
+            if row["step"] == wanted
+        )
+
+    def _eval_samples(self, step: int, name: str) -> Iterator[EvalSample]:
+        rows = self._rows(
+            "SELECT eval_samples.rowid AS row, eval_samples.* FROM eval_samples JOIN evaluations ON evaluation = id"
+            " WHERE (step, name) = (?, ?) ORDER BY row",
+            step,
+            name,
+            order=("row",),
+        )
+        with readable(self.path):
+            for row in rows:
+                empty = np.broadcast_to(np.int32(0), row["length"])  # takes no memory, whatever the length
+                finish: FinishReason = "length" if row["finish_reason"] == "length" else "stop"
+                acc = None if row["acc"] is None else bool(row["acc"])
+                yield EvalSample(
+                    Prompt(row["prompt_uid"], (), (), None),
+                    Rollout(0, row["sample"], empty, empty, finish, row["weight_version"], row["text"]),
+                    Score(row["score"], acc, row["error"], from_json(row["extras"], dict)),
+                )
+
+    def training_seconds(self) -> float:
+        """Return the seconds spent on all recorded training steps, without evaluation and saving."""
+        (row,) = self._rows("SELECT coalesce(sum(value), 0.0) AS value FROM metrics WHERE name = 'timing_s/step'")
+        return row["value"]
 
     def _rows(self, query: str, *values: Any, order: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
         """Yield the rows of a query, and check that they ascend in the columns `order`.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dapo.checkpoint.state import Best
 from dapo.config import Config
 from dapo.engine.protocol import Engine
 from dapo.errors import ConfigError
-from dapo.evaluation.evaluate import evaluate
+from dapo.evaluation.evaluate import Interrupted, evaluate
 from dapo.rewards.protocol import Judge
 from dapo.training.recorder import Recorder
 from dapo.types import EvalReport, Prompt, SamplingParams
@@ -19,22 +19,34 @@ class Evaluator:
     """Evaluates the current weights on every evaluation set, with the engine and the judge of training."""
 
     def __init__(
-        self, config: Config, sets: Mapping[str, Sequence[Prompt]], engine: Engine, judge: Judge, recorder: Recorder
+        self,
+        config: Config,
+        sets: Mapping[str, Sequence[Prompt]],
+        engine: Engine,
+        judge: Judge,
+        recorder: Recorder,
+        is_stopping: Callable[[], bool],
     ) -> None:
         self.options, self.sets = config.eval, sets
         self.engine, self.judge, self.recorder = engine, judge, recorder
+        self.is_stopping = is_stopping
         options = config.eval
         self.params = SamplingParams(options.temperature, options.top_p, options.top_k, config.data.max_response_length)
         self.reports: tuple[EvalReport, ...] = ()  # of the latest evaluation, one per set
         self.best: Best | None = None
 
-    def run(self, step: int) -> tuple[EvalReport, ...]:
-        """Evaluate on every set. The engine must be idle: it uses one set of sampling parameters at a time."""
+    def run(self, step: int) -> None:
+        """Evaluate on every set. The engine must be idle: it uses one set of sampling parameters at a time.
+
+        Raise Interrupted if the run is stopping; what was not finished is not recorded.
+        """
         reports = []
         for name, prompts in self.sets.items():
 
             def show(done: int, total: int, name: str = name) -> None:
                 self.recorder.reporter.phase(f"evaluating {name}: {done} of {total}")
+                if self.is_stopping() and done < total:
+                    raise Interrupted
 
             report = evaluate(self.engine, self.judge, prompts, self.options.k, self.params, step, name, show)
             self.recorder.evaluation(report)
@@ -42,7 +54,6 @@ class Evaluator:
         self.engine.figures()  # discard the evaluation's share, so that the next step does not count it
         self.reports = tuple(reports)
         self._best_value()  # raises at the first evaluation, before hours of training, if there is no such metric
-        return self.reports
 
     def is_best(self, step: int) -> bool:
         """Return whether `step` was evaluated and is the best so far by eval.best_metric; if so, remember it."""

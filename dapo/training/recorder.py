@@ -38,6 +38,8 @@ class Recorder:
             undone = self.database.rewind(step)
             # `rewind` has recorded this event already, so it is only shown here.
             self.reporter.event(Event("resumed", f"after step {step}, {undone} later steps undone", step))
+        if self.directory.changes:
+            self.event("configuration", "changed on resume: " + "; ".join(self.directory.changes))
         self.trackers = Trackers(config, step, on_failure=lambda message: self.event("tracker", message))
 
     def step(self, report: StepReport) -> None:
@@ -69,6 +71,15 @@ class Recorder:
         self.flush()
         self._step = step
         return self.database.rewind(step)
+
+    def evaluations(self, step: int | None = None) -> tuple[EvalReport, ...]:
+        """Return the recorded evaluations of a step, one per set; by default those of the newest evaluated step."""
+        assert self.database
+        return self.database.eval_reports(step)
+
+    def training_seconds(self) -> float:
+        assert self.database
+        return self.database.training_seconds()
 
     def flush(self) -> None:
         """Wait until all steps are in the database; raise if one could not be written."""

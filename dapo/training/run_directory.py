@@ -10,18 +10,16 @@ import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import reduce
 from pathlib import Path
 from typing import IO, Any
 
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import TrainerState
 from dapo.config import FIXED, Config, Source, leaves
-from dapo.errors import DISK_FAULTS, CheckpointError, StorageError
+from dapo.errors import DISK_FAULTS, CheckpointError, RunExists, StorageError
 from dapo.store.configuration import CONFIG_FILE, DATABASE_FILE, recorded_config
 from dapo.store.database import RunDatabase
 from dapo.system.files import fsync, write_text
-from dapo.types import Event
 
 _LOCK, _CHECKPOINTS = ".lock", "checkpoints"
 _MARKER = b"This folder belongs to a run of dapo.\n"
@@ -69,9 +67,6 @@ class RunDirectory:
                 database.restart(resolved, about)
             else:
                 database = RunDatabase.create(file, resolved, about)
-            if self.changes:
-                message = "changed on resume: " + "; ".join(self.changes)
-                database.record_event(Event("configuration", message, self.state.step if self.state else 0))
             write_text(self.path / CONFIG_FILE, resolved)  # also syncs the folder, and with it the database's entry
             fsync(self.path.parent)
         return database
@@ -109,7 +104,7 @@ class RunDirectory:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 lock.close()
-                raise CheckpointError(f"{self.path}: another process is training this run") from None
+                raise RunExists(f"{self.path}: another process is training this run") from None
             # A process that abandons the folder deletes the lock file. If it deleted the file opened here, retry.
             if self._is_in_place(lock):
                 return lock
@@ -134,9 +129,7 @@ class RunDirectory:
         with RunDatabase.open(file) as database:
             has_steps = database.last_step() > 0
         if not self.resume and (has_steps or checkpoint.steps(self.checkpoints)):
-            raise CheckpointError(
-                f"{self.path}: already holds a run; continue it with --resume, or choose another run.name"
-            )
+            raise RunExists(f"{self.path}: already holds a run; continue it with --resume, or choose another run.name")
         return True
 
     def _find_checkpoint(self) -> None:
@@ -144,7 +137,7 @@ class RunDirectory:
         with RunDatabase.open(self.path / DATABASE_FILE) as database:
             steps = database.last_step()
         recorded = recorded_config(self.path)
-        self.changes = _changes(recorded, self.config, self.path)
+        self.changes = self._changes(recorded)
         self.saved = checkpoint.newest(self.checkpoints)
         if self.saved is None and 0 < recorded.run.save_every < steps:
             raise CheckpointError(
@@ -156,6 +149,17 @@ class RunDirectory:
             raise CheckpointError(
                 f"{self.path}: has already finished {self.state.step} steps; raise run.steps to continue"
             )
+
+    def _changes(self, recorded: Config) -> list[str]:
+        """Describe the options that differ from the recorded run; refuse changes that would make it another run."""
+        fixed = {key for key, info in leaves() if info.json_schema_extra == FIXED}
+        found = recorded.differences(self.config)
+        for key in fixed & found.keys():
+            was, now = map(shown, found[key])
+            raise CheckpointError(
+                f"{self.path}: holds another run: its {key} is {was}, not {now}; choose another run.name"
+            )
+        return [f"{key} {shown(was)} -> {shown(now)}" for key, (was, now) in found.items()]
 
     def _mark(self) -> None:
         """Mark the folder as a run's, in its lock file: from now on its files may be ours."""
@@ -202,22 +206,8 @@ def _explained(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{where}: {reason}; the run needs a folder that it may write to") from error
 
 
-def _changes(old: Config, new: Config, path: Path) -> list[str]:
-    """Describe the options that differ from the recorded run; refuse changes that would make it another run."""
-    changes = []
-    for key, info in leaves():
-        was, now = (reduce(getattr, key.split("."), config) for config in (old, new))
-        if was == now:
-            continue
-        if info.json_schema_extra == FIXED:
-            raise CheckpointError(
-                f"{path}: holds another run: its {key} is {_shown(was)}, not {_shown(now)}; choose another run.name"
-            )
-        changes.append(f"{key} {_shown(was)} -> {_shown(now)}")
-    return changes
-
-
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return an option's value as messages show it."""
     if isinstance(value, tuple) and value and isinstance(value[0], Source):
         return ", ".join(source.path for source in value)
     return repr(value)

@@ -16,6 +16,7 @@ from dapo.checkpoint.state import TrainerState
 from dapo.config import Config
 from dapo.data.dataset import load_run_data
 from dapo.errors import ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped
+from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
 from dapo.policy.build import model_source
 from dapo.policy.protocol import UpdateResult
@@ -43,10 +44,10 @@ class RunResult:
 
     run_dir: Path
     steps: int
-    before: tuple[EvalReport, ...]  # one per set, before the first step; empty for a resumed run
+    before: tuple[EvalReport, ...]  # one per set, before the first step
     after: tuple[EvalReport, ...]  # the latest evaluation, one per set
     signal: int | None  # the signal that ended the run early, after its step was finished and saved
-    seconds: float  # spent on training steps, without evaluation and saving
+    seconds: float  # spent on training steps, without evaluation and saving, also before a resume
 
 
 class Trainer:
@@ -67,7 +68,6 @@ class Trainer:
         self.reporter = reporter or Reporter()
         self.step, self.version, self.saved_step = 0, 0, 0
         self.empty_in_a_row = 0
-        self.seconds = 0.0
         self.before: tuple[EvalReport, ...] = ()
         self.signal: int | None = None
         require_trackers(config.run.trackers)
@@ -85,6 +85,7 @@ class Trainer:
             if self.directory.state:
                 self._restore(self.directory.saved, self.directory.state)
             self.recorder.open(config, _environment() | ({"recipe": recipe} if recipe else {}), self.step)
+            self.seconds = self.recorder.training_seconds()
             for note in self.data.notes:
                 self.recorder.event("data", note)
             if plan := self.policy.memory_plan(self.parts.cache_bytes):
@@ -96,8 +97,7 @@ class Trainer:
     def run(self) -> RunResult:
         """Train up to `run.steps`, or to the end of the step in which a signal asks to stop; then close everything."""
         with closing(self), signals.handled(self._ask_to_stop), self.reporter.training(self.config, self.step):
-            if self.step == 0:
-                self.before = self._evaluate()
+            self._evaluate_first()
             while not self.is_finished and self.signal is None:
                 with self._faults_handled():
                     self.train_step()
@@ -108,8 +108,8 @@ class Trainer:
             if self.step > self.saved_step:
                 self._save()
             self.recorder.event("finished" if self.is_finished else "interrupted", f"after step {self.step}")
-        after = self.evaluator.reports
-        return RunResult(self.config.run_dir, self.step, self.before, after, self.signal, self.seconds)
+        seconds, reports = self.seconds, self.evaluator.reports
+        return RunResult(self.config.run_dir, self.step, self.before, reports, self.signal, seconds)
 
     def train_step(self) -> None:
         """Run one step: Prompt -> Rollout -> Score -> Group -> Batch -> loss -> update -> report."""
@@ -150,13 +150,14 @@ class Trainer:
         config, saved = self.config, self.directory.saved
         # Load the data before the weights, so that its errors show at once.
         self.data = load_run_data(config, load_tokenizer(model_source(config, saved).path))
-        self.parts = assemble(config, saved, self.recorder.event, lambda: self.signal is not None)
+        self.parts = assemble(config, saved, self.recorder.event, self._is_stopping)
         self.policy, self.engine = self.parts.policy, self.parts.engine
         self.tokenizer = self.parts.tokenizer
         judge = judge or self.parts.judge
         assert judge is not None
         self.judge = judge
-        self.evaluator = Evaluator(config, self.data.eval_sets, self.engine, judge, self.recorder)
+        sets = self.data.eval_sets
+        self.evaluator = Evaluator(config, sets, self.engine, judge, self.recorder, self._is_stopping)
         build_sampler = InflightSampler if config.rollout.mode == "inflight" else DynamicSampler
         self.sampler = build_sampler(
             config,
@@ -168,10 +169,23 @@ class Trainer:
             on_progress=self.reporter.responses,
         )
 
-    def _evaluate(self) -> tuple[EvalReport, ...]:
-        if self.data.eval_sets:
-            self.sampler.drain()
-        return self.evaluator.run(self.step)
+    def _evaluate_first(self) -> None:
+        """Evaluate before the first step. On resume take what is recorded, and evaluate only if that is missing."""
+        is_due = self.step == 0 or self._is_due(self.config.eval.every)
+        if is_due and not self.recorder.evaluations(self.step):
+            self._evaluate()
+        else:
+            self.evaluator.reports = self.recorder.evaluations()
+        self.before = self.evaluator.reports if self.step == 0 else self.recorder.evaluations(0)
+
+    def _evaluate(self) -> None:
+        """Evaluate the current weights, or leave it if the run is stopping: a resume makes up for it."""
+        with suppress(Interrupted):
+            if self.data.eval_sets and self.sampler.drain(self._is_stopping):
+                self.evaluator.run(self.step)
+
+    def _is_stopping(self) -> bool:
+        return self.signal is not None
 
     def _stop_if_pointless(self, stop: str | None) -> None:
         """Save and raise if the sampler or the update asked to stop, or if several batches in a row were empty."""

@@ -1,0 +1,77 @@
+"""The commands `dapo train` and `dapo resume`: the options and the name of a run, and what is printed at its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+from rich.console import Console
+
+from dapo.config import Config
+from dapo.errors import RunExists
+from dapo.evaluation.evaluate import differences
+from dapo.store.configuration import is_run, recorded_config
+from dapo.terminal.console import ConsoleReporter, before_after_table
+from dapo.training.run_directory import shown
+from dapo.training.trainer import Trainer
+
+
+def start_training(console: Console, config: Config, overrides: Sequence[str], recipe: str) -> int | None:
+    """Train a new run. If its folder holds another run, take the next free name, unless the name is an override."""
+    has_given_name = any(override.startswith("run.name=") for override in overrides)
+    for number in count(1):
+        named = config if number == 1 else config.renamed(f"{config.run.name}-{number}")
+        try:
+            trainer = Trainer(named, reporter=ConsoleReporter(console), recipe=recipe)
+        except RunExists:
+            if has_given_name:
+                raise
+            continue
+        if number > 1:
+            console.print(f"{config.run_dir} holds another run, so this one is {named.run_dir}", markup=False)
+        return _run(console, trainer)
+    raise AssertionError("unreachable")
+
+
+def resume_training(
+    console: Console, config: Config, overrides: Sequence[str], recipe: str | None = None
+) -> int | None:
+    """Continue the run in `config.run_dir` with its own options, changed only by `overrides`.
+
+    If `config` is from a recipe, the options in which it differs from the run are listed.
+    """
+    if is_run(config.run_dir):  # if not, the trainer says what is wrong
+        own = recorded_config(config.run_dir, overrides).renamed(config.run.name, config.run.dir)
+        for key, (ours, theirs) in own.differences(config).items():
+            line = f"{key} stays {shown(ours)}, as in the run so far; the recipe has {shown(theirs)}"
+            console.print(f"{line}: give {key}=... to change it", style="yellow", markup=False, soft_wrap=True)
+        config = own
+    return _run(console, Trainer(config, resume=True, reporter=ConsoleReporter(console), recipe=recipe))
+
+
+def _run(console: Console, trainer: Trainer) -> int | None:
+    """Train, print the result, and return the signal that ended the run early."""
+    try:
+        result = trainer.run()
+    finally:
+        trainer.close()
+    config = trainer.config
+    for before, after in zip(result.before, result.after, strict=False):
+        if after.step > before.step:
+            console.print(before_after_table(before, after, differences(before, after, config.eval.k)))
+    lines = [
+        f"{result.steps} step{'s' * (result.steps != 1)}, {result.seconds:.0f} s of training; the run is in "
+        f"{result.run_dir}",
+        f"{_program()} view {config.run.dir} shows it in the browser, at http://127.0.0.1:8080/",
+    ]
+    if result.signal is not None:
+        lines.append(f"to continue: {_program()} resume {result.run_dir}")
+    console.print(*lines, sep="\n", soft_wrap=True, markup=False)
+    return result.signal
+
+
+def _program() -> str:
+    """Return this command as it was typed, if it was: .venv/bin/dapo may not be on the path."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "dapo" else "dapo"
