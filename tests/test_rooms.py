@@ -30,12 +30,13 @@ MAY_USE: dict[str, set[str]] = {
     "sampling": {"algorithm", "config", "data", "engine", "rewards"},
     "cluster": {"config", "engine", "model", "policy", "rewards", "system"},
     "evaluation": {
-        "algorithm", "checkpoint", "config", "data", "engine", "model", "rewards", "store", "terminal",
+        "algorithm", "checkpoint", "cluster", "config", "data", "engine", "model", "rewards", "store", "system",
+        "terminal",
     },
     "plan": {"config", "data", "engine", "model"},
     "view": {"store", "system"},
     "training": {
-        "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "policy", "rewards", "sampling",
+        "checkpoint", "cluster", "config", "data", "evaluation", "model", "policy", "rewards", "sampling",
         "store", "system", "terminal",
     },
 }  # fmt: skip

@@ -39,14 +39,15 @@ def starts_here() -> bool:
     return os.environ.get("RAY_ADDRESS") in LOCAL
 
 
-def check_room(config: Config) -> None:
+def check_room(config: Config, *, has_learners: bool = True) -> None:
     """Refuse a run that does not fit on this machine, if Ray will be started here. Ray itself takes a minute."""
     if not starts_here() or _has_joined():
         return
     import torch
 
     gpus = torch.cuda.device_count()
-    Demand.of(config, on_gpu=wants_gpus(config, gpus)).check([room(os.cpu_count() or 1, gpus)])
+    demand = Demand.of(config, on_gpu=wants_gpus(config, gpus), has_learners=has_learners)
+    demand.check([room(os.cpu_count() or 1, gpus)])
 
 
 def join() -> bool:

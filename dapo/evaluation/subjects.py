@@ -23,7 +23,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Metrics of two models are comparable only if these options are the same for both.
 _SHARED_KEYS = (
     "data.max_prompt_length", "data.max_response_length", "data.prompt_template", "data.system_prompt",
-    *(key for key, _ in leaves() if key.startswith("reward.")),
+    "rollout.engine", *(key for key, _ in leaves() if key.startswith("reward.")),
 )  # fmt: skip
 
 
@@ -47,8 +47,8 @@ def resolve(
 ) -> list[Subject]:
     """Return one subject per argument of the command line.
 
-    A run brings its own template, reward and lengths. A plain model takes those of the first run among the arguments,
-    or the defaults. The questions, the sampling parameters and the seed are those of the first model, for all.
+    A run brings its own engine, cluster, template, reward and lengths. A plain model takes those of the first run among
+    the arguments, or the defaults. The questions, the sampling parameters and the seed are those of the first model.
     """
     if not models:
         raise ConfigError("dapo eval: name at least one run or model")

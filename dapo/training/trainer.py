@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import Best, TrainerState
+from dapo.cluster.assemble import assemble
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets, load_train_stream
 from dapo.errors import CheckpointError, ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped
@@ -31,7 +32,6 @@ from dapo.store.database import versions
 from dapo.store.trackers import Trackers, require_trackers
 from dapo.terminal.console import Reporter
 from dapo.training import signals
-from dapo.training.assemble import assemble
 from dapo.training.run_directory import RunDirectory
 from dapo.types import EvalReport, Event, SamplingParams, StepReport
 

@@ -120,13 +120,13 @@ def test_missing_vllm_is_reported_before_ray_is_started(tmp_path, cluster):
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_a_model_unknown_to_vllm_is_reported_before_ray_is_started(tmp_path, monkeypatch):
-    from dapo.training.assemble import assemble
+    from dapo.cluster.assemble import assemble
 
     config = runs.load(tmp_path, "rollout.engine=vllm", "cluster.rollout_workers=1")
     file = tmp_path / "model" / "config.json"
     file.write_text(file.read_text().replace("LlamaForCausalLM", "ZebraForCausalLM"))
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    monkeypatch.setattr("dapo.training.assemble.join", lambda: pytest.fail("Ray was started"))
+    monkeypatch.setattr("dapo.cluster.assemble.join", lambda: pytest.fail("Ray was started"))
     with pytest.raises(DapoError, match="vLLM cannot run this model"):
         assemble(config)
 
