@@ -110,12 +110,12 @@ def check_address(address: str) -> None:
     _check_head(address)
 
 
-def check_run_dir(config: Config) -> None:
-    """Refuse a relative run.dir in a submitted job: it works in a copy of the folder, which Ray deletes afterwards."""
+def check_run_dir(config: Config, option: str = "run.dir") -> None:
+    """Refuse a relative run directory in a submitted job, whose working directory Ray deletes afterwards."""
     folder = Path(config.run.dir)
     if "/_ray_pkg_" in Path.cwd().as_posix() and not folder.is_absolute():
         raise ClusterError(
-            f"run.dir is {folder}, in a copy of the working directory that Ray deletes after the job: set it to an "
+            f"{option} is {folder}, in a copy of the working directory that Ray deletes after the job: set it to an "
             "absolute path"
         )
 

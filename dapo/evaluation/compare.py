@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dapo.cluster.assemble import check_samplers
+from dapo.cluster.joining import check_run_dir
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets
 from dapo.errors import RewardError
@@ -62,6 +63,7 @@ def evaluate_models(
     for subject in subjects:  # report what is missing before hours are spent on the models before it
         resolve_path(subject.config.model.path)
         check_samplers(subject.config)
+    check_run_dir(subjects[0].config, "--out")
     results: dict[str, list[Result]] = {}
     with closing(SharedParts(on_event=lambda kind, message: _note(console, f"{kind}: {message}"))) as parts:
         for subject in subjects:

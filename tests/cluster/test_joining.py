@@ -16,7 +16,9 @@ import pytest
 
 from dapo.cluster.joining import check_address, check_room, check_run_dir, join, needs_ray
 from dapo.errors import ClusterError, DapoError
+from dapo.evaluation.compare import evaluate_models
 from tests import runs
+from tests.tiny import save_tiny
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
@@ -138,6 +140,8 @@ def test_a_run_directory_in_a_jobs_copy_of_the_working_directory_is_refused(tmp_
     check_run_dir(runs.load(tmp_path))  # an absolute path
     with pytest.raises(ClusterError, match=r"run\.dir is runs, in a copy of the working directory that Ray deletes"):
         check_run_dir(runs.load(tmp_path, "run.dir=runs"))
+    with pytest.raises(ClusterError, match=r"--out is runs/.*, in a copy of the working directory"):
+        evaluate_models([str(save_tiny(tmp_path / "model"))], data="d")
 
 
 def test_a_local_start_listens_on_loopback_only():
