@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -60,9 +61,8 @@ def resolve(
         options.append(f"eval.k={k}")
     found = [_run_and_checkpoint(model) for model in models]
     first_run = next((run for run, _ in found if run is not None), None)
-    configs = []
-    for model, (run, saved) in zip(models, found, strict=True):
-        configs.append(_config(run or first_run, str(saved or model), options))
+    sources = [(run or first_run, str(saved or model)) for model, (run, saved) in zip(models, found, strict=True)]
+    configs = [_config(run, path, options) for run, path in sources]
     first = configs[0]
     if not first.eval.data:
         raise ConfigError(
@@ -145,8 +145,5 @@ def _preset(name: str | None) -> list[str]:
 
 
 def _unused(label: str, taken: set[str]) -> str:
-    numbers = iter(range(2, len(taken) + 3))
-    found = label
-    while found in taken:
-        found = f"{label}-{next(numbers)}"
-    return found
+    names = itertools.chain([label], (f"{label}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
