@@ -38,7 +38,8 @@ test-faults: $(VENV)/.ready
 
 # With real vLLM (its CPU build) and real Ray, which have an environment of their own.
 test-cluster: $(CLUSTER)/.ready
-	$(CLUSTER)/bin/python -m pytest tests/cluster tests/engine/test_contract.py tests/engine/test_vllm.py $(ARGS)
+	$(CLUSTER)/bin/python -m pytest tests/cluster tests/engine/test_contract.py tests/engine/test_vllm.py \
+		tests/evaluation/test_vllm.py $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

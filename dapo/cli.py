@@ -173,11 +173,12 @@ def evaluate(
     with console.status("starting"):
         from dapo.evaluation.compare import comparison_json, evaluate_models, print_comparison
         from dapo.evaluation.subjects import split_arguments
+        from dapo.system.files import write_text
     named, overrides = split_arguments(models)
     found = evaluate_models(named, overrides, data=data, k=k, preset=preset, out=out, console=console)
     print_comparison(console, found)
     if as_json is not None:
-        as_json.write_text(comparison_json(found), encoding="utf-8")
+        write_text(as_json, comparison_json(found))
 
 
 @app.command()

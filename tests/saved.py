@@ -30,8 +30,15 @@ IDS = torch.tensor([[1, 40, 50, 60, 70, 80]])
 class SavedRun:
     """A run directory as a trainer leaves it; `move` changes the weights at random instead of training."""
 
-    def __init__(self, folder: Path, rank: int = 0, targets: Any = "all-linear", **sections: dict[str, Any]) -> None:
-        save_tiny(folder / "model")
+    def __init__(
+        self,
+        folder: Path,
+        rank: int = 0,
+        targets: Any = "all-linear",
+        shape: dict[str, Any] | None = None,
+        **sections: dict[str, Any],
+    ) -> None:
+        save_tiny(folder / "model", **(shape or {}))
         lora = {"rank": rank, "target_modules": targets}
         values: dict[str, dict[str, Any]] = {
             "run": {"dir": str(folder), "name": "run", "steps": 9, "store_tokens": "none"},

@@ -30,7 +30,8 @@ MAY_USE: dict[str, set[str]] = {
     "sampling": {"algorithm", "checkpoint", "config", "data", "engine", "rewards"},
     "cluster": {"config", "engine", "model", "policy", "rewards", "system"},
     "evaluation": {
-        "algorithm", "checkpoint", "config", "data", "engine", "model", "rewards", "store", "terminal",
+        "algorithm", "checkpoint", "cluster", "config", "data", "engine", "model", "rewards", "store", "system",
+        "terminal",
     },
     "plan": {"config", "data", "engine", "model"},
     "view": {"store", "system"},

@@ -39,14 +39,15 @@ def starts_here() -> bool:
     return os.environ.get("RAY_ADDRESS") in LOCAL
 
 
-def check_room(config: Config) -> None:
+def check_room(config: Config, *, has_learners: bool = True) -> None:
     """Refuse a run that does not fit on this machine, if Ray will be started here. Ray itself takes a minute."""
     if not starts_here() or _has_joined():
         return
     import torch
 
     gpus = torch.cuda.device_count()
-    Demand.of(config, on_gpu=wants_gpus(config, gpus)).check([room(os.cpu_count() or 1, gpus)])
+    demand = Demand.of(config, on_gpu=wants_gpus(config, gpus), has_learners=has_learners)
+    demand.check([room(os.cpu_count() or 1, gpus)])
 
 
 def join() -> bool:
@@ -109,12 +110,12 @@ def check_address(address: str) -> None:
     _check_head(address)
 
 
-def check_run_dir(config: Config) -> None:
-    """Refuse a relative run.dir in a submitted job: it works in a copy of the folder, which Ray deletes afterwards."""
+def check_run_dir(config: Config, option: str = "run.dir") -> None:
+    """Refuse a relative run directory in a submitted job, whose working directory Ray deletes afterwards."""
     folder = Path(config.run.dir)
     if "/_ray_pkg_" in Path.cwd().as_posix() and not folder.is_absolute():
         raise ClusterError(
-            f"run.dir is {folder}, in a copy of the working directory that Ray deletes after the job: set it to an "
+            f"{option} is {folder}, in a copy of the working directory that Ray deletes after the job: set it to an "
             "absolute path"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from torch import Tensor
 
 from dapo.cluster.actor import Restarts, RolloutWorker, Weights
 from dapo.cluster.engine import RayEngine
@@ -18,46 +19,30 @@ from dapo.cluster.learners import LearnerGroup, LearnerRank
 from dapo.cluster.parts import Parts
 from dapo.cluster.placement import Bundle, Demand, Placement, wants_gpus
 from dapo.config import Config, EngineName
-from dapo.engine.embedded.build import embedded_engine
-from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.engine.build import build_engine, saved_weights
 from dapo.engine.packed import unpacked
 from dapo.engine.protocol import Engine
-from dapo.engine.vllm.engine import Transport, open_vllm
-from dapo.model.loading import load_model, load_tokenizer, resolve_path
+from dapo.engine.vllm.engine import Transport
+from dapo.model.loading import load_tokenizer
 from dapo.policy.build import model_source
 
 CPU_CONCURRENT = 64  # responses that a worker on a CPU decodes at once, unless rollout.max_concurrent is set
 
 
-class Follower:
-    """An embedded engine on its own copy of the model, into which `sync_weights` copies the new weights."""
-
-    def __init__(self, engine: EmbeddedEngine, model: Any, weights: Callable[[], Weights]) -> None:
-        self.engine, self.model, self.weights = engine, model, weights
-        self.submit, self.poll, self.cancel = engine.submit, engine.poll, engine.cancel
-        self.figures, self.release_cache, self.close = engine.figures, engine.release_cache, engine.close
-
-    def sync_weights(self, version: int) -> None:
-        own = self.model.state_dict()
-        for name, tensor in unpacked(self.weights()):
-            own[name].copy_(tensor)
-        self.engine.sync_weights(version)
-
-
 def rollout_engine(
-    kind: EngineName,
-    options: str,
-    stop_ids: frozenset[int],
-    weights: Callable[[], Weights],
-    transport: Transport = "memory",
+    kind: EngineName, options: str, weights: Callable[[], Weights | Path], transport: Transport = "memory"
 ) -> Engine:
-    """Build the engine of a rollout worker, with the recipe's model. Trained weights follow by `sync_weights`."""
+    """Build the engine of a rollout worker, with the recipe's model. Other weights follow by `sync_weights`.
+
+    They come from learners, or from a checkpoint that this worker reads itself.
+    """
     config = Config.model_validate_json(options)
-    if kind == "vllm":
-        directory, tokenizer = resolve_path(config.model.path), load_tokenizer(config.model.path)
-        return open_vllm(config, directory, tokenizer, stop_ids, lambda: unpacked(weights()), transport=transport)
-    loaded = load_model(config.model)
-    return Follower(embedded_engine(config, loaded, loaded.model), loaded.model, weights)
+
+    def tensors() -> Iterable[tuple[str, Tensor]]:
+        newest = weights()
+        return saved_weights(config.model, newest) if isinstance(newest, Path) else unpacked(newest)
+
+    return build_engine(config, kind, tensors, transport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +50,7 @@ class _Site:
     """Arguments that learners, engine and judges have in common."""
 
     config: Config
+    on_gpu: bool
     demand: Demand
     placement: Placement
     restarts: Restarts
@@ -85,22 +71,16 @@ def place(
     is_stopping: Callable[[], bool],
 ) -> Parts:
     """Start all parts of the run on the cluster. Closing the engine ends them and frees the reserved resources."""
-    config = with_absolute_path(config)
     with ExitStack() as undo:
         if has_joined:
             undo.callback(ray.shutdown)
         tokenizer = load_tokenizer(model_source(config, saved).path)
-        demand = Demand.of(config, on_gpu=wants_gpus(config))
-        placement = Placement(demand, config.cluster.timeout)
-        undo.callback(placement.remove)
-        site = _Site(config, demand, placement, Restarts(config.cluster.max_restarts), on_event, is_stopping)
-        judge = None
-        if config.cluster.reward_workers:  # first: report a broken reward before models are loaded
-            judge = _place_judges(site)
-            undo.callback(judge.close)
+        site = _reserve(undo, config, on_event, is_stopping)
+        judge = _place_judges(undo, site)  # first: report a broken reward before models are loaded
         learners = _place_learners(site, saved)
         undo.callback(learners.close)
-        engine = _place_engine(site, learners, undo.pop_all().close)  # from here on, closing the engine undoes all
+        # From here on, closing the engine undoes all.
+        engine = _place_engine(site, learners.stored_weights, undo.pop_all().close, learners.broadcast)
     return Parts(
         learners,
         engine,
@@ -110,6 +90,33 @@ def place(
         restart=learners.restart,
         judge=judge,
     )
+
+
+def place_samplers(
+    config: Config, folder: Callable[[], Path], has_joined: bool, on_event: Callable[[str, str], None]
+) -> tuple[RayEngine, PlacedJudge | None]:
+    """Start rollout workers and reward workers without learners. New weights are those of the checkpoint `folder()`."""
+    with ExitStack() as undo:
+        if has_joined:
+            undo.callback(ray.shutdown)
+        site = _reserve(undo, config, on_event, has_learners=False)
+        judge = _place_judges(undo, site)
+        return _place_engine(site, lambda: folder().absolute(), undo.pop_all().close), judge
+
+
+def _reserve(
+    undo: ExitStack,
+    config: Config,
+    on_event: Callable[[str, str], None],
+    is_stopping: Callable[[], bool] = lambda: False,
+    *,
+    has_learners: bool = True,
+) -> _Site:
+    config, on_gpu = with_absolute_path(config), wants_gpus(config)
+    demand = Demand.of(config, on_gpu=on_gpu, has_learners=has_learners)
+    placement = Placement(demand, config.cluster.timeout)
+    undo.callback(placement.remove)
+    return _Site(config, on_gpu, demand, placement, Restarts(config.cluster.max_restarts), on_event, is_stopping)
 
 
 def _place_learners(site: _Site, saved: Path | None) -> LearnerGroup:
@@ -125,34 +132,42 @@ def _place_learners(site: _Site, saved: Path | None) -> LearnerGroup:
     )
 
 
-def _place_engine(site: _Site, learners: LearnerGroup, on_close: Callable[[], None]) -> RayEngine:
+def _place_engine(
+    site: _Site,
+    weights: Callable[[], Any],
+    on_close: Callable[[], None],
+    broadcast: Callable[[Sequence[Any], int], None] | None = None,
+) -> RayEngine:
     config, demand, placement = site.config, site.demand, site.placement
-    kinds = config.rollout_engines or (config.rollout.engine,) * len(demand.learners)
+    kinds = config.rollout_engines or (config.rollout.engine,) * demand.engines
     options = config.model_dump_json()
     # Weights go from GPU to GPU only if every worker runs vLLM on GPUs of its own; else through Ray's object store.
-    is_broadcast = learners.on_gpu and bool(demand.rollout_workers) and set(kinds) == {"vllm"}
-    transport: Transport = "broadcast" if is_broadcast else "memory"
+    if not (site.on_gpu and demand.rollout_workers and set(kinds) == {"vllm"}):
+        broadcast = None
+    transport: Transport = "broadcast" if broadcast is not None else "memory"
     return RayEngine(
         lambda slot: _actor(
             RolloutWorker,
             placement.options(demand.engine(slot)),
-            partial(rollout_engine, kinds[slot], options, learners.stop_ids, transport=transport),
+            partial(rollout_engine, kinds[slot], options, transport=transport),
         ),
         demand.engines,
-        learners.stored_weights,
+        weights,
         # Twice what a worker decodes at once, so that it always has the next group at hand.
-        limit=2 * (config.concurrent if learners.on_gpu else config.rollout.max_concurrent or CPU_CONCURRENT),
+        limit=2 * (config.concurrent if site.on_gpu else config.rollout.max_concurrent or CPU_CONCURRENT),
         restarts=site.restarts,
         timeout=config.cluster.timeout,
-        broadcast=learners.broadcast if is_broadcast else None,
+        broadcast=broadcast,
         on_close=on_close,
         **site.watch(demand.engine, demand.engines),
     )
 
 
-def _place_judges(site: _Site) -> PlacedJudge:
+def _place_judges(undo: ExitStack, site: _Site) -> PlacedJudge | None:
     demand, placement, count = site.demand, site.placement, len(site.demand.reward_workers)
-    return PlacedJudge(
+    if not count:
+        return None
+    judge = PlacedJudge(
         lambda slot, concurrency: _actor(
             RewardWorker, {**placement.options(demand.judge(slot)), "max_concurrency": concurrency}
         ),
@@ -162,6 +177,8 @@ def _place_judges(site: _Site) -> PlacedJudge:
         timeout=site.config.cluster.timeout,
         **site.watch(demand.judge, count),
     )
+    undo.callback(judge.close)
+    return judge
 
 
 def with_absolute_path(config: Config) -> Config:

@@ -35,7 +35,7 @@ class Demand:
     reward_workers: tuple[Bundle, ...] = ()
 
     @classmethod
-    def of(cls, config: Config, *, on_gpu: bool) -> Demand:
+    def of(cls, config: Config, *, on_gpu: bool, has_learners: bool = True) -> Demand:
         parallel = config.rollout.tensor_parallel
         if on_gpu and parallel > 1 and not config.rollout_gpus:
             raise ClusterError(
@@ -43,7 +43,7 @@ class Demand:
             )
         judge = room(config.reward.workers or 1, _judge_gpus(config, on_gpu=on_gpu))
         return cls(
-            (room(gpus=int(on_gpu)),) * config.cluster.learners,
+            (room(gpus=int(on_gpu)),) * (config.cluster.learners if has_learners else 0),
             tuple(room(gpus=gpus if on_gpu else 0) for gpus in config.rollout_gpus),
             (judge,) * config.cluster.reward_workers,
         )
@@ -86,9 +86,12 @@ class Demand:
         numbers = {"learners": self.learners, "rollout_workers": self.rollout_workers}
         if self.reward_workers:
             numbers["reward_workers"] = self.reward_workers
+        if not self.learners:
+            del numbers["learners"]
         *others, last = [f"cluster.{name} = {len(bundles)}" for name, bundles in numbers.items()]
+        first = f"{', '.join(others)} and " if others else ""
         return (
-            f"{', '.join(others)} and {last} need {describe(needed)}, each process on one node, but "
+            f"{first}{last} need {describe(needed)}, each process on one node, but "
             f"there are {describe(available)} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}{each}"
         )
 

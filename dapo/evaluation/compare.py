@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import time
@@ -12,21 +11,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dapo.cluster.assemble import check_samplers
+from dapo.cluster.joining import check_run_dir
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets
-from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import RewardError
 from dapo.evaluation.evaluate import differences, evaluate
+from dapo.evaluation.parts import SharedParts
 from dapo.evaluation.subjects import Subject, differing_settings, resolve
-from dapo.model.forward import check_model
-from dapo.model.loading import load_model, resolve_path
-from dapo.rewards.judge import build_judge
+from dapo.model.loading import load_tokenizer, resolve_path
 from dapo.store.database import RunDatabase, versions
+from dapo.system.files import write_text
 from dapo.terminal.evaltable import DifferenceRow, EvalRow, differences_table, models_table, summary
 from dapo.types import EvalReport, SamplingParams
 
@@ -59,16 +58,17 @@ def evaluate_models(
     console: Console | None = None,
 ) -> Comparison:
     """Evaluate one model after the other, one in memory at a time, and compare each with the first."""
+    console = console or Console(quiet=True)
     subjects = resolve(models, overrides, data=data, k=k, preset=preset, out=out)
-    for subject in subjects:  # report a missing model before hours are spent on the models before it
+    for subject in subjects:  # report what is missing before hours are spent on the models before it
         resolve_path(subject.config.model.path)
+        check_samplers(subject.config)
+    check_run_dir(subjects[0].config, "--out")
     results: dict[str, list[Result]] = {}
-    for subject in subjects:
-        for result in _evaluate(subject, console or Console(quiet=True)):
-            results.setdefault(result.report.name, []).append(result)
-        gc.collect()  # free the memory for the next model
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    with closing(SharedParts(on_event=lambda kind, message: _note(console, f"{kind}: {message}"))) as parts:
+        for subject in subjects:
+            for result in _evaluate(subject, parts, console):
+                results.setdefault(result.report.name, []).append(result)
     found = {name: _differences(members) for name, members in results.items()}
     return Comparison(Path(subjects[0].config.run.dir), differing_settings(subjects), results, found)
 
@@ -120,38 +120,27 @@ def comparison_json(comparison: Comparison) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
-def _evaluate(subject: Subject, console: Console) -> list[Result]:
+def _evaluate(subject: Subject, parts: SharedParts, console: Console) -> list[Result]:
     config, options = subject.config, subject.config.eval
+    notes: list[str] = []
+    # Load the data before the weights, so that its errors show at once.
+    sets = load_eval_sets(config, load_tokenizer(config.model.path), notes)
+    for note in notes:
+        _note(console, note)
+    engine, judge = parts.open(config)
+    params = SamplingParams(options.temperature, options.top_p, options.top_k, config.data.max_response_length)
     results = []
-    with closing(build_judge(config.reward)) as judge:
-        loaded = load_model(config.model)
-        loaded.model.requires_grad_(False)
-        check_model(loaded.model, config.data.max_prompt_length + config.data.max_response_length)
-        notes: list[str] = []
-        sets = load_eval_sets(config, loaded.tokenizer, notes)
-        for note in notes:
-            console.print(note, style="dim", markup=False, highlight=False)
-        engine = EmbeddedEngine(
-            loaded.model,
-            loaded.tokenizer,
-            loaded.stop_ids,
-            config.run.seed,
-            config.rollout.max_concurrent,
-            max_length=config.data.max_prompt_length + config.data.max_response_length,
-            kv_memory_fraction=config.rollout.kv_memory_fraction,
-        )
-        params = SamplingParams(options.temperature, options.top_p, options.top_k, config.data.max_response_length)
-        with closing(engine), closing(_database(config)) as database:
-            for name, prompts in sets.items():
-                start = time.perf_counter()
-                with _progress(console, f"{subject.label}, {name}") as on_sample:
-                    # Step 0 for every model: the same question gets the same random numbers, which pairs the models.
-                    report = evaluate(engine, judge, prompts, options.k, params, 0, name, on_sample)
-                report = replace(report, step=subject.step)
-                database.record_eval(report)
-                _check_judged(subject.label, report)
-                console.print(f"{subject.label}, {name}: {summary(report.metrics)}", markup=False, highlight=False)
-                results.append(Result(subject, report, time.perf_counter() - start))
+    with closing(_database(config)) as database:
+        for name, prompts in sets.items():
+            start = time.perf_counter()
+            with _progress(console, f"{subject.label}, {name}") as on_sample:
+                # Step 0 for every model: the same question gets the same random numbers, which pairs the models.
+                report = evaluate(engine, judge, prompts, options.k, params, 0, name, on_sample)
+            report = replace(report, step=subject.step)
+            database.record_eval(report)
+            _check_judged(subject.label, report)
+            console.print(f"{subject.label}, {name}: {summary(report.metrics)}", markup=False, highlight=False)
+            results.append(Result(subject, report, time.perf_counter() - start))
     return results
 
 
@@ -159,9 +148,12 @@ def _database(config: Config) -> RunDatabase:
     """Create a run directory for the samples, so that every command that reads runs can read it."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     resolved = config.to_yaml()
-    database = RunDatabase.create(config.run_dir / "run.db", resolved, versions())
-    (config.run_dir / "config.yaml").write_text(resolved, encoding="utf-8")
-    return database
+    write_text(config.run_dir / "config.yaml", resolved)
+    return RunDatabase.create(config.run_dir / "run.db", resolved, versions())
+
+
+def _note(console: Console, text: str) -> None:
+    console.print(text, style="dim", markup=False, highlight=False)
 
 
 @contextmanager

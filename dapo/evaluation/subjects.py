@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -23,7 +24,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Metrics of two models are comparable only if these options are the same for both.
 _SHARED_KEYS = (
     "data.max_prompt_length", "data.max_response_length", "data.prompt_template", "data.system_prompt",
-    *(key for key, _ in leaves() if key.startswith("reward.")),
+    "rollout.engine", *(key for key, _ in leaves() if key.startswith("reward.")),
 )  # fmt: skip
 
 
@@ -47,8 +48,8 @@ def resolve(
 ) -> list[Subject]:
     """Return one subject per argument of the command line.
 
-    A run brings its own template, reward and lengths. A plain model takes those of the first run among the arguments,
-    or the defaults. The questions, the sampling parameters and the seed are those of the first model, for all.
+    A run brings its own engine, cluster, template, reward and lengths. A plain model takes those of the first run among
+    the arguments, or the defaults. The questions, the sampling parameters and the seed are those of the first model.
     """
     if not models:
         raise ConfigError("dapo eval: name at least one run or model")
@@ -60,9 +61,8 @@ def resolve(
         options.append(f"eval.k={k}")
     found = [_run_and_checkpoint(model) for model in models]
     first_run = next((run for run, _ in found if run is not None), None)
-    configs = []
-    for model, (run, saved) in zip(models, found, strict=True):
-        configs.append(_config(run or first_run, str(saved or model), options))
+    sources = [(run or first_run, str(saved or model)) for model, (run, saved) in zip(models, found, strict=True)]
+    configs = [_config(run, path, options) for run, path in sources]
     first = configs[0]
     if not first.eval.data:
         raise ConfigError(
@@ -145,8 +145,5 @@ def _preset(name: str | None) -> list[str]:
 
 
 def _unused(label: str, taken: set[str]) -> str:
-    numbers = iter(range(2, len(taken) + 3))
-    found = label
-    while found in taken:
-        found = f"{label}-{next(numbers)}"
-    return found
+    names = itertools.chain([label], (f"{label}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from dapo.config import ModelConfig
 from dapo.errors import ModelError
@@ -48,8 +55,9 @@ def load_model(config: ModelConfig, attention: str = ATTENTION_NAME) -> LoadedMo
         _check_config(directory, config.path)
         tokenizer = _load_tokenizer(directory, config.path)
         model = _load_weights(directory, config.path, dtype, attention).to(device)  # pyright: ignore[reportArgumentType]
-    _check_tokenizer(model, tokenizer, config.path)
-    return LoadedModel(model, tokenizer, _stop_ids(model, tokenizer, config.path))
+    rows = len(model.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
+    _check_tokenizer(rows, tokenizer, config.path)
+    return LoadedModel(model, tokenizer, _stop_ids(model.generation_config, tokenizer, config.path))
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -59,6 +67,17 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         with quiet():
             _check_config(directory, path)
     return _load_tokenizer(directory, path)
+
+
+def load_vocabulary(path: str) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
+    """Load a model's tokenizer and the tokens that end a response, without the model's weights."""
+    directory = resolve_path(path)
+    with quiet():
+        config = _check_config(directory, path)
+        tokenizer = _load_tokenizer(directory, path)
+        generation = _load_generation_config(directory, path)
+    _check_tokenizer(config.get_text_config().vocab_size, tokenizer, path)
+    return tokenizer, _stop_ids(generation, tokenizer, path)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -110,8 +129,8 @@ def fetch_from_hub(repo: str) -> Path:
         ) from error
 
 
-def _check_config(directory: Path, path: str) -> None:
-    """Refuse a model for what its config.json says, before the weights are read."""
+def _check_config(directory: Path, path: str) -> Any:
+    """Return the configuration. Refuse a model for what its config.json says, before the weights are read."""
     check_folder(directory, path)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -122,6 +141,7 @@ def _check_config(directory: Path, path: str) -> None:
         ) from error
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{path}: its weights are quantized and cannot be trained; use the unquantized model")
+    return config
 
 
 def _load_tokenizer(directory: Path, path: str) -> PreTrainedTokenizerBase:
@@ -134,6 +154,17 @@ def _load_tokenizer(directory: Path, path: str) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"{path}: its tokenizer cannot be loaded ({_reason(error)}); save the model's tokenizer there again"
         ) from error
+
+
+def _load_generation_config(directory: Path, path: str) -> GenerationConfig:
+    """Load it as transformers does beside the weights: from config.json if it has no readable file of its own."""
+    try:
+        try:
+            return GenerationConfig.from_pretrained(directory)
+        except OSError:
+            return GenerationConfig.from_pretrained(directory, "config.json")
+    except Exception as error:
+        raise ModelError(f"{path}: its generation_config.json cannot be used ({_reason(error)}); correct it") from error
 
 
 def _load_weights(directory: Path, path: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
@@ -161,9 +192,8 @@ def _load_weights(directory: Path, path: str, dtype: torch.dtype, attention: str
     return model
 
 
-def _check_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+def _check_tokenizer(rows: int, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Refuse a tokenizer whose highest token has no row in the embedding. More rows than tokens are common."""
-    rows = len(model.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
     token, number = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     if number >= rows:
         raise ModelError(
@@ -172,8 +202,8 @@ def _check_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         )
 
 
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> frozenset[int]:
-    ends: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
+def _stop_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, path: str) -> frozenset[int]:
+    ends: Any = generation.eos_token_id if generation is not None else None
     candidates: list[Any] = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
     invalid = [end for end in candidates if end is not None and not (type(end) is int and 0 <= end <= _GREATEST_ID)]
     if invalid:

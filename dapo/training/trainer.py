@@ -13,6 +13,7 @@ import torch
 
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import TrainerState
+from dapo.cluster.assemble import assemble
 from dapo.config import Config
 from dapo.data.dataset import load_run_data
 from dapo.errors import ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped
@@ -29,7 +30,6 @@ from dapo.store.database import versions
 from dapo.store.trackers import require_trackers
 from dapo.terminal.console import Reporter
 from dapo.training import signals
-from dapo.training.assemble import assemble
 from dapo.training.evaluator import Evaluator
 from dapo.training.recorder import Recorder
 from dapo.training.run_directory import RunDirectory

@@ -20,11 +20,12 @@ actor = pytest.importorskip("dapo.cluster.actor")
 
 def build(directory, weights):
     """Build the engine inside a worker."""
-    from dapo.cluster.place import Follower
+    from dapo.engine.build import Follower
+    from dapo.engine.packed import unpacked
 
     model = load_model(ModelConfig(path=directory, device="cpu")).model
     engine = EmbeddedEngine(model, tiny_tokenizer(), STOP, SEED, MAX_CONCURRENT, max_length=MAX_LENGTH)
-    return Follower(engine, model, weights)
+    return Follower(engine, model, lambda: unpacked(weights()))
 
 
 @pytest.fixture(scope="module")

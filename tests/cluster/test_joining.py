@@ -16,7 +16,9 @@ import pytest
 
 from dapo.cluster.joining import check_address, check_room, check_run_dir, join, needs_ray
 from dapo.errors import ClusterError, DapoError
+from dapo.evaluation.compare import evaluate_models
 from tests import runs
+from tests.tiny import save_tiny
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
@@ -120,13 +122,13 @@ def test_missing_vllm_is_reported_before_ray_is_started(tmp_path, cluster):
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_a_model_unknown_to_vllm_is_reported_before_ray_is_started(tmp_path, monkeypatch):
-    from dapo.training.assemble import assemble
+    from dapo.cluster.assemble import assemble
 
     config = runs.load(tmp_path, "rollout.engine=vllm", "cluster.rollout_workers=1")
     file = tmp_path / "model" / "config.json"
     file.write_text(file.read_text().replace("LlamaForCausalLM", "ZebraForCausalLM"))
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    monkeypatch.setattr("dapo.training.assemble.join", lambda: pytest.fail("Ray was started"))
+    monkeypatch.setattr("dapo.cluster.assemble.join", lambda: pytest.fail("Ray was started"))
     with pytest.raises(DapoError, match="vLLM cannot run this model"):
         assemble(config)
 
@@ -138,6 +140,8 @@ def test_a_run_directory_in_a_jobs_copy_of_the_working_directory_is_refused(tmp_
     check_run_dir(runs.load(tmp_path))  # an absolute path
     with pytest.raises(ClusterError, match=r"run\.dir is runs, in a copy of the working directory that Ray deletes"):
         check_run_dir(runs.load(tmp_path, "run.dir=runs"))
+    with pytest.raises(ClusterError, match=r"--out is runs/.*, in a copy of the working directory"):
+        evaluate_models([str(save_tiny(tmp_path / "model"))], data="d")
 
 
 def test_a_local_start_listens_on_loopback_only():

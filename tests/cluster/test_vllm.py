@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 from collections import Counter
@@ -10,8 +11,10 @@ from collections import Counter
 import pytest
 
 from dapo import Config
+from dapo.evaluation.compare import evaluate_models
 from tests import runs
 from tests.cluster.test_runs import assert_accounts_balance, events, once_in_step, train
+from tests.saved import SavedRun
 from tests.tiny import save_tiny
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
@@ -87,3 +90,27 @@ def test_vllm_killed_while_sampling_is_replaced_and_the_run_completes(tmp_path, 
     (message,) = events(config.run_dir, "worker")
     assert message.startswith("rollout worker 0 failed: vLLM ended or failed while it was sampling (")
     assert "); replaced, " in message
+
+
+def test_a_worker_with_vllm_evaluates_two_checkpoints_as_the_embedded_engine_does(tmp_path, driver):
+    rows = [{"prompt": f"question {'x' * i}", "answer": i} for i in range(4)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    saved = SavedRun(
+        tmp_path,
+        shape={"hidden_size": 128},
+        data={"train": "gone.jsonl", "max_prompt_length": 64, "max_response_length": 8},
+        rollout={"vllm": VLLM},
+        cluster={"rollout_workers": {"vllm": 1}},
+        reward={"use": "exact", "workers": 1},
+        eval={"k": 2, "data": str(tmp_path / "questions.jsonl"), "temperature": 0.0},
+    )
+    saved.save(1)
+    saved.move()
+    saved.save(4)
+    here = ["cluster.rollout_workers=0", "rollout.vllm={}"]
+    placed, local = (
+        evaluate_models([f"{saved.path}@1", f"{saved.path}@4"], options, out=tmp_path / name).results["questions"]
+        for name, options in (("placed", ()), ("local", here))
+    )
+    for one, two in zip(placed, local, strict=True):
+        assert [s.rollout.text for s in one.report.samples] == [s.rollout.text for s in two.report.samples]

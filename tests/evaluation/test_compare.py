@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,8 @@ from rich.console import Console
 
 from dapo.checkpoint.state import Best
 from dapo.config import Config
-from dapo.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
+from dapo.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, StorageError
+from dapo.evaluation import parts
 from dapo.evaluation.compare import comparison_json, evaluate_models, print_comparison
 from dapo.evaluation.subjects import DEFAULT_K, differing_settings, resolve, split_arguments
 from dapo.store.database import RunDatabase
@@ -204,3 +209,64 @@ def test_a_run_with_a_best_metric_can_be_evaluated_on_other_data(questions, tmp_
     found = evaluate_models([str(saved.path)], data=questions, k=2, out=tmp_path / "out")
     assert list(found.results) == ["questions"]
     assert "avg@2" in found.results["questions"][0].report.metrics
+
+
+def test_models_that_differ_only_in_their_weights_share_an_engine(run, questions, tmp_path, monkeypatch):
+    """On a CPU the embedded engine is never kept, so the test asks for what a GPU does."""
+    models = [f"{run.path}@1", f"{run.path}@4", f"{run.path}@1"]
+    expected = evaluate_models(models, data=questions, out=tmp_path / "expected").results["questions"]
+    monkeypatch.setattr(parts, "_starts_slowly", lambda config: True)
+    built, build = [], parts.assemble_samplers
+    monkeypatch.setattr(parts, "assemble_samplers", lambda *given: built.append(given[0].model.path) or build(*given))
+    found = evaluate_models(models, data=questions, out=tmp_path / "found").results["questions"]
+    assert len(built) == 1
+    for one, two in zip(expected, found, strict=True):
+        assert one.report.metrics == two.report.metrics
+        assert [s.rollout.text for s in one.report.samples] == [s.rollout.text for s in two.report.samples]
+
+
+def test_models_with_another_architecture_tokenizer_or_option_do_not_share_an_engine(run, tmp_path):
+    (subject,) = resolve([f"{run.path}@4"], data="d")
+    needs = parts._needs(subject.config)
+    other = tmp_path / "other"
+    shutil.copytree(run.folder / "step_4", other)
+    config = subject.config.model_copy(update={"model": subject.config.model.model_copy(update={"path": str(other)})})
+    assert parts._needs(config) == needs
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        text = (other / name).read_text()
+        (other / name).write_text(text.replace("{", '{"x": 1,', 1))
+        assert parts._needs(config) != needs
+        (other / name).write_text(text)
+    for option in ("rollout.max_concurrent=3", "reward.timeout=3", "model.dtype=bfloat16", "cluster.reward_workers=1"):
+        (changed,) = resolve([f"{run.path}@4"], [option], data="d")
+        assert parts._needs(changed.config) != needs
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_an_engine_that_is_not_installed_is_one_sentence_before_the_first_model_is_evaluated(run, questions, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.yaml").write_text(run.config.to_yaml().replace("engine: embedded", "engine: vllm"))
+    (other / "checkpoints").symlink_to(run.folder)
+    with pytest.raises(ConfigError, match=r"^rollout.engine is vllm, but vLLM is not installed: pip install [^\n]*$"):
+        evaluate_models([str(run.path), str(other)], data=questions, out=tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"^rollout.engine is vllm, but vLLM is not installed"):
+        evaluate_models([model_of(run)], ["rollout.engine=vllm"], data=questions, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (note,) = differing_settings(resolve([str(run.path), str(other)], data=questions))
+    assert note == (
+        "rollout.engine is 'embedded' for run@1, 'vllm' for other@1; set it for all with rollout.engine=..."
+    )
+
+
+def test_a_disk_that_is_full_is_one_sentence_with_exit_code_3(run, questions, tmp_path, monkeypatch):
+    """Every write after the samples' folder was created fails, as on a full disk."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("dapo.system.files.os.fsync", full)
+    with pytest.raises(StorageError, match=r"config\.yaml: cannot be written \(No space left on device\)") as refusal:
+        evaluate_models([str(run.path)], data=questions, out=tmp_path / "out")
+    assert refusal.value.exit_code == 3
+    assert "\n" not in str(refusal.value)

@@ -19,7 +19,7 @@ from dapo.config import ModelConfig
 from dapo.errors import ModelError
 from dapo.model.cache import cache_dir
 from dapo.model.gguf import conversion_dir, fetched, find_fetched
-from dapo.model.loading import LoadedModel, load_model, resolve_device, resolve_dtype, resolve_path
+from dapo.model.loading import LoadedModel, load_model, load_vocabulary, resolve_device, resolve_dtype, resolve_path
 from dapo.system.files import published
 from tests.saved import save_merged
 from tests.tiny import CHAT_TEMPLATE, save_tiny, tiny_llama, tiny_qwen2
@@ -76,6 +76,36 @@ def test_all_stop_tokens_count(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert load_model(config_for(tmp_path)).stop_ids == {2, 5, 6}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: (d / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]})),
+        lambda d: (d / "generation_config.json").write_text("{"),
+        lambda d: edit_config(d, eos_token_id=[7]),
+        lambda d: (edit_config(d, eos_token_id=[7]), (d / "generation_config.json").unlink()),
+    ],
+)
+def test_the_vocabulary_loads_without_weights_as_it_does_with_them(change: Callable[[Path], object], tmp_path: Path):
+    change(save_tiny(tmp_path))
+    loaded = load_model(config_for(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    tokenizer, stop_ids = load_vocabulary(str(tmp_path))
+    assert (tokenizer.get_vocab(), stop_ids) == (loaded.tokenizer.get_vocab(), loaded.stop_ids)
+
+
+def test_a_vocabulary_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    edit_config(tmp_path, vocab_size=100)
+    with pytest.raises(ModelError, match=r"its tokenizer has the token 131 .* its embedding has only 100 rows"):
+        load_vocabulary(str(tmp_path))
+    forget_stop_tokens(save_tiny(tmp_path))
+    with pytest.raises(ModelError, match="a token that ends a response"):
+        load_vocabulary(str(tmp_path))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "end"}')
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        load_vocabulary(str(tmp_path))
 
 
 def test_a_model_without_a_chat_template_loads(tmp_path: Path) -> None:
