@@ -11,14 +11,7 @@ import numpy as np
 from dapo.algorithm.advantage import group_advantages
 from dapo.algorithm.overlong import soft_overlong_penalty, target_length_penalty
 from dapo.errors import RewardError
-from dapo.types import KEPT, Group, Prompt, Rollout, Score
-
-ALL_WRONG = "all_wrong"
-ALL_RIGHT = "all_right"
-NO_VARIANCE = "no_variance"
-UNJUDGED = "unjudged"
-NOTHING_TO_TRAIN = "nothing_to_train"
-FLAT = (ALL_WRONG, ALL_RIGHT, NO_VARIANCE)  # the filter metric is the same for all judged rollouts
+from dapo.types import Group, Prompt, Rollout, Score, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +86,17 @@ def _sequence_kl(rollout: Rollout, ref_logprobs: np.ndarray) -> float:
 
 def _verdict(
     scores: Sequence[Score], shaped: np.ndarray, final: np.ndarray, trains: np.ndarray, rules: GroupRules
-) -> str:
+) -> Verdict:
     if sum(score.judged for score in scores) < 2:
-        return UNJUDGED
+        return Verdict.UNJUDGED
     if rules.filter_enabled:
         metric, values = _metric_values(scores, shaped, final, rules.filter_metric)
         # Compare exactly: the floating-point std of equal values need not be zero.
         if all(_is_same(value, values[0]) for value in values):
             if metric == "acc":
-                return ALL_RIGHT if values[0] else ALL_WRONG
-            return NO_VARIANCE
-    return KEPT if trains.any() else NOTHING_TO_TRAIN
+                return Verdict.ALL_RIGHT if values[0] else Verdict.ALL_WRONG
+            return Verdict.NO_VARIANCE
+    return Verdict.KEPT if trains.any() else Verdict.NOTHING_TO_TRAIN
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -25,6 +25,7 @@ from dapo.engine.protocol import Engine
 from dapo.engine.vllm.engine import Transport, open_vllm
 from dapo.model.loading import load_model, load_tokenizer, resolve_path
 from dapo.policy.build import model_source
+from dapo.types import EventKind
 
 CPU_CONCURRENT = 64  # responses that a worker on a CPU decodes at once, unless rollout.max_concurrent is set
 
@@ -68,7 +69,7 @@ class _Site:
     demand: Demand
     placement: Placement
     restarts: Restarts
-    on_event: Callable[[str, str], None]
+    on_event: Callable[[EventKind, str], None]
     is_stopping: Callable[[], bool]
 
     def watch(self, place: Callable[[int], tuple[int, Bundle]], count: int) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def place(
     config: Config,
     saved: Path | None,
     has_joined: bool,
-    on_event: Callable[[str, str], None],
+    on_event: Callable[[EventKind, str], None],
     is_stopping: Callable[[], bool],
 ) -> Parts:
     """Start all parts of the run on the cluster. Closing the engine ends them and frees the reserved resources."""

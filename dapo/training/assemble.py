@@ -17,6 +17,7 @@ from dapo.model.loading import LoadedModel, resolve_path
 from dapo.policy.build import build_policy, model_source
 from dapo.policy.protocol import Learner
 from dapo.system.progress import progress
+from dapo.types import EventKind
 
 if TYPE_CHECKING:
     from dapo.engine.vllm.engine import VllmEngine
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def assemble(
     config: Config,
     saved: Path | None = None,
-    on_event: Callable[[str, str], None] = lambda kind, message: None,
+    on_event: Callable[[EventKind, str], None] = lambda kind, message: None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> Parts:
     """Build learner, engine and judge as configured, with the weights of the checkpoint `saved` if there is one.

@@ -21,7 +21,7 @@ from dapo.errors import DISK_FAULTS, CheckpointError, StorageError
 from dapo.store.configuration import CONFIG_FILE, DATABASE_FILE, recorded_config
 from dapo.store.database import RunDatabase
 from dapo.system.files import fsync, write_text
-from dapo.types import Event
+from dapo.types import Event, EventKind
 
 _LOCK, _CHECKPOINTS = ".lock", "checkpoints"
 _MARKER = b"This folder belongs to a run of dapo.\n"
@@ -69,7 +69,7 @@ class RunDirectory:
                 database = RunDatabase.create(file, resolved, about)
             if self.changes:
                 message = "changed on resume: " + "; ".join(self.changes)
-                database.record_event(Event("configuration", message, self.state.step if self.state else 0))
+                database.record_event(Event(EventKind.CONFIGURATION, message, self.state.step if self.state else 0))
             write_text(self.path / CONFIG_FILE, resolved)  # also syncs the folder, and with it the database's entry
             fsync(self.path.parent)
         return database

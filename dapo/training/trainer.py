@@ -33,7 +33,7 @@ from dapo.terminal.console import Reporter
 from dapo.training import signals
 from dapo.training.assemble import assemble
 from dapo.training.run_directory import RunDirectory
-from dapo.types import EvalReport, Event, SamplingParams, StepReport
+from dapo.types import EvalReport, Event, EventKind, SamplingParams, StepReport
 
 MAX_EMPTY_BATCHES = 3
 
@@ -92,14 +92,18 @@ class Trainer:
             undo.callback(self.database.close)
             self.is_open = True
             for note in self.notes:
-                self._event("data", note)
+                self._event(EventKind.DATA, note)
             if plan := self.policy.memory_plan(self.parts.cache_bytes):
-                self._event("plan", plan)
+                self._event(EventKind.PLAN, plan)
             if resume:
                 undone = self.database.rewind(self.step)
                 # `rewind` has recorded this event already, so it is only shown here.
-                self.reporter.event(Event("resumed", f"after step {self.step}, {undone} later steps undone", self.step))
-            self.trackers = Trackers(config, self.step, on_failure=lambda message: self._event("tracker", message))
+                self.reporter.event(
+                    Event(EventKind.RESUMED, f"after step {self.step}, {undone} later steps undone", self.step)
+                )
+            self.trackers = Trackers(
+                config, self.step, on_failure=lambda message: self._event(EventKind.TRACKER, message)
+            )
             undo.pop_all()
         self.before: tuple[EvalReport, ...] = ()
         self.latest: tuple[EvalReport, ...] = ()
@@ -120,17 +124,17 @@ class Trainer:
                     self._restart_from_checkpoint(lost)
                 except StorageError as fault:
                     with suppress(StorageError):  # the database may be on the same failing disk
-                        self._event("stopped", str(fault))
+                        self._event(EventKind.STOPPED, str(fault))
                     raise
                 except ClusterLost as lost:  # the learner still has the weights of the last whole step
                     if self.step > self.saved_step:
                         self._save(self.last_state)
-                    self._event("stopped", str(lost))
+                    self._event(EventKind.STOPPED, str(lost))
                     raise
             if self.step > self.saved_step:
                 self._save()
             is_finished = self.step >= self.config.run.steps
-            self._event("finished" if is_finished else "interrupted", f"after step {self.step}")
+            self._event(EventKind.FINISHED if is_finished else EventKind.INTERRUPTED, f"after step {self.step}")
         return RunResult(self.run_dir, self.step, self.before, self.latest, self.signal, self.seconds)
 
     def _train_evaluate_save(self) -> None:
@@ -147,7 +151,7 @@ class Trainer:
         try:
             self.parts.restart(lost, saved)
         except ClusterLost as end:
-            self._event("stopped", str(end))
+            self._event(EventKind.STOPPED, str(end))
             raise
         self.engine.cancel(list(self.sampler.pending))
         self.engine.figures()  # discard the metrics of the undone steps
@@ -156,7 +160,9 @@ class Trainer:
         self._wait_for_records()
         undone = self.database.rewind(self.step)
         self.last_state = self._state()
-        self._event("learners", f"{lost}; all learners start again from step {self.step}, {undone} steps undone")
+        self._event(
+            EventKind.LEARNERS, f"{lost}; all learners start again from step {self.step}, {undone} steps undone"
+        )
 
     def close(self) -> None:
         with ExitStack() as stack:  # closes in reverse order; if one fails, the others are closed all the same
@@ -201,7 +207,7 @@ class Trainer:
         self.seconds += end - start
         metrics = _metrics(sampled, update, train=end - updating, total=end - start)
         metrics |= self.engine.figures() | self.policy.efficiency(sampled.batch, update, end - updating)
-        notes = tuple(Event("memory", note, step) for note in update.notes)
+        notes = tuple(Event(EventKind.MEMORY, note, step) for note in update.notes)
         report = StepReport(step, metrics, sampled.groups, update.token_stats, (*sampled.events, *notes))
         self._record(report)
         self.step = step
@@ -217,7 +223,7 @@ class Trainer:
             )
         if stop is not None:
             self._save()
-            self._event("stopped", stop)
+            self._event(EventKind.STOPPED, stop)
             raise TrainingStopped(stop)
 
     def _evaluate(self) -> tuple[EvalReport, ...]:
@@ -287,7 +293,7 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step > 0 and self.step % every == 0
 
-    def _event(self, kind: str, message: str) -> None:
+    def _event(self, kind: EventKind, message: str) -> None:
         event = Event(kind, message, self.step)
         if self.is_open:
             self._wait_for_records()

@@ -11,6 +11,7 @@ import numpy as np
 
 from dapo.errors import CheckpointError
 from dapo.store.encoding import FLOATS, TOKENS, switches_from_json
+from dapo.types import token_versions
 from dapo.view.source import Run, number_option, read_configuration
 
 Clip = Literal["low", "high", "dual"]
@@ -106,7 +107,7 @@ def _tokens(row: sqlite3.Row, bounds: Bounds, decode: Callable[[int], str], part
         length=row["length"],
         ids=ids_T,
         pieces=tuple(decode(int(token)) for token in ids_T),
-        versions=row["weight_version"] + np.searchsorted(switches, positions_T, side="right"),
+        versions=token_versions(row["weight_version"], switches, positions_T),
         sampler_logprobs=sampler_T,
         advantage=row["advantage"],
         policy_logprobs=policy_T,
