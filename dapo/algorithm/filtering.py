@@ -10,6 +10,7 @@ import numpy as np
 
 from dapo.algorithm.advantage import group_advantages
 from dapo.algorithm.overlong import soft_overlong_penalty, target_length_penalty
+from dapo.algorithm.ratio import kl_k3
 from dapo.errors import RewardError
 from dapo.types import Group, Prompt, Rollout, Score, Verdict
 
@@ -46,7 +47,10 @@ def form_group(
     final = shaped
     if rules.kl_reward_coef > 0:
         assert ref_logprobs is not None, "kl_reward_coef > 0 needs the reference model's log-probabilities"
-        kl = [_sequence_kl(*pair) for pair in zip(rollouts, ref_logprobs, strict=True)]
+        kl = [
+            kl_k3(rollout.logprobs.astype(np.float64), reference.astype(np.float64)).sum()
+            for rollout, reference in zip(rollouts, ref_logprobs, strict=True)
+        ]  # of the sampler from the reference
         final = shaped - rules.kl_reward_coef * np.array(kl)
     cut_off = np.array([rollout.finish_reason == "length" for rollout in rollouts])
     # A cut-off rollout leaves the loss but stays in the group's mean and std.
@@ -76,12 +80,6 @@ def _shaped_reward(rollout: Rollout, score: Score, rules: GroupRules) -> float:
         is_cut_off = rollout.finish_reason == "length"
         reward += target_length_penalty(reward, len(rollout), rules.target_length, is_cut_off=is_cut_off)
     return reward
-
-
-def _sequence_kl(rollout: Rollout, ref_logprobs: np.ndarray) -> float:
-    """Return the k3 estimate of KL(sampler || reference), summed over the tokens of one rollout (see `loss.kl_k3`)."""
-    delta = np.clip(ref_logprobs.astype(np.float64) - rollout.logprobs.astype(np.float64), -20, 20)
-    return float((np.exp(delta) - delta - 1).sum())
 
 
 def _verdict(

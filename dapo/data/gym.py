@@ -16,6 +16,7 @@ from dapo.data.readers import GYM, one_line
 from dapo.data.rows import Question
 from dapo.data.wording import Wording
 from dapo.errors import DataError
+from dapo.system.digest import text_digest
 from dapo.types import Prompt
 
 # Some tasks generate all their items when they are created. So a task is created for this many items at a time.
@@ -82,7 +83,8 @@ class Gym:
         gold = None if answer is None else str(answer)  # some tasks have no gold answer, only a scorer
         if gold is not None and not gold.strip():  # base_conversion writes 0 as an empty string
             raise DataError(f"{where}: the task generated a question with an empty answer")
-        origin = {"task": self.task, "params": self.params, "seed": seed, "index": index, "check": fingerprint(text)}
+        # By `check` the judge sees that it generated the same question again.
+        origin = {"task": self.task, "params": self.params, "seed": seed, "index": index, "check": text_digest(text)}
         return Question(where, wording.put(text), gold, self.name, {"gym": origin}, True, has_one_answer=False)
 
     def _create_task(self, seed: int) -> Any:
@@ -161,11 +163,6 @@ class GymDeck:
 
     def questions(self) -> list[Prompt]:
         raise DataError(f"{self.gym.name} is endless, so it cannot be evaluated as a whole; set eval.data")
-
-
-def fingerprint(question: str) -> str:
-    """Return a hash of the question, by which the judge checks that it generated the same item again."""
-    return hashlib.blake2b(question.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _import_factory(name: str) -> Any:

@@ -255,7 +255,7 @@ class Policy:
     def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:
         if not self.like.is_cuda or not batch:
             return {}
-        peak = peak_flops(torch.cuda.get_device_name(self.like.device), self.like.dtype)
+        peak = peak_flops(torch.cuda.get_device_name(self.like.device), self.like.dtype.itemsize)
         if peak is None:
             return {}
         trained = [(g, r) for g in batch for r, trains in zip(g.rollouts, g.trains, strict=True) if trains]

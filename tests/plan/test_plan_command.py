@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from dapo.cli import app
 from dapo.config import Config
 from dapo.errors import ConfigError, ModelError
+from dapo.model.memory import GIB
 from dapo.plan.advice import advice
 from dapo.plan.ask import Question
 from dapo.plan.estimate import estimate
-from dapo.plan.hardware import GIB, find_gpu
+from dapo.plan.hardware import find_gpu
 from dapo.plan.learn import Learner, update
 from dapo.plan.memory import DoesNotFit
 from dapo.plan.shapes import model_shape
