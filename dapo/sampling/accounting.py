@@ -57,10 +57,9 @@ def count_tokens(
 ) -> dict[str, int]:
     """Return where the response tokens of one step went, by metric name, and assert that none is lost.
 
-    carried_in + generated = trained + masked + dropped (by reason) + stale + cancelled + carried_out
+    carried_in + generated = trained + masked + dropped (by reason) + stale + carried_out
 
-    `masked` tokens belong to rollouts of trained groups that are not part of the loss. `cancelled` is always 0, because
-    every submitted group is finished.
+    `masked` tokens belong to rollouts of trained groups that are not part of the loss.
     """
     trained = sum(group.trained_tokens for group in batch)
     tokens = {
@@ -69,7 +68,6 @@ def count_tokens(
         "tokens/trained": trained,
         "tokens/masked": sum(group.tokens for group in batch) - trained,
         "tokens/stale": sum(group.tokens for group in dropped if group.verdict == Verdict.STALE),
-        "tokens/cancelled": 0,
         "tokens/carried_out": sum(group.tokens for group in carried),
     }
     for group in dropped:
