@@ -111,7 +111,14 @@ class Policy:
             if tally.stop:
                 break
         metrics = tally.metrics(self.optimizer.learning_rate(step))
-        return UpdateResult(metrics, self._gather(tally.token_stats), tally.stop, tuple(tally.notes))
+        return UpdateResult(
+            metrics,
+            self._gather(tally.token_stats),
+            updates=len(tally.norms),
+            computed=tally.computed,
+            stop=tally.stop,
+            notes=tuple(tally.notes),
+        )
 
     def _update_mini_batch(
         self, groups: list[Group], step: int, version: int, tally: Tally, *, is_first: bool, record: bool
@@ -262,7 +269,7 @@ class Policy:
         epochs = self.config.optim.ppo_epochs
         flops = training_flops(
             self.causal_lm.config.get_text_config(),
-            int(update.metrics["tokens/computed"]),
+            update.computed,
             [len(group.prompt.tokens) + len(rollout) - 1 for group, rollout in trained] * epochs,
             head_tokens=epochs * sum(len(rollout) for _, rollout in trained),
             spared_prompts=[n for g in batch for n in [len(g.prompt.tokens)] * (int(g.trains.sum()) - 1)] * epochs,

@@ -200,7 +200,7 @@ class Trainer:
         if self.policy.needs_cache and not self.sampler.pending:
             self.parts.release_cache()  # lend the sampler's memory to the update; only if nothing is in flight
         update = self.policy.update(sampled.batch, step, self.version)
-        if update.metrics["updates"] > 0:
+        if update.updates:
             self.version += 1
             self.engine.sync_weights(self.version)
         end = time.perf_counter()
