@@ -19,8 +19,8 @@ from ray.exceptions import RayTaskError
 from dapo.cluster.actor import Restarts, explain
 from dapo.config import REWARD_TOKEN, RewardConfig
 from dapo.errors import ClusterLost, DapoError
-from dapo.rewards.function import CLOSED, unjudged
-from dapo.rewards.judge import at_once, build_judge
+from dapo.rewards.function import JUDGE_CLOSED, unjudged
+from dapo.rewards.judge import build_judge, max_concurrent_groups
 from dapo.system.progress import progress
 from dapo.types import EventKind, Prompt, Rollout, Score
 
@@ -112,7 +112,7 @@ class PlacedJudge:
         self.start, self.restarts, self.timeout = start, restarts, timeout
         self.missing, self.on_event, self.is_stopping = missing, on_event, is_stopping
         self.options = options.model_copy(update={"workers": options.workers or 1})
-        self.limit = at_once(self.options)
+        self.limit = max_concurrent_groups(self.options)
         self.folder = os.getcwd()
         self.inbox: queue.SimpleQueue[_Group | _Answer | None] = queue.SimpleQueue()  # None: close
         self.waiting: deque[_Group] = deque()
@@ -175,7 +175,7 @@ class PlacedJudge:
         for group in self.waiting:
             self._give_up(group)
         if not self.opened.done():
-            self.opened.set_exception(self.failure or ClusterLost(CLOSED))
+            self.opened.set_exception(self.failure or ClusterLost(JUDGE_CLOSED))
         for worker in self.workers:
             ray.kill(worker.actor)
 
@@ -183,7 +183,7 @@ class PlacedJudge:
         if self.failure is not None:
             group.promise.set_exception(self.failure)
         else:
-            group.promise.set_result([unjudged(CLOSED)] * len(group.rollouts))
+            group.promise.set_result([unjudged(JUDGE_CLOSED)] * len(group.rollouts))
 
     def _handle_next(self) -> bool:
         """Handle the next message, if one arrives within a tick. Return False if it was the request to close."""

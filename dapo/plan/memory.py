@@ -77,19 +77,19 @@ def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workloa
     tokens, recomputes = _micro_batch(config, shape, work, room - held, gpu)
     # At most what a rank gets of one update, but at least the longest response.
     mine = work.trained_groups / work.updates * (work.n * work.lengths.mean + work.prompt) / layout.learners
-    at_once = max(float(work.longest), min(tokens, mine))
+    held_tokens = max(float(work.longest), min(tokens, mine))
     parts = {
         **states,
         "sampler's weights": (sampler, 0.0),
         "key/value cache": (cache, 0.0),
-        "activations": (0.0, at_once * activation_bytes(shape, BYTES, recompute=recomputes)),
+        "activations": (0.0, held_tokens * activation_bytes(shape, BYTES, recompute=recomputes)),
         "logits of a chunk": (0.0, float(HEAD_BYTES)),
     }
     if layout.rollout_gpus:  # the two columns then describe different GPUs
         parts = {
             name: (s if name in ("sampler's weights", "key/value cache") else 0.0, t) for name, (s, t) in parts.items()
         }
-    return Memory({name: pair for name, pair in parts.items() if any(pair)}, slots, tokens, at_once, recomputes)
+    return Memory({name: pair for name, pair in parts.items() if any(pair)}, slots, tokens, held_tokens, recomputes)
 
 
 def _states(config: Config, shape: Shape, layout: Layout) -> dict[str, tuple[float, float]]:

@@ -36,10 +36,10 @@ class Budget:
         return min(self.max_tokens, _clamp(int(self.room / per_token))) if per_token > 0 else self.max_tokens
 
     @classmethod
-    def of(cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, to_come: int, cache_bytes: int = 0) -> Budget:
+    def of(cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, pending_bytes: int, cache_bytes: int = 0) -> Budget:
         """Return the budget of one process.
 
-        `to_come`: bytes that the update will allocate besides activations. `cache_bytes` can be freed if necessary.
+        `pending_bytes`: what the update will allocate besides activations. `cache_bytes` can be freed if necessary.
         """
         given = config.max_tokens_per_micro_batch
         can_recompute = isinstance(trunk, FusedTrunk)
@@ -49,7 +49,7 @@ class Budget:
             return cls(given or _CPU_TOKENS, always)
         may_recompute = can_recompute and config.recompute_activations != "never"
         least = _activation_bytes(causal_lm, trunk, recompute=may_recompute)  # per token
-        free = _USABLE * free_memory(device) - to_come - HEAD_BYTES
+        free = _USABLE * free_memory(device) - pending_bytes - HEAD_BYTES
         needs_cache = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * least
         free = max(0.0, free + _USABLE * cache_bytes * needs_cache)
         keep = int(free / _activation_bytes(causal_lm, trunk, recompute=False))  # tokens whose activations fit
@@ -58,7 +58,7 @@ class Budget:
 
     @classmethod
     def shared(
-        cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, like: Tensor, to_come: int, cache_bytes: int = 0,
+        cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, like: Tensor, pending_bytes: int, cache_bytes: int = 0,
         *, recompute: bool,
     ) -> Budget:  # fmt: skip
         """Return the budget of one rank. Whether layers recompute activations was decided when they were sharded.
@@ -69,7 +69,7 @@ class Budget:
         if not like.is_cuda:
             return cls(given or _CPU_TOKENS, recompute)
         per_token = _activation_bytes(causal_lm, trunk, recompute=recompute, dtype=like.dtype)
-        free = _USABLE * free_memory(like.device) - to_come - HEAD_BYTES
+        free = _USABLE * free_memory(like.device) - pending_bytes - HEAD_BYTES
         needs_cache = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * per_token
         free = max(0.0, free + _USABLE * cache_bytes * needs_cache)
         return cls(given or _clamp(int(free / per_token)), recompute, needs_cache, free)

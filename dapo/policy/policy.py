@@ -90,8 +90,8 @@ class Policy:
     @cached_property
     def budget(self) -> Budget:
         """The memory budget of an update, computed from the free memory when it is first needed."""
-        to_come = self.optimizer.bytes_to_come
-        return Budget.of(self.causal_lm, self.trunk, self.config.optim, to_come, self.cache_bytes)
+        pending_bytes = self.optimizer.pending_bytes
+        return Budget.of(self.causal_lm, self.trunk, self.config.optim, pending_bytes, self.cache_bytes)
 
     @property
     def needs_cache(self) -> bool:
@@ -158,7 +158,7 @@ class Policy:
         """
         while True:
             self.optimizer.zero_grad()
-            self.optimizer.open_grads()
+            self.optimizer.zero_grad_buffers()
             batches = self._micro_batches(groups, version)
             largest = max(len(batch.tokens_T) for batch in batches)
             try:
@@ -244,7 +244,7 @@ class Policy:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all current weights with adapters merged. Tied weights come once."""
-        return files.distinct(self.causal_lm, merged(self.model))
+        return files.without_tied(self.causal_lm, merged(self.model))
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 from dapo.config import AUTO_WORKERS, RewardConfig
 from dapo.errors import RewardError
-from dapo.rewards.function import CLOSED, Sample, explain, unjudged
+from dapo.rewards.function import JUDGE_CLOSED, Sample, explain, unjudged
 from dapo.rewards.process import WorkerProcess
 from dapo.rewards.task import Job, Kind, Task
 from dapo.system.machine import usable_cores
@@ -92,7 +92,7 @@ class WorkerPool:
                 self.queue.append(Task(job, list(range(len(samples)))))
                 self._wake()
         if not is_open:
-            job.future.set_result([unjudged(CLOSED)] * len(samples))
+            job.future.set_result([unjudged(JUDGE_CLOSED)] * len(samples))
         return job.future
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class WorkerPool:
             os.write(self.wake_writer, b"!")
 
     def _run(self) -> None:
-        reason = CLOSED
+        reason = JUDGE_CLOSED
         try:
             while not self.closing:
                 self._start_missing()

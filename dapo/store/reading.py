@@ -12,10 +12,10 @@ from dapo.store.connection import ReadingConnection, open_for_reading, readable,
 from dapo.store.encoding import (
     FLOATS,
     TOKENS,
-    figures_from_json,
     from_blob,
     from_json,
     messages_from_json,
+    metrics_from_json,
     switches_from_json,
 )
 
@@ -125,7 +125,7 @@ class RunReader:
         )
         with readable(self.path):
             for row in rows:
-                yield {**row, "metrics": figures_from_json(row["metrics"])}
+                yield {**row, "metrics": metrics_from_json(row["metrics"])}
 
     def _rows(self, query: str, *values: Any, order: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
         """Yield the rows of a query, and check that they ascend in the columns `order`.

@@ -52,7 +52,7 @@ def assemble(
     if config.rollout.engine == "vllm":
         engine = _vllm(config, saved, loaded, policy)
     else:
-        engine = embedded_engine(config, loaded, policy.causal_lm, reserved=policy.optimizer.bytes_to_come)
+        engine = embedded_engine(config, loaded, policy.causal_lm, reserved=policy.optimizer.pending_bytes)
     if config.rollout.mode == "strict":  # in flight, the cache is never empty, so the update cannot borrow its memory
         policy.cache_bytes = engine.cache_bytes
     return Parts(policy, engine, loaded.tokenizer, loaded.stop_ids, engine.cache_bytes, engine.release_cache)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from dapo.store.encoding import figures_from_json, to_json
+from dapo.store.encoding import metrics_from_json, to_json
 from dapo.view.source import Run, configuration
 
 MAX_POINTS = 1_000
@@ -145,7 +145,7 @@ def evaluations(run: Run) -> list[EvalCurve]:
     with run.snapshot() as database:
         query = f"SELECT step, name, metrics FROM evaluations ORDER BY step LIMIT {_MOST_EVALUATIONS}"
         for step, name, metrics in database.execute(query):
-            values = figures_from_json(metrics)
+            values = metrics_from_json(metrics)
             bounds = {f"{metric}/{end}" for metric in values for end in ("low", "high")}
             for metric in values.keys() - bounds:
                 low, high = (values.get(f"{metric}/{end}", np.nan) for end in ("low", "high"))

@@ -17,7 +17,7 @@ from dapo.errors import ModelError
 from dapo.model.memory import activation_bytes
 from dapo.model.meter import peak_flops, training_flops
 from dapo.plan import hardware, shapes
-from dapo.plan.ask import Question, answer
+from dapo.plan.command import PlanOptions, plan_command
 from dapo.plan.decode import Sampler, round_seconds
 from dapo.plan.estimate import estimate
 from dapo.plan.hardware import collective_seconds, find_gpu
@@ -38,9 +38,9 @@ def planned(recipe: Path = PUBLISHED, gpus: int = 128, gpu: str = "h200", overri
     return estimate(config, workload(config, **averages), find_gpu(gpu), gpus, **layout)
 
 
-def printed(config: Config, question: Question, width: int = 100) -> str:
+def printed(config: Config, question: PlanOptions, width: int = 100) -> str:
     out = io.StringIO()
-    answer(Console(file=out, width=width), config, question)
+    plan_command(Console(file=out, width=width), config, question)
     return out.getvalue()
 
 

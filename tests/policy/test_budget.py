@@ -28,8 +28,8 @@ class OnGpu:
         monkeypatch.setattr(budget, "free_memory", lambda device: free)
         monkeypatch.setattr(budget, "head_weight", lambda model: _Cuda(weight))
 
-    def budget(self, to_come=0, cache_bytes=0, **options) -> Budget:
-        return Budget.of(self.model, self.trunk, OptimConfig(**options), to_come, cache_bytes)
+    def budget(self, pending_bytes=0, cache_bytes=0, **options) -> Budget:
+        return Budget.of(self.model, self.trunk, OptimConfig(**options), pending_bytes, cache_bytes)
 
 
 class _Cuda:
@@ -50,7 +50,7 @@ def test_on_a_gpu_the_budget_follows_the_free_memory_and_what_the_update_will_al
     wanted = 40_000
     spare = (wanted + 0.5) * per_token
     gpu = OnGpu(monkeypatch, free=int((spare + HEAD_BYTES + 3 * GIB) / budget._USABLE))
-    found = gpu.budget(to_come=3 * GIB)
+    found = gpu.budget(pending_bytes=3 * GIB)
     assert abs(found.max_tokens - wanted) <= 1 and not found.recompute
 
 
