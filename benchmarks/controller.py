@@ -129,7 +129,7 @@ def _sampler(engine: Any) -> Any:
     from concurrent.futures import Future
 
     from dapo.config import Config
-    from dapo.data.stream import PromptStream, Shuffled
+    from dapo.data.stream import PromptStream, ShuffledSource
     from dapo.sampling.strict import DynamicSampler
     from dapo.types import Prompt, Score
 
@@ -146,7 +146,7 @@ def _sampler(engine: Any) -> Any:
     prompts = [Prompt(str(i), ({"role": "user", "content": "?"},), (1, 2, 3), 0) for i in range(10_000)]
     sizes = {"train_batch_size": ROUND, "max_response_length": LONGEST}
     config = Config.parse({"model": {"path": "none"}, "data": {"train": "none", **sizes}, "rollout": {"n": N}})
-    return DynamicSampler(config, engine, Judge(), PromptStream([Shuffled(prompts, 0)]))
+    return DynamicSampler(config, engine, Judge(), PromptStream([ShuffledSource(prompts, 0)]))
 
 
 def _resident() -> float:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.model.attention import ATTENTION_NAME
-from dapo.model.meter import kv_bytes
+from dapo.model.memory import kv_bytes
 from dapo.terminal.console import Reporter
 from dapo.training.trainer import Trainer
 from dapo.types import Group, Prompt, Rollout, Score, StepReport

@@ -150,7 +150,7 @@ def measure(
     workloads: Sequence[Workload], device: torch.device, dtype: torch.dtype, repeats: int, *, peers: bool
 ) -> Iterator[Row]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = peak_flops(name, dtype) or H200_FLOPS
+    peak = peak_flops(name, dtype.itemsize) or H200_FLOPS
     for workload in workloads:
         yield update_row(workload, device, dtype, repeats, peak)
         gc.collect()

@@ -26,17 +26,17 @@ from rich.table import Table
 from dapo.config import Config
 from dapo.store.database import RunDatabase
 from dapo.types import (
-    CARRIED,
-    KEPT,
     EvalReport,
     EvalSample,
     Event,
+    EventKind,
     Group,
     Prompt,
     Rollout,
     Score,
     StepReport,
     TokenStats,
+    Verdict,
 )
 from dapo.view import curves, export, groups, health, prompts, runs, source, tokens
 from dapo.view.groups import GroupFilter
@@ -113,7 +113,7 @@ def synthetic_group(pool: Pool, serial: int, step: int, chance_of_error: float =
     )
     rewards = np.where(fails, np.nan, is_right - 0.1 * pool.rng.random(N))
     judged = is_right[~fails]
-    verdict = "all_right" if judged.all() else KEPT if judged.any() else "all_wrong"
+    verdict = Verdict.ALL_RIGHT if judged.all() else Verdict.KEPT if judged.any() else Verdict.ALL_WRONG
     advantages = np.where(fails, 0.0, (rewards - np.nanmean(rewards)) / (np.nanstd(rewards) + 1e-6))
     rollouts = tuple(pool.rollout(serial, index, step - 1) for index in range(N))
     return Group(serial, pool.prompts[which], rollouts, scores, rewards, advantages, ~fails, verdict)
@@ -122,8 +122,8 @@ def synthetic_group(pool: Pool, serial: int, step: int, chance_of_error: float =
 def synthetic_step(pool: Pool, step: int, waiting: list[Group]) -> tuple[StepReport, list[Group]]:
     """Make a step, and return its report and the two groups that it carries over to the next step."""
     fresh = [synthetic_group(pool, (step - 1) * GROUPS + index, step) for index in range(GROUPS)]
-    carried = [group for group in fresh if group.verdict == KEPT][-2:]
-    groups = [group.with_verdict(CARRIED) if group in carried else group for group in fresh] + waiting
+    carried = [group for group in fresh if group.verdict == Verdict.KEPT][-2:]
+    groups = [group.with_verdict(Verdict.CARRIED) if group in carried else group for group in fresh] + waiting
     stats = {
         (group.serial, rollout.index): TokenStats(
             rollout.logprobs + pool.slice(pool.noise, len(rollout)), -0.7 * rollout.logprobs
@@ -139,7 +139,7 @@ def synthetic_step(pool: Pool, step: int, waiting: list[Group]) -> tuple[StepRep
         counts[f"tokens/{kind}"] = counts.get(f"tokens/{kind}", 0) + group.tokens
     metrics = {"reward/mean": float(np.nanmean(rewards)), **counts}
     metrics = {name: float(pool.rng.exponential()) for name in CURVES} | metrics
-    events = (Event("unjudged", f"some of step {step} could not be judged", step),) if step % 3 == 0 else ()
+    events = (Event(EventKind.UNJUDGED, f"some of step {step} could not be judged", step),) if step % 3 == 0 else ()
     return StepReport(step, metrics, tuple(groups), stats, events), carried
 
 
@@ -164,7 +164,7 @@ def generate(folder: Path, steps: int, console: Console, prompts: int = PROMPTS)
             if step % 50 == 0:
                 for name in ("held_out", "other"):
                     database.record_eval(synthetic_evaluation(pool, step, name))
-        database.record_event(Event("finished", NEEDLE, steps))
+        database.record_event(Event(EventKind.FINISHED, NEEDLE, steps))
     return path
 
 
@@ -186,7 +186,7 @@ def queries(run: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "groups: newest", lambda: groups.groups(run, newest_first=True)
     yield "groups: last page", lambda: groups.groups(run, after=source.progress(run).groups - 50)
     yield "groups: of the last step", lambda: groups.groups(run, last)
-    yield "groups: rare verdict", lambda: groups.groups(run, GroupFilter(verdicts=("carried",)))
+    yield "groups: rare verdict", lambda: groups.groups(run, GroupFilter(verdicts=(Verdict.CARRIED,)))
     yield "groups: accuracy that no group has", lambda: groups.groups(run, nowhere)
     yield "groups: unknown source", lambda: groups.groups(run, GroupFilter(data_source="unknown"))
     yield "groups: one source", lambda: groups.groups(run, GroupFilter(data_source=SOURCES[1]), newest_first=True)

@@ -147,7 +147,7 @@ def report(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
     out: Annotated[Path | None, typer.Option("--out", help="The file to write; default: RUN-report.html here.")] = None,
 ) -> None:
-    """Write a run as one HTML file that needs no server: curves, evaluations, groups, warnings and options."""
+    """Write a run as one HTML file that needs no server: curves, evaluations, groups, events and options."""
     from dapo.view.report import write_report
 
     file = out or Path(f"{run.resolve().name}-report.html")
@@ -214,16 +214,16 @@ def plan(
     ] = None,
 ) -> None:
     """Estimate memory, seconds per step and the bottleneck of a recipe on N GPUs, without any GPU."""
-    from dapo.plan.ask import Question, answer
+    from dapo.plan.command import PlanOptions, plan_command
 
     config = Config.load(recipe, overrides or ())
     sampling = sum(config.rollout_gpus)
     total = config.cluster.learners + sampling
     share = sampling / total if rollout_share is None else rollout_share
-    question = Question(
+    options = PlanOptions(
         gpus or str(total), gpu, share, tensor_parallel, mean_response, mean_prompt, keep_rate, judge_seconds, network
     )
-    answer(Console(), config, question)
+    plan_command(Console(), config, options)
 
 
 @app.command()
@@ -276,17 +276,17 @@ def check(
     """Count rows, repeats, bad rows and lengths, and gold answers that the reward can read. Exit code 1: bad rows."""
     from dapo.config import RewardConfig
     from dapo.data.check import check_dataset, print_report
-    from dapo.rewards.rules import can_parse
+    from dapo.rewards.rules import can_read_gold
 
     options = RewardConfig()
-    can_parse(reward, "0", options)  # raises for an unknown rule before a large file is read
+    can_read_gold(reward, "0", options)  # raises for an unknown rule before a large file is read
     tokenizer = None
     if model is not None:
         with Console().status("reading the tokenizer"):
             from dapo.model.loading import load_tokenizer
 
             tokenizer = load_tokenizer(model)
-    report = check_dataset(path, lambda answer: can_parse(reward, answer, options), template, tokenizer)
+    report = check_dataset(path, lambda answer: can_read_gold(reward, answer, options), template, tokenizer)
     print_report(Console(), report)
     raise typer.Exit(0 if report.is_good else 1)
 

@@ -22,6 +22,7 @@ from rich.table import Table
 from dapo.errors import ModelError
 from dapo.model.cache import cache_dir
 from dapo.model.gguf import conversion_dir, find_fetched
+from dapo.system.machine import usable_cores
 
 Status = Literal["ok", "warn", "missing"]
 
@@ -60,7 +61,7 @@ def check(runs: Path = Path("runs")) -> list[Finding]:
         _python(),
         *required,
         _device() if required[0].status == "ok" else Finding("device", "missing", "install torch to find out"),
-        Finding("cores", "ok", str(_cores())),
+        Finding("cores", "ok", str(usable_cores())),
         _memory(),
         _disk("disk for runs", runs, RUNS_NEEDED, "set run.dir to a larger disk"),
         _disk("disk for cache", cache_dir(), CACHE_NEEDED, "set DAPO_CACHE to a larger disk"),
@@ -106,12 +107,6 @@ def _device() -> Finding:
         detail = "PyTorch does not see the GPU, so the CPU is used; install a CUDA build of torch that fits the driver"
         return Finding("device", "warn", detail)
     return Finding("device", "ok", "CPU, no GPU found")
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # the cores this process may use: in a container fewer than the machine has
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _memory() -> Finding:

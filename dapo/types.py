@@ -2,19 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
 FinishReason = Literal["stop", "length"]
 Phase = Literal["train", "eval"]
 
-# Verdicts of groups that are not dropped. Every other verdict is the reason for dropping the group.
-KEPT = "kept"
-PADDED = "padded"  # dropped by the filter, but trained on to fill the batch (on_exhausted: pad)
-CARRIED = "carried"  # kept, and carried over to a later step
+Severity = Literal["info", "warning", "error"]
+
+
+class Verdict(StrEnum):
+    """The decision about a group: kept, or the reason why it was dropped."""
+
+    KEPT = "kept"
+    PADDED = "padded"  # dropped by the filter, but trained on to fill the batch (on_exhausted: pad)
+    CARRIED = "carried"  # kept, and carried over to a later step; not decided yet
+    STALE = "stale"  # carried over for too long
+    SURPLUS = "surplus"  # kept, but the batch was full and nothing may be carried over
+    # The filter metric is the same for all judged rollouts:
+    ALL_WRONG = "all_wrong"
+    ALL_RIGHT = "all_right"
+    NO_VARIANCE = "no_variance"
+    UNJUDGED = "unjudged"  # fewer than two judged rollouts
+    NOTHING_TO_TRAIN = "nothing_to_train"  # the overlong filter left no rollout
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the filter metric was the same for all judged rollouts."""
+        return self in (Verdict.ALL_WRONG, Verdict.ALL_RIGHT, Verdict.NO_VARIANCE)
+
+
+class EventKind(StrEnum):
+    """The kinds of events, each with its severity."""
+
+    _value_: str
+    severity: Severity
+
+    def __new__(cls, name: str, severity: Severity) -> Self:
+        kind = str.__new__(cls, name)
+        kind._value_ = name
+        kind.severity = severity
+        return kind
+
+    DATA = "data", "info"
+    PLAN = "plan", "info"
+    CONFIGURATION = "configuration", "info"
+    RESUMED = "resumed", "info"
+    FINISHED = "finished", "info"
+    INTERRUPTED = "interrupted", "info"
+    MEMORY = "memory", "warning"
+    TRACKER = "tracker", "warning"
+    EXHAUSTED = "exhausted", "warning"
+    UNJUDGED = "unjudged", "warning"
+    WAITING = "waiting", "warning"
+    WEIGHTS = "weights", "warning"
+    WORKER = "worker", "warning"
+    REWARD_WORKER = "reward worker", "warning"
+    LEARNERS = "learners", "warning"
+    STOPPED = "stopped", "error"
+
+
+def event_severity(kind: str) -> Severity:
+    """Return the severity of an event read from a database: info if another version of dapo recorded the kind."""
+    try:
+        return EventKind(kind).severity  # pyright: ignore[reportCallIssue]
+    except ValueError:
+        return "info"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +126,13 @@ class Rollout:
 
     @property
     def versions(self) -> np.ndarray:
-        """The version of the weights that sampled each token, int32 [L]."""
-        return self.weight_version + np.searchsorted(self.switches, np.arange(len(self)), side="right").astype(np.int32)
+        """The version of the weights that sampled each token, int64 [L]."""
+        return token_versions(self.weight_version, self.switches, np.arange(len(self)))
+
+
+def token_versions(first: int, switches: Sequence[int], positions_T: np.ndarray) -> np.ndarray:
+    """Return the version of the weights that sampled each position, int64 [T]; see `Rollout.switches`."""
+    return first + np.searchsorted(switches, positions_T, side="right")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +164,7 @@ class Group:
     rewards: np.ndarray  # float64 [n], after length shaping and the KL term
     advantages: np.ndarray  # float64 [n]
     trains: np.ndarray  # bool [n], whether the rollout is part of the loss
-    verdict: str
+    verdict: Verdict
     ref_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [L] each, the reference model's
 
     @property
@@ -112,7 +174,7 @@ class Group:
 
     @property
     def kept(self) -> bool:
-        return self.verdict in (KEPT, PADDED)
+        return self.verdict in (Verdict.KEPT, Verdict.PADDED)
 
     @property
     def tokens(self) -> int:
@@ -122,7 +184,7 @@ class Group:
     def trained_tokens(self) -> int:
         return sum(len(rollout) for rollout, trains in zip(self.rollouts, self.trains, strict=True) if trains)
 
-    def with_verdict(self, verdict: str) -> Group:
+    def with_verdict(self, verdict: Verdict) -> Group:
         return replace(self, verdict=verdict)
 
 
@@ -167,6 +229,6 @@ class EvalReport:
 class Event:
     """Something the reader of a run should know: a warning, a resume, a stop."""
 
-    kind: str
+    kind: EventKind
     message: str
     step: int

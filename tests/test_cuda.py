@@ -101,7 +101,7 @@ def test_the_fused_update_in_bf16_matches_the_oracle_s_gradient_up_to_rounding(b
         policy.captured = None
     for _ in range(2):  # the second time, the graph is replayed on new gradient sums
         policy.optimizer.zero_grad()
-        policy.optimizer.open_grads()
+        policy.optimizer.zero_grad_buffers()
         for batch in policy._micro_batches(groups, version=0):
             policy._backward(batch)
     assert how != "captured" or policy.captured.captured
@@ -119,7 +119,7 @@ def test_a_captured_update_is_not_affected_by_one_of_another_size():
 
     def gradient(groups):
         policy.optimizer.zero_grad()
-        policy.optimizer.open_grads()
+        policy.optimizer.zero_grad_buffers()
         for batch in policy._micro_batches(groups, version=0):
             policy._backward(batch)
         return [master.grad.clone() for master in policy.optimizer.masters]

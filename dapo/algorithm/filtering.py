@@ -10,15 +10,9 @@ import numpy as np
 
 from dapo.algorithm.advantage import group_advantages
 from dapo.algorithm.overlong import soft_overlong_penalty, target_length_penalty
+from dapo.algorithm.ratio import kl_k3
 from dapo.errors import RewardError
-from dapo.types import KEPT, Group, Prompt, Rollout, Score
-
-ALL_WRONG = "all_wrong"
-ALL_RIGHT = "all_right"
-NO_VARIANCE = "no_variance"
-UNJUDGED = "unjudged"
-NOTHING_TO_TRAIN = "nothing_to_train"
-FLAT = (ALL_WRONG, ALL_RIGHT, NO_VARIANCE)  # the filter metric is the same for all judged rollouts
+from dapo.types import Group, Prompt, Rollout, Score, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +47,10 @@ def form_group(
     final = shaped
     if rules.kl_reward_coef > 0:
         assert ref_logprobs is not None, "kl_reward_coef > 0 needs the reference model's log-probabilities"
-        kl = [_sequence_kl(*pair) for pair in zip(rollouts, ref_logprobs, strict=True)]
+        kl = [
+            kl_k3(rollout.logprobs.astype(np.float64), reference.astype(np.float64)).sum()
+            for rollout, reference in zip(rollouts, ref_logprobs, strict=True)
+        ]  # of the sampler from the reference
         final = shaped - rules.kl_reward_coef * np.array(kl)
     cut_off = np.array([rollout.finish_reason == "length" for rollout in rollouts])
     # A cut-off rollout leaves the loss but stays in the group's mean and std.
@@ -85,25 +82,19 @@ def _shaped_reward(rollout: Rollout, score: Score, rules: GroupRules) -> float:
     return reward
 
 
-def _sequence_kl(rollout: Rollout, ref_logprobs: np.ndarray) -> float:
-    """Return the k3 estimate of KL(sampler || reference), summed over the tokens of one rollout (see `loss.kl_k3`)."""
-    delta = np.clip(ref_logprobs.astype(np.float64) - rollout.logprobs.astype(np.float64), -20, 20)
-    return float((np.exp(delta) - delta - 1).sum())
-
-
 def _verdict(
     scores: Sequence[Score], shaped: np.ndarray, final: np.ndarray, trains: np.ndarray, rules: GroupRules
-) -> str:
+) -> Verdict:
     if sum(score.judged for score in scores) < 2:
-        return UNJUDGED
+        return Verdict.UNJUDGED
     if rules.filter_enabled:
         metric, values = _metric_values(scores, shaped, final, rules.filter_metric)
         # Compare exactly: the floating-point std of equal values need not be zero.
         if all(_is_same(value, values[0]) for value in values):
             if metric == "acc":
-                return ALL_RIGHT if values[0] else ALL_WRONG
-            return NO_VARIANCE
-    return KEPT if trains.any() else NOTHING_TO_TRAIN
+                return Verdict.ALL_RIGHT if values[0] else Verdict.ALL_WRONG
+            return Verdict.NO_VARIANCE
+    return Verdict.KEPT if trains.any() else Verdict.NOTHING_TO_TRAIN
 
 
 def _is_same(a: Any, b: Any) -> bool:

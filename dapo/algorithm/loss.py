@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # bounds exp() in the ratio and in k3
+from dapo.algorithm.ratio import LossConfig, clip_marks, importance_ratio, kl_k3, surrogates
 
 AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
-
-
-@dataclass(frozen=True, slots=True)
-class LossConfig:
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    clip_c: float | None = 10.0
-    kl_coef: float = 0.0
 
 
 def policy_loss(
@@ -29,33 +20,18 @@ def policy_loss(
     With r = exp(logp_new - logp_old): loss = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and for A < 0 at most
     -clip_c A. `old_logprobs_T` are those recorded by the sampler.
     """
-    log_ratio_T = (logprobs_T - old_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio_T = log_ratio_T.exp()
-    unclipped_T = -advantages_T * ratio_T
-    clipped_T = -advantages_T * ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high)
+    ratio_T = importance_ratio(logprobs_T, old_logprobs_T)
+    unclipped_T, clipped_T = surrogates(ratio_T, advantages_T, config)
     loss_T = torch.maximum(unclipped_T, clipped_T)
-    is_clipped_T = clipped_T > unclipped_T
-    metrics = {
-        "ratio": ratio_T.detach(),
-        "clip_fraction/high": (is_clipped_T & (advantages_T > 0)).float(),
-        "clip_fraction/low": (is_clipped_T & (advantages_T < 0)).float(),
-    }
-    if config.clip_c is not None:  # dual clip
-        bound_T = -config.clip_c * advantages_T
-        is_dual_T = (advantages_T < 0) & (loss_T > bound_T)
-        loss_T = torch.where(is_dual_T, bound_T, loss_T)
-        metrics["clip_fraction/dual"] = is_dual_T.float()
+    marks = clip_marks(unclipped_T, clipped_T, advantages_T, config)
+    if config.clip_c is not None:
+        loss_T = torch.where(marks["dual"], -config.clip_c * advantages_T, loss_T)
+    metrics = {"ratio": ratio_T.detach(), **{f"clip_fraction/{name}": mark.float() for name, mark in marks.items()}}
     if ref_logprobs_T is not None:
         kl_T = kl_k3(logprobs_T, ref_logprobs_T)
         loss_T = loss_T + config.kl_coef * kl_T
         metrics["kl"] = kl_T.detach()
     return loss_T, metrics
-
-
-def kl_k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """Return the k3 estimate of KL(policy || reference) per token: exp(ref - new) - (ref - new) - 1, never negative."""
-    delta_T = (ref_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return delta_T.exp() - delta_T - 1
 
 
 def token_weight(mode: AggregationMode, length: int, total_tokens: int, total_sequences: int) -> float:

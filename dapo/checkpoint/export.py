@@ -16,7 +16,7 @@ from dapo.config import ModelConfig
 from dapo.errors import CheckpointError
 from dapo.model.lora import adapter_settings
 from dapo.store.configuration import recorded_config
-from dapo.system.files import published
+from dapo.system.files import atomic_folder
 
 _WEIGHTS_AND_SHAPE = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 
@@ -62,7 +62,7 @@ def _checked(checkpoint: Path, folder: Path) -> Iterator[Path]:
     if folder.exists():
         raise CheckpointError(f"{folder}: exists already; name a new folder")
     checkpoints.read_state(checkpoint)
-    with published(folder) as draft:
+    with atomic_folder(folder) as draft:
         yield draft
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from dapo.types import FinishReason, Group, Prompt, Rollout, Score
+from dapo.types import FinishReason, Group, Prompt, Rollout, Score, Verdict
 
 FORMAT = 3  # raise it when a resume could misread an older state.json
 STATE_FILE = "trainer/state.json"
@@ -200,6 +200,6 @@ def _group_from_json(data: Mapping[str, Any]) -> Group:
         rewards=np.array(data["rewards"], np.float64),
         advantages=np.array(data["advantages"], np.float64),
         trains=np.array(data["trains"], bool),
-        verdict=data["verdict"],
+        verdict=Verdict(data["verdict"]),
         ref_logprobs=None if reference is None else tuple(np.array(row, np.float32) for row in reference),
     )

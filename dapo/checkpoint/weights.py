@@ -34,7 +34,7 @@ def read(model: PreTrainedModel | PeftModel, folder: Path, device: str) -> dict[
     return shardfiles.read_whole(folder, device)
 
 
-def distinct(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def without_tied(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of `state`, tied weights only once, under the name that `model` lists first."""
     every, once = (model.named_parameters(remove_duplicate=each) for each in (False, True))
     tied = {name for name, _ in every} - {name for name, _ in once}

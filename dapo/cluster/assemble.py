@@ -21,8 +21,9 @@ from dapo.policy.build import build_policy, model_source
 from dapo.rewards.judge import build_judge
 from dapo.rewards.protocol import Judge
 from dapo.system.progress import progress
+from dapo.types import EventKind
 
-OnEvent = Callable[[str, str], None]
+OnEvent = Callable[[EventKind, str], None]
 _MOST_AT_ONCE = 1024  # of Config.concurrent
 
 
@@ -52,7 +53,7 @@ def assemble(
     if config.rollout.engine == "vllm":
         engine = build_engine(source, "vllm", policy.weights, transport=None)
     else:
-        engine = embedded_engine(config, loaded, policy.causal_lm, reserved=policy.optimizer.bytes_to_come)
+        engine = embedded_engine(config, loaded, policy.causal_lm, reserved=policy.optimizer.pending_bytes)
     if config.rollout.mode == "strict":  # in flight, the cache is never empty, so the update cannot borrow its memory
         policy.cache_bytes = engine.cache_bytes
     return Parts(policy, engine, loaded.tokenizer, loaded.stop_ids, engine.cache_bytes, engine.release_cache)

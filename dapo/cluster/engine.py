@@ -15,7 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 from dapo.cluster.actor import Restarts, explain
 from dapo.errors import ClusterLost, DapoError, EngineError, LearnerLost
 from dapo.system.progress import progress
-from dapo.types import Request, Rollout
+from dapo.types import EventKind, Request, Rollout
 
 TICK = 0.05  # seconds between checks of timeouts and commands while no answer arrives
 PLACEMENT_TICK = 1.0  # seconds between queries to Ray about bundles without a node
@@ -76,7 +76,7 @@ class RayEngine:
         timeout: float,
         broadcast: Callable[[Sequence[Any], int], None] | None = None,
         missing: Callable[[], str | None] = lambda: None,
-        on_event: Callable[[str, str], None] = lambda kind, message: None,
+        on_event: Callable[[EventKind, str], None] = lambda kind, message: None,
         is_stopping: Callable[[], bool] = lambda: False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
@@ -87,7 +87,7 @@ class RayEngine:
         self.needs_stored_weights = False  # a worker waits for `newest.stored`, which is None
         self.queue: deque[_Group] = deque()
         self.finished: list[Rollout] = []
-        self.events: list[tuple[str, str]] = []
+        self.events: list[tuple[EventKind, str]] = []
         self.waiting_for: str | None = None
         self.placement_checked_at = 0.0
         self.failure: BaseException | None = None
@@ -133,7 +133,7 @@ class RayEngine:
             try:
                 self._broadcast_weights(version, self.broadcast)
             except EngineError as error:
-                self.on_event("weights", f"{error}; weights go through Ray's object store instead")
+                self.on_event(EventKind.WEIGHTS, f"{error}; weights go through Ray's object store instead")
                 self.broadcast = None
         if self.broadcast is None:
             newest = _Weights(version, self.weights())
@@ -367,7 +367,7 @@ class RayEngine:
             self.placement_checked_at = now
             lacking = self.missing()
             if lacking is not None and lacking != self.waiting_for:
-                self.events.append(("waiting", f"rollout workers wait for {lacking}"))
+                self.events.append((EventKind.WAITING, f"rollout workers wait for {lacking}"))
             self.waiting_for = lacking
         if self.waiting_for:  # the timeout starts when the cluster has room
             for worker in starting:
@@ -387,7 +387,7 @@ class RayEngine:
         worker.call = None
         ray.kill(worker.actor)
         self.restarts.spend(reason)
-        self.events.append(("worker", f"{reason}; replaced, {len(worker.groups)} groups are sampled again"))
+        self.events.append((EventKind.WORKER, f"{reason}; replaced, {len(worker.groups)} groups are sampled again"))
         self._replace(worker)
 
     def _replace(self, worker: _Worker) -> None:

@@ -19,10 +19,10 @@ from ray.exceptions import RayTaskError
 from dapo.cluster.actor import Restarts, explain
 from dapo.config import REWARD_TOKEN, RewardConfig
 from dapo.errors import ClusterLost, DapoError
-from dapo.rewards.function import CLOSED, unjudged
-from dapo.rewards.judge import at_once, build_judge
+from dapo.rewards.function import JUDGE_CLOSED, unjudged
+from dapo.rewards.judge import build_judge, max_concurrent_groups
 from dapo.system.progress import progress
-from dapo.types import Prompt, Rollout, Score
+from dapo.types import EventKind, Prompt, Rollout, Score
 
 TICK = 0.1  # seconds between checks of timeouts while no message arrives
 PULSE = 2.0  # seconds between pings of a worker
@@ -106,17 +106,17 @@ class PlacedJudge:
         restarts: Restarts,
         timeout: float,
         missing: Callable[[], str | None] = lambda: None,
-        on_event: Callable[[str, str], None] = lambda kind, message: None,
+        on_event: Callable[[EventKind, str], None] = lambda kind, message: None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.start, self.restarts, self.timeout = start, restarts, timeout
         self.missing, self.on_event, self.is_stopping = missing, on_event, is_stopping
         self.options = options.model_copy(update={"workers": options.workers or 1})
-        self.limit = at_once(self.options)
+        self.limit = max_concurrent_groups(self.options)
         self.folder = os.getcwd()
         self.inbox: queue.SimpleQueue[_Group | _Answer | None] = queue.SimpleQueue()  # None: close
         self.waiting: deque[_Group] = deque()
-        self.events: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[tuple[EventKind, str]] = queue.SimpleQueue()
         self.waiting_for: str | None = None
         self.placement_checked_at = 0.0
         self.failure: BaseException | None = None
@@ -175,7 +175,7 @@ class PlacedJudge:
         for group in self.waiting:
             self._give_up(group)
         if not self.opened.done():
-            self.opened.set_exception(self.failure or ClusterLost(CLOSED))
+            self.opened.set_exception(self.failure or ClusterLost(JUDGE_CLOSED))
         for worker in self.workers:
             ray.kill(worker.actor)
 
@@ -183,7 +183,7 @@ class PlacedJudge:
         if self.failure is not None:
             group.promise.set_exception(self.failure)
         else:
-            group.promise.set_result([unjudged(CLOSED)] * len(group.rollouts))
+            group.promise.set_result([unjudged(JUDGE_CLOSED)] * len(group.rollouts))
 
     def _handle_next(self) -> bool:
         """Handle the next message, if one arrives within a tick. Return False if it was the request to close."""
@@ -252,7 +252,7 @@ class PlacedJudge:
             self.placement_checked_at = now
             lacking = self.missing()
             if lacking is not None and lacking != self.waiting_for:
-                self.events.put(("waiting", f"reward workers wait for {lacking}"))
+                self.events.put((EventKind.WAITING, f"reward workers wait for {lacking}"))
             self.waiting_for = lacking
         if self.waiting_for and len(starting) == len(self.workers) and self.is_stopping():
             raise ClusterLost(f"stopped while waiting for {self.waiting_for}")
@@ -264,5 +264,5 @@ class PlacedJudge:
         self.restarts.spend(reason)
         groups, worker.groups = worker.groups, []
         self.waiting.extendleft(reversed(groups))
-        self.events.put(("reward worker", f"{reason}; replaced, {len(groups)} groups are judged again"))
+        self.events.put((EventKind.REWARD_WORKER, f"{reason}; replaced, {len(groups)} groups are judged again"))
         self.workers[worker.slot] = self._worker(worker.slot)

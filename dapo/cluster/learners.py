@@ -26,7 +26,7 @@ from dapo.policy.build import build_policy
 from dapo.policy.protocol import UpdateResult
 from dapo.policy.sharding import backend
 from dapo.system.progress import progress
-from dapo.types import Group
+from dapo.types import EventKind, Group
 
 TICK = 1.0  # seconds between checks of the timeout
 DEATH_NOTICE = 3.0  # seconds to wait until Ray has reported which rank died; the others fail because of it
@@ -111,7 +111,7 @@ class LearnerGroup:
         *,
         shares_gpu: bool = False,
         missing: Callable[[], str | None] = lambda: None,
-        on_event: Callable[[str, str], None] = lambda kind, message: None,
+        on_event: Callable[[EventKind, str], None] = lambda kind, message: None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.start, self.count, self.config, self.restarts = start, count, config, restarts
@@ -230,7 +230,7 @@ class LearnerGroup:
         """Return whether a rank cannot start because the cluster lacks resources, and report which."""
         lacking = self.missing()
         if lacking is not None and lacking != self.waiting_for:
-            self.on_event("waiting", f"learners wait for {lacking}")
+            self.on_event(EventKind.WAITING, f"learners wait for {lacking}")
         self.waiting_for = lacking
         if lacking is not None and self.is_stopping():
             raise ClusterLost(f"stopped while waiting for {lacking}")

@@ -21,7 +21,7 @@ from dapo.errors import ConfigError
 from dapo.policy.build import build_policy
 from dapo.policy.protocol import UpdateResult
 from dapo.policy.sharded import ShardedPolicy
-from dapo.policy.sharding import emptied
+from dapo.policy.sharding import uninitialized_copy
 from dapo.types import Group, Request, Rollout
 
 _POLL_DIVISOR = 4  # `poll` returns when a quarter of a rank's responses is finished: all ranks wait for the slowest
@@ -40,9 +40,9 @@ class Member:
         loaded, policy = build_policy(config, saved)
         assert isinstance(policy, ShardedPolicy)
         self.policy, self.tokenizer, self.stop_ids = policy, loaded.tokenizer, loaded.stop_ids
-        self.model = emptied(loaded.model, policy.device)
+        self.model = uninitialized_copy(loaded.model, policy.device)
         self._copy_weights()
-        reserved = policy.optimizer.bytes_to_come if not config.cluster.offload else 0
+        reserved = policy.optimizer.pending_bytes if not config.cluster.offload else 0
         self.engine = embedded_engine(config, replace(loaded, model=self.model), self.model, reserved)
         if config.rollout.mode == "strict":  # in flight the cache is never empty
             policy.cache_bytes = self.engine.cache_bytes

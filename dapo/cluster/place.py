@@ -25,6 +25,7 @@ from dapo.engine.protocol import Engine
 from dapo.engine.vllm.engine import Transport
 from dapo.model.loading import load_tokenizer
 from dapo.policy.build import model_source
+from dapo.types import EventKind
 
 CPU_CONCURRENT = 64  # responses that a worker on a CPU decodes at once, unless rollout.max_concurrent is set
 
@@ -54,7 +55,7 @@ class _Site:
     demand: Demand
     placement: Placement
     restarts: Restarts
-    on_event: Callable[[str, str], None]
+    on_event: Callable[[EventKind, str], None]
     is_stopping: Callable[[], bool]
 
     def watch(self, place: Callable[[int], tuple[int, Bundle]], count: int) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def place(
     config: Config,
     saved: Path | None,
     has_joined: bool,
-    on_event: Callable[[str, str], None],
+    on_event: Callable[[EventKind, str], None],
     is_stopping: Callable[[], bool],
 ) -> Parts:
     """Start all parts of the run on the cluster. Closing the engine ends them and frees the reserved resources."""
@@ -93,7 +94,7 @@ def place(
 
 
 def place_samplers(
-    config: Config, folder: Callable[[], Path], has_joined: bool, on_event: Callable[[str, str], None]
+    config: Config, folder: Callable[[], Path], has_joined: bool, on_event: Callable[[EventKind, str], None]
 ) -> tuple[RayEngine, PlacedJudge | None]:
     """Start rollout workers and reward workers without learners. New weights are those of the checkpoint `folder()`."""
     with ExitStack() as undo:
@@ -107,7 +108,7 @@ def place_samplers(
 def _reserve(
     undo: ExitStack,
     config: Config,
-    on_event: Callable[[str, str], None],
+    on_event: Callable[[EventKind, str], None],
     is_stopping: Callable[[], bool] = lambda: False,
     *,
     has_learners: bool = True,

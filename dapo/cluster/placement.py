@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo.config import Config
 from dapo.errors import ClusterError
-from dapo.rewards.judge import names_model
+from dapo.rewards.judge import uses_reward_model
 from dapo.system.progress import progress
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def wants_gpus(config: Config, available: float | None = None) -> bool:
 def _judge_gpus(config: Config, *, on_gpu: bool) -> int:
     """Return 1 if a placed judge runs a reward model on a GPU: as configured, or by default if learners have GPUs."""
     device = config.reward.model.device
-    if not config.cluster.reward_workers or not names_model(config.reward):
+    if not config.cluster.reward_workers or not uses_reward_model(config.reward):
         return 0
     if device not in ("cpu", "cuda", "auto"):
         raise ClusterError(

@@ -3,6 +3,7 @@
 from dapo.config.loading import apply_override
 from dapo.config.schema import Config, leaves, option_names
 from dapo.config.sections import (
+    AUTO_WORKERS,
     FIXED,
     REWARD_TOKEN,
     EngineName,
@@ -17,6 +18,7 @@ from dapo.config.sections import (
 )
 
 __all__ = [
+    "AUTO_WORKERS",
     "FIXED",
     "REWARD_TOKEN",
     "Config",

@@ -15,6 +15,7 @@ MOST_TOKENS = 2**24  # of one prompt or response
 MOST_SAMPLES = 2**16  # of one prompt
 MOST_PROCESSES = 2**14
 MOST_SECONDS = 7 * 24 * 3600.0
+AUTO_WORKERS = 8  # most judging processes that are started if reward.workers is 0
 
 EngineName = Literal["embedded", "vllm"]
 REWARD_TOKEN = "DAPO_REWARD_TOKEN"  # environment variable with the token for reward endpoints; never in a file
@@ -197,7 +198,9 @@ class RewardConfig(Section):
         description="For `regex`: the pattern that a response must match; a first group must equal the answer.",
     )
     threshold: float = Field(default=1.0, gt=0, description="For `gym`: the lowest score of a right answer.")
-    workers: int = Field(default=0, ge=0, le=1024, description="Processes that judge; 0: one per core, at most 8.")
+    workers: int = Field(
+        default=0, ge=0, le=1024, description=f"Processes that judge; 0: one per core, at most {AUTO_WORKERS}."
+    )
     timeout: float = Field(
         default=10.0, gt=0, le=MOST_SECONDS, description="Seconds after which a response counts as unjudged."
     )

@@ -14,9 +14,9 @@ from rich.table import Table
 from dapo.config import Source
 from dapo.data.distinct import Distinct, RowCounts, answer_key, counted, question_key
 from dapo.data.encode import encode, progress
+from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM, read_rows
 from dapo.data.rows import Question, layout_of, read_question
-from dapo.data.wording import Wording
 from dapo.errors import DataError
 
 SHOWN = 10  # examples of bad rows and of unreadable answers
@@ -55,7 +55,7 @@ def check_dataset(
         raise DataError(
             f"{path}: reasoning-gym generates its questions as they are drawn, so there is no file to check"
         )
-    source, wording = Source(path=path), Wording.of(template, None)
+    source, prompt_format = Source(path=path), PromptFormat.of(template, None)
     distinct, layouts, rows, bad_rows = Distinct(), Counter(), 0, 0
     bad: list[str] = []
     questions: list[Question] = []
@@ -64,7 +64,7 @@ def check_dataset(
         try:
             if isinstance(row, DataError):
                 raise row
-            question = read_question(where, row, wording)
+            question = read_question(where, row, prompt_format)
         except DataError as error:
             bad_rows += 1
             bad += [str(error)] if len(bad) < SHOWN else []

@@ -11,11 +11,11 @@ from typing import Any
 from dapo.config import Config, Source
 from dapo.data.distinct import Distinct, answer_key, counted, question_key
 from dapo.data.encode import encode, progress
-from dapo.data.gym import MAX_ATTEMPTS, Gym, GymDeck
+from dapo.data.gym import MAX_ATTEMPTS, Gym, GymSource
+from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM, read_rows
 from dapo.data.rows import Question, read_question
-from dapo.data.stream import Deck, PromptStream, Shuffled
-from dapo.data.wording import Wording
+from dapo.data.stream import PromptSource, PromptStream, ShuffledSource
 from dapo.errors import DataError
 from dapo.types import Phase, Prompt
 
@@ -49,13 +49,13 @@ def load_train_stream(config: Config, tokenizer: Any, held_out: Collection[Promp
     loader = _Loader(config, tokenizer, ("train",), held_out)
     sources = config.data.train
     finite = {i: loader.read(i, source) for i, source in enumerate(sources) if not _is_endless(source)}
-    decks: list[Deck] = [
-        Shuffled(loader.finish(i, source, finite[i]), config.run.seed, i)
+    prompt_sources: list[PromptSource] = [
+        ShuffledSource(loader.finish(i, source, finite[i]), config.run.seed, i)
         if i in finite
-        else loader.endless_deck(i, source)
+        else loader.endless_source(i, source)
         for i, source in enumerate(sources)
     ]
-    return PromptStream(decks, [source.weight for source in sources], loader.notes)
+    return PromptStream(prompt_sources, [source.weight for source in sources], loader.notes)
 
 
 def load_eval_sets(config: Config, tokenizer: Any, notes: list[str] | None = None) -> dict[str, list[Prompt]]:
@@ -88,7 +88,7 @@ class _Loader:
         # `scope` is the phase and the name of the evaluation set, so that no two sets get the same gym items.
         self.seed = (config.run.seed, *scope)
         self.is_training = scope[0] == "train"
-        self.wording = Wording.of(config.data.prompt_template, config.data.system_prompt)
+        self.prompt_format = PromptFormat.of(config.data.prompt_template, config.data.system_prompt)
         self.held_out = frozenset(question_key(prompt.messages) for prompt in held_out)
         self.rows = Distinct()
         self.items = Distinct()  # gym questions, by question only: they can have several right answers
@@ -103,7 +103,7 @@ class _Loader:
         for where, row in progress(read_rows(source), f"Reading {source.path}"):
             if isinstance(row, DataError):
                 raise row
-            question = read_question(where, row, self.wording)
+            question = read_question(where, row, self.prompt_format)
             if self.rows.add(question_key(question.messages), answer_key(question.answer), index):
                 questions.append(question)
         if not self.rows.counts(index).rows:
@@ -141,11 +141,11 @@ class _Loader:
             raise DataError(f"{', '.join(summary)}; no question is left{hint}")
         return kept
 
-    def endless_deck(self, index: int, source: Source) -> GymDeck:
+    def endless_source(self, index: int, source: Source) -> GymSource:
         """Return a reasoning-gym task as an endless source."""
         gym = Gym(source, (*self.seed, index))
         self.notes.append(f"{gym.name}: endless, questions are generated as they are drawn")
-        return GymDeck(gym, self.wording, self._usable, self.held_out)
+        return GymSource(gym, self.prompt_format, self._usable, self.held_out)
 
     def _read_gym(self, index: int, source: Source) -> list[Question]:
         """Generate `size` items for training, or for evaluation as many as give `size` distinct questions."""
@@ -157,7 +157,7 @@ class _Loader:
         position, last_new, reason = 0, -1, "a repeat"
         while position < size if self.is_training else len(questions) < size:
             try:
-                question = gym.question(position, self.wording)
+                question = gym.question(position, self.prompt_format)
             except DataError as error:
                 self.failed_items[index] += 1
                 reason = str(error)

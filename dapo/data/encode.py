@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from rich.progress import track
 from dapo.data.rows import Question
 from dapo.errors import DataError
 from dapo.model.template import limited_template
+from dapo.system.digest import text_digest
 from dapo.types import Prompt
 
 _BATCH = 512
@@ -53,7 +53,7 @@ def _prompt(question: Question, tokens: Sequence[int]) -> Prompt:
 def _uid(messages: Sequence[Mapping[str, str]], answer: Any) -> str:
     """Return a hash of the messages and the answer, stable across runs and machines."""
     identity = json.dumps([messages, answer], ensure_ascii=False, sort_keys=True)
-    return hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return text_digest(identity)
 
 
 def _batch_tokens(questions: Sequence[Question], tokenizer: Any) -> list[list[int]]:

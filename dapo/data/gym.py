@@ -12,10 +12,11 @@ from typing import Any
 
 from dapo.config import Source
 from dapo.data.distinct import question_key
+from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM, one_line
 from dapo.data.rows import Question
-from dapo.data.wording import Wording
 from dapo.errors import DataError
+from dapo.system.digest import text_digest
 from dapo.types import Prompt
 
 # Some tasks generate all their items when they are created. So a task is created for this many items at a time.
@@ -57,21 +58,23 @@ class Gym:
         self._create: Callable[[int], Any] = lru_cache(maxsize=4)(self._create_task)
         self._create(self.seed)  # now, so that wrong parameters are reported before the run starts
 
-    def question(self, index: int, wording: Wording) -> Question:
+    def question(self, index: int, prompt_format: PromptFormat) -> Question:
         """Return the item at `index`. Block b of BLOCK items has the seed `self.seed` + b x BLOCK."""
-        return self._read(self.seed + index // BLOCK * BLOCK, index % BLOCK, f"{self.name}, item {index}", wording)
+        return self._read(
+            self.seed + index // BLOCK * BLOCK, index % BLOCK, f"{self.name}, item {index}", prompt_format
+        )
 
-    def substitute(self, index: int, attempt: int, wording: Wording) -> Question:
+    def substitute(self, index: int, attempt: int, prompt_format: PromptFormat) -> Question:
         """Return a replacement for an unusable item, from a sequence of items used only for this index."""
         digest = hashlib.blake2b(f"{self.seed} {index} {attempt // BLOCK}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big") % 2**31
         where = f"{self.name}, item {index}, attempt {attempt + 2}"  # the item itself was attempt 1
-        return self._read(seed, attempt % BLOCK, where, wording)
+        return self._read(seed, attempt % BLOCK, where, prompt_format)
 
     def identity(self) -> str:
         return json.dumps([self.name, self.params, self.seed], sort_keys=True)
 
-    def _read(self, seed: int, index: int, where: str, wording: Wording) -> Question:
+    def _read(self, seed: int, index: int, where: str, prompt_format: PromptFormat) -> Question:
         try:
             entry = self._create(seed)[index]
         except Exception as error:  # the task's own code can raise anything
@@ -82,8 +85,11 @@ class Gym:
         gold = None if answer is None else str(answer)  # some tasks have no gold answer, only a scorer
         if gold is not None and not gold.strip():  # base_conversion writes 0 as an empty string
             raise DataError(f"{where}: the task generated a question with an empty answer")
-        origin = {"task": self.task, "params": self.params, "seed": seed, "index": index, "check": fingerprint(text)}
-        return Question(where, wording.put(text), gold, self.name, {"gym": origin}, True, has_one_answer=False)
+        # By `check` the judge sees that it generated the same question again.
+        origin = {"task": self.task, "params": self.params, "seed": seed, "index": index, "check": text_digest(text)}
+        return Question(
+            where, prompt_format.messages(text), gold, self.name, {"gym": origin}, True, has_one_answer=False
+        )
 
     def _create_task(self, seed: int) -> Any:
         try:
@@ -120,14 +126,18 @@ class Gym:
             raise DataError(f"{self.name}: params must be JSON values ({one_line(error)})") from None
 
 
-class GymDeck:
+class GymSource:
     """An endless source: the task's items by position, with replacements for items that cannot be used."""
 
     def __init__(
-        self, gym: Gym, wording: Wording, usable: Callable[[Question], Prompt | None], held_out: Collection[bytes]
+        self,
+        gym: Gym,
+        prompt_format: PromptFormat,
+        usable: Callable[[Question], Prompt | None],
+        held_out: Collection[bytes],
     ) -> None:
         self.gym = gym
-        self.wording = wording
+        self.prompt_format = prompt_format
         self.usable = usable  # returns the prompt, or None if it is too long
         self.held_out = held_out
 
@@ -137,9 +147,9 @@ class GymDeck:
         for attempt in range(MAX_ATTEMPTS):
             try:
                 question = (
-                    self.gym.question(position, self.wording)
+                    self.gym.question(position, self.prompt_format)
                     if attempt == 0
-                    else self.gym.substitute(position, attempt - 1, self.wording)
+                    else self.gym.substitute(position, attempt - 1, self.prompt_format)
                 )
             except DataError as error:  # the task failed to generate it
                 reason = str(error)
@@ -161,11 +171,6 @@ class GymDeck:
 
     def questions(self) -> list[Prompt]:
         raise DataError(f"{self.gym.name} is endless, so it cannot be evaluated as a whole; set eval.data")
-
-
-def fingerprint(question: str) -> str:
-    """Return a hash of the question, by which the judge checks that it generated the same item again."""
-    return hashlib.blake2b(question.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _import_factory(name: str) -> Any:

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 from dapo.config import Source
 from dapo.data.distinct import Distinct, RowCounts, answer_key, counted, question_key
 from dapo.data.encode import progress
+from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import read_rows
 from dapo.data.rows import Question, read_question
-from dapo.data.wording import Wording
 from dapo.errors import DataError
 
 Gold = Callable[[Question, Mapping[str, Any]], Any]  # extracts the gold answer from a question and its row
@@ -79,7 +79,7 @@ def _read(source: Source, known: _Known) -> tuple[list[Question], RowCounts]:
     for where, row in progress(read_rows(source), f"Reading {source.path}"):
         if isinstance(row, DataError):
             raise row
-        question = read_question(where, row, Wording())
+        question = read_question(where, row, PromptFormat())
         gold = known.gold(question, row)
         key = question_key(question.messages)
         if distinct.add(key, answer_key(gold)):

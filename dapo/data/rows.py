@@ -10,7 +10,7 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
 
-from dapo.data.wording import Wording
+from dapo.data.prompt_format import PromptFormat
 from dapo.errors import DataError
 
 _QUESTION_COLUMNS = ("prompt", "question", "problem")
@@ -41,7 +41,7 @@ def layout_of(row: Mapping[str, Any]) -> str:
     return "question and answer"
 
 
-def read_question(where: str, row: Mapping[str, Any], wording: Wording) -> Question:
+def read_question(where: str, row: Mapping[str, Any], prompt_format: PromptFormat) -> Question:
     """Return the row's question and gold answer, with every other column as JSON values in `extra`."""
     question_column = next((name for name in _QUESTION_COLUMNS if row.get(name) is not None), None)
     if question_column is None:
@@ -56,7 +56,9 @@ def read_question(where: str, row: Mapping[str, Any], wording: Wording) -> Quest
     answer_column, answer = _answer(where, row, question_column)
     return Question(
         where=where,
-        messages=wording.put(text) if is_text else wording.with_system(_messages(where, question_column, text)),
+        messages=prompt_format.messages(text)
+        if is_text
+        else prompt_format.with_system(_messages(where, question_column, text)),
         answer=answer,
         data_source=_data_source(where, row),
         extra={

@@ -12,7 +12,7 @@ from dapo.errors import CheckpointError
 from dapo.types import Prompt
 
 
-class Deck(Protocol):
+class PromptSource(Protocol):
     """One source of a stream. The prompt drawn at a position depends only on the position."""
 
     def draw(self, position: int) -> Prompt: ...
@@ -26,7 +26,7 @@ class Deck(Protocol):
         ...
 
 
-class Shuffled:
+class ShuffledSource:
     """A finite dataset, shuffled again for each epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, index: int = 0) -> None:
@@ -56,12 +56,14 @@ class PromptStream:
     needs.
     """
 
-    def __init__(self, decks: Sequence[Deck], weights: Sequence[float] = (1.0,), notes: Sequence[str] = ()) -> None:
-        assert len(decks) == len(weights) > 0
-        self.decks = tuple(decks)
+    def __init__(
+        self, sources: Sequence[PromptSource], weights: Sequence[float] = (1.0,), notes: Sequence[str] = ()
+    ) -> None:
+        assert len(sources) == len(weights) > 0
+        self.sources = tuple(sources)
         self.shares = tuple(weight / sum(weights) for weight in weights)
         self.notes = tuple(notes)  # messages for the user: how many rows were left out, and why
-        self.positions = [0] * len(decks)  # prompts drawn so far from each source
+        self.positions = [0] * len(sources)  # prompts drawn so far from each source
 
     def take(self, count: int) -> list[Prompt]:
         return [self._next() for _ in range(count)]
@@ -77,17 +79,17 @@ class PromptStream:
 
     def digest(self) -> str:
         """Return a digest of the data that the positions index into, to refuse resuming with another dataset."""
-        identities = "\n".join(deck.identity() for deck in self.decks)
+        identities = "\n".join(source.identity() for source in self.sources)
         return hashlib.blake2b(identities.encode(), digest_size=16).hexdigest()
 
     def questions(self) -> list[Prompt]:
-        return [prompt for deck in self.decks for prompt in deck.questions()]
+        return [prompt for source in self.sources for prompt in source.questions()]
 
     def _next(self) -> Prompt:
         """Draw from the source that is furthest behind its share; the first one if several are."""
         draws = sum(self.positions)
         behind = [share * draws - drawn for share, drawn in zip(self.shares, self.positions, strict=True)]
         source = behind.index(max(behind))
-        prompt = self.decks[source].draw(self.positions[source])
+        prompt = self.sources[source].draw(self.positions[source])
         self.positions[source] += 1
         return prompt

@@ -15,6 +15,7 @@ from dapo.config import Config
 from dapo.engine.protocol import Engine
 from dapo.model.loading import resolve_device, resolve_path
 from dapo.rewards.protocol import Judge
+from dapo.types import EventKind
 
 
 class SharedParts:
@@ -23,7 +24,7 @@ class SharedParts:
     Starting vLLM or the workers of a cluster takes a minute or more, and loading other weights seconds.
     """
 
-    def __init__(self, on_event: Callable[[str, str], None]) -> None:
+    def __init__(self, on_event: Callable[[EventKind, str], None]) -> None:
         self.on_event = on_event
         self.opened = ExitStack()
         self.parts: tuple[Engine, Judge] | None = None

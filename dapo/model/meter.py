@@ -6,27 +6,26 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 # Dense tensor-core FLOP/s in 16 bits with float32 accumulation, without sparsity, from the data sheets. The first
 # pattern that matches the device's name counts, so the slower variants of a name come first.
 _PEAKS = (
-    (r"\bH100 PCIe\b", 756e12),
+    (r"\bH[18]00 PCIe\b", 756e12),
     (r"\bH100 NVL\b", 835e12),
-    (r"\bH[12]00\b", 989e12),
+    (r"\bH[128]00\b", 989e12),
+    (r"\bH20\b", 148e12),
     (r"\bB200\b", 2250e12),
     (r"\bA100\b", 312e12),
     (r"\bL40S\b", 362e12),
     (r"\bL4\b", 121e12),
-    (r"\bRTX 4090(?! D\b)", 165e12),
+    (r"\bRTX ?4090(?! D\b)", 165e12),
 )
 
 
-def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of matrix products on this device, or None if it is not known."""
-    if dtype not in (torch.bfloat16, torch.float16):
+def peak_flops(device_name: str, width: int = 2) -> float | None:
+    """Return the peak FLOP/s of products of numbers of `width` bytes on this device, or None if it is not known."""
+    if width != 2:
         return None
-    return next((rate for pattern, rate in _PEAKS if re.search(pattern, device_name)), None)
+    return next((rate for pattern, rate in _PEAKS if re.search(pattern, device_name, re.IGNORECASE)), None)
 
 
 def matmul_parameters(config: Any) -> int:
@@ -62,9 +61,13 @@ def _causal_pairs(length: int) -> int:
 
 
 def _trunk_parameters(config: Any) -> int:
-    heads = config.num_attention_heads
-    attention = 2 * config.hidden_size * head_size(config) * (heads + key_heads(config))
-    return config.num_hidden_layers * (attention + 3 * config.hidden_size * inner_width(config))
+    return config.num_hidden_layers * layer_parameters(config)
+
+
+def layer_parameters(config: Any) -> int:
+    """Return the weights of one layer: projections and gated feed-forward, without the few of norms and biases."""
+    attention = 2 * config.hidden_size * head_size(config) * (config.num_attention_heads + key_heads(config))
+    return attention + 3 * config.hidden_size * inner_width(config)
 
 
 def inner_width(config: Any) -> int:
@@ -75,11 +78,6 @@ def inner_width(config: Any) -> int:
 
 def _head_parameters(config: Any) -> int:
     return config.vocab_size * config.hidden_size
-
-
-def kv_bytes(config: Any, width: int) -> int:
-    """Return the bytes of one token's keys and values, at `width` bytes per number."""
-    return 2 * config.num_hidden_layers * key_heads(config) * head_size(config) * width
 
 
 def key_heads(config: Any) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dapo.model.meter import kv_bytes, matmul_parameters
+from dapo.model.memory import kv_bytes
+from dapo.model.meter import matmul_parameters
 from dapo.plan.hardware import (
     ALL_REDUCE_SECONDS,
     CONTROLLER_GROUPS,

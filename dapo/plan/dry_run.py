@@ -7,9 +7,8 @@ from pathlib import Path
 from dapo.config import Config
 from dapo.data.readers import GYM, find_files
 from dapo.errors import DataError
+from dapo.model.memory import GIB, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, kv_bytes
 from dapo.plan.shapes import find_shape
-
-_GIB = 2**30
 
 
 def plan_text(config: Config) -> str:
@@ -42,15 +41,12 @@ def _memory_lines(config: Config) -> list[str]:
     shape = find_shape(config.model.path)
     if shape is None:
         return [f"  memory    not known for {config.model.path}: not downloaded yet, or an unsupported architecture"]
-    from dapo.model.meter import kv_bytes
-
     parameters = shape.parameters
     full = config.model.lora.rank == 0
-    # Bytes per parameter. float32 training: gradient and two moments, 4 each. bfloat16 training: a float32 master
-    # copy, gradient and two moments, 4 each.
-    is_float32 = _is_float32(config)
+    is_float32 = _is_float32(config)  # then the weights are their own masters
+    state = GRADIENT_BYTES + MOMENT_BYTES + (0 if is_float32 else MASTER_BYTES)
     weights = parameters * (4 if is_float32 else 2)
-    training = parameters * (12 if is_float32 else 16) if full else 0
+    training = parameters * state if full else 0
     per_token = kv_bytes(shape, 4 if is_float32 else 2)
     cache = _cached_tokens(config) * per_token
     parts = {
@@ -59,8 +55,8 @@ def _memory_lines(config: Config) -> list[str]:
         "reference": weights if config.needs_reference and full else 0,
         "key/value cache at most": cache,
     }
-    listed = ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts.items() if size)
-    total = sum(parts.values()) / _GIB
+    listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items() if size)
+    total = sum(parts.values()) / GIB
     return [
         f"  memory    about {total:.1f} GiB and the activations of a micro-batch: {listed} "
         f"({parameters / 1e6:.0f}M parameters)"

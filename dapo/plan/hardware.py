@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dapo.errors import ConfigError
-
-GIB = 2**30
+from dapo.model.meter import peak_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +20,28 @@ class Gpu:
     name: str
     memory: float  # bytes
     bandwidth: float  # bytes per second
-    flops: float  # dense bfloat16 FLOPs per second
     link: float  # bytes per second to the other GPUs of its node, one direction
     network: float  # bytes per second to other nodes, one direction: its share of the node's network
 
+    @property
+    def flops(self) -> float:
+        """Dense bfloat16 FLOPs per second."""
+        peak = peak_flops(self.name)
+        assert peak is not None, f"the peak rate of {self.name} is missing in dapo/model/meter.py"
+        return peak
+
 
 _GPUS = (
-    Gpu("b200", 180e9, 8.0e12, 2250e12, 900e9, 50e9),
-    Gpu("h200", 141e9, 4.8e12, 989e12, 450e9, 50e9),
-    Gpu("h100", 80e9, 3.35e12, 989e12, 450e9, 50e9),
-    Gpu("h800", 80e9, 3.35e12, 989e12, 200e9, 50e9),
-    Gpu("h20", 96e9, 4.0e12, 148e12, 450e9, 50e9),
-    Gpu("a100", 80e9, 2.039e12, 312e12, 300e9, 25e9),
-    Gpu("a100-40gb", 40e9, 1.555e12, 312e12, 300e9, 25e9),
-    Gpu("l40s", 48e9, 0.864e12, 362e12, 32e9, 12.5e9),
-    Gpu("l4", 24e9, 0.3e12, 121e12, 32e9, 12.5e9),
-    Gpu("rtx4090", 24e9, 1.008e12, 165e12, 32e9, 12.5e9),
+    Gpu("b200", 180e9, 8.0e12, 900e9, 50e9),
+    Gpu("h200", 141e9, 4.8e12, 450e9, 50e9),
+    Gpu("h100", 80e9, 3.35e12, 450e9, 50e9),
+    Gpu("h800", 80e9, 3.35e12, 200e9, 50e9),
+    Gpu("h20", 96e9, 4.0e12, 450e9, 50e9),
+    Gpu("a100", 80e9, 2.039e12, 300e9, 25e9),
+    Gpu("a100-40gb", 40e9, 1.555e12, 300e9, 25e9),
+    Gpu("l40s", 48e9, 0.864e12, 32e9, 12.5e9),
+    Gpu("l4", 24e9, 0.3e12, 32e9, 12.5e9),
+    Gpu("rtx4090", 24e9, 1.008e12, 32e9, 12.5e9),
 )
 
 # MEASURED, decoding with the embedded engine: three throughputs (135M with 256 and 1,024 sequences, 1.5B with 256)
@@ -70,8 +75,6 @@ ALL_REDUCE_SECONDS = 10e-6  # latency within a node
 HOST_LINK = 25e9  # bytes per second between a GPU and its host
 HOST_BANDWIDTH = 20e9  # bytes per second of host memory for the optimizer of each rank
 OPTIMIZER_BYTES = 28  # read and written per parameter: master, gradient and two moments
-JUDGES = 8  # judging processes, if the recipe does not set reward.workers
-HEAD_BYTES = 4 * GIB  # at most: the logits of a chunk and their gradient
 
 
 def find_gpu(name: str, network: float | None = None) -> Gpu:
@@ -84,7 +87,7 @@ def find_gpu(name: str, network: float | None = None) -> Gpu:
         raise ConfigError(f"--gpu {name} is not known; choose from {', '.join(known)}{hint}")
     if network is None:
         return found
-    return Gpu(found.name, found.memory, found.bandwidth, found.flops, found.link, network * 1e9)
+    return replace(found, network=network * 1e9)
 
 
 def collective_rate(gpu: Gpu, ranks: int) -> float:

@@ -6,15 +6,21 @@ from dataclasses import dataclass
 
 from dapo.config import Config
 from dapo.errors import ConfigError
-from dapo.model.meter import kv_bytes
+from dapo.model.memory import (
+    ENOUGH_TOKENS,
+    GIB,
+    GRADIENT_BYTES,
+    HEAD_BYTES,
+    MASTER_BYTES,
+    MAX_TOKENS,
+    MOMENT_BYTES,
+    activation_bytes,
+    kv_bytes,
+)
 from dapo.plan.decode import BYTES
-from dapo.plan.hardware import GIB, HEAD_BYTES, USABLE, Gpu
+from dapo.plan.hardware import USABLE, Gpu
 from dapo.plan.shapes import Shape
 from dapo.plan.workload import Workload
-
-_MOST_TOKENS = 1 << 17  # per micro-batch, as in dapo/policy/budget.py
-_ENOUGH_TOKENS = 1 << 14  # recompute activations if fewer fit without
-_MASTER, _MOMENTS, _GRADIENT = 4, 8, 4  # bytes per parameter, in float32
 
 
 class DoesNotFit(ConfigError):
@@ -71,19 +77,19 @@ def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workloa
     tokens, recomputes = _micro_batch(config, shape, work, room - held, gpu)
     # At most what a rank gets of one update, but at least the longest response.
     mine = work.trained_groups / work.updates * (work.n * work.lengths.mean + work.prompt) / layout.learners
-    at_once = max(float(work.longest), min(tokens, mine))
+    held_tokens = max(float(work.longest), min(tokens, mine))
     parts = {
         **states,
         "sampler's weights": (sampler, 0.0),
         "key/value cache": (cache, 0.0),
-        "activations": (0.0, at_once * activation_bytes(shape, recomputes)),
+        "activations": (0.0, held_tokens * activation_bytes(shape, BYTES, recompute=recomputes)),
         "logits of a chunk": (0.0, float(HEAD_BYTES)),
     }
     if layout.rollout_gpus:  # the two columns then describe different GPUs
         parts = {
             name: (s if name in ("sampler's weights", "key/value cache") else 0.0, t) for name, (s, t) in parts.items()
         }
-    return Memory({name: pair for name, pair in parts.items() if any(pair)}, slots, tokens, at_once, recomputes)
+    return Memory({name: pair for name, pair in parts.items() if any(pair)}, slots, tokens, held_tokens, recomputes)
 
 
 def _states(config: Config, shape: Shape, layout: Layout) -> dict[str, tuple[float, float]]:
@@ -96,13 +102,13 @@ def _states(config: Config, shape: Shape, layout: Layout) -> dict[str, tuple[flo
     trained = share if is_full and not config.cluster.offload else 0.0  # offloaded: in the host's memory
     # FSDP gathers embedding and head together, and two layers at a time, each with its float32 gradient.
     largest = 2 * shape.layer + shape.embedding * (1 if shape.tie_word_embeddings else 2)
-    gathered = largest * (BYTES + _GRADIENT) if layout.learners > 1 else 0.0
+    gathered = largest * (BYTES + GRADIENT_BYTES) if layout.learners > 1 else 0.0
     reference = BYTES * share if config.needs_reference and is_full else 0.0
     states = {
         "weights": (working, working),
-        "masters and moments": ((_MASTER + _MOMENTS) * trained,) * 2,
+        "masters and moments": ((MASTER_BYTES + MOMENT_BYTES) * trained,) * 2,
         "reference": (reference, reference),
-        "gradients": (0.0, _GRADIENT * trained),
+        "gradients": (0.0, GRADIENT_BYTES * trained),
         "gathered layers": (0.0, gathered),
     }
     return {name: pair for name, pair in states.items() if any(pair)}
@@ -127,27 +133,19 @@ def _cache(config: Config, shape: Shape, layout: Layout, work: Workload, free: f
 def _micro_batch(config: Config, shape: Shape, work: Workload, free: float, gpu: Gpu) -> tuple[float, bool]:
     """Return the most tokens of a micro-batch, and whether activations are recomputed. A response is never split."""
     given, may = config.optim.max_tokens_per_micro_batch, config.optim.recompute_activations
-    fits = {recompute: (free - HEAD_BYTES) / activation_bytes(shape, recompute) for recompute in (False, True)}
+    fits = {
+        recompute: (free - HEAD_BYTES) / activation_bytes(shape, BYTES, recompute=recompute)
+        for recompute in (False, True)
+    }
     least = max(given, work.longest)
-    recompute = may == "always" or (may == "auto" and fits[False] < (least if given else max(least, _ENOUGH_TOKENS)))
+    recompute = may == "always" or (may == "auto" and fits[False] < (least if given else max(least, ENOUGH_TOKENS)))
     if fits[recompute] < least:
         raise DoesNotFit(
             f"training does not fit: after {_gib(USABLE * gpu.memory - free + HEAD_BYTES)} of weights, optimizer "
             f"state and logits, a GPU has room for the activations of {max(0.0, fits[recompute]):,.0f} tokens, but "
             f"{least:,} are needed"
         )
-    return float(given or min(_MOST_TOKENS, fits[recompute])), recompute
-
-
-def activation_bytes(shape: Shape, recompute: bool) -> float:
-    """Return the bytes held per token between forward and backward, by the formula of dapo/policy/budget.py."""
-    width, inner = shape.hidden_size, shape.intermediate_size
-    queries, keys = (heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads))
-    # `saved`: what one layer keeps for its backward pass. `passing`: temporaries of the layer being computed.
-    saved = 8 * width + BYTES * (2 * width + 2 * queries + 6 * keys + 2 * inner)
-    passing = BYTES * (6 * inner + 2 * queries + 8 * width)
-    layers = shape.num_hidden_layers
-    return layers * (4 + BYTES) * width + saved + passing if recompute else layers * saved + passing
+    return float(given or min(MAX_TOKENS, fits[recompute])), recompute
 
 
 def _gib(size: float) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo.errors import ModelError
+from dapo.model.meter import layer_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,7 @@ class Shape:
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer: projections and gated feed-forward, without the few of norms and biases."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        return layer_parameters(self)
 
     @property
     def parameters(self) -> int:

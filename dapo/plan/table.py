@@ -8,9 +8,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dapo.model.memory import GIB
 from dapo.plan.advice import advice
 from dapo.plan.estimate import Plan
-from dapo.plan.hardware import GIB, NODE, USABLE
+from dapo.plan.hardware import NODE, USABLE
 from dapo.plan.memory import DoesNotFit
 
 WIDTH = 100

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapo.config import Config
+from dapo.config import AUTO_WORKERS, Config
 from dapo.errors import ConfigError
-from dapo.plan.hardware import JUDGE_SECONDS, JUDGES
+from dapo.plan.hardware import JUDGE_SECONDS
 
 SIGMA = 0.8  # ASSUMED spread of the logarithm: one response in twenty is then longer than 3.7 times the median
 MEAN_SHARE = 0.25  # ASSUMED mean response length, as a share of data.max_response_length
@@ -129,7 +129,7 @@ def workload(
         is_inflight=config.rollout.mode == "inflight",
         max_staleness=config.algorithm.max_staleness,
         keep_rate=keep,
-        judges=config.cluster.reward_workers * (config.reward.workers or 1) or config.reward.workers or JUDGES,
+        judges=config.cluster.reward_workers * (config.reward.workers or 1) or config.reward.workers or AUTO_WORKERS,
         judge_seconds=judge_seconds,
     )
 

@@ -10,15 +10,12 @@ from torch import Tensor
 
 from dapo.config import OptimConfig
 from dapo.model.forward import free_memory, head_weight
-from dapo.model.meter import head_size, inner_width, key_heads
+from dapo.model.memory import ENOUGH_TOKENS, HEAD_BYTES, MAX_TOKENS, activation_bytes
 from dapo.model.trunk import FusedTrunk, Trunk
 
 _CPU_TOKENS = 4096
-_MAX_TOKENS = 1 << 17
-_ENOUGH_TOKENS = 1 << 14  # fewer do not keep a large GPU busy: then activations are recomputed
 _TOO_FEW_TOKENS = 1 << 11  # if fewer than this fit, the update takes the memory of the sampler's cache
 _USABLE = 0.8  # fraction of the free memory; the rest is for what is not counted here
-_HEAD_BYTES = 4 << 30  # logits of a chunk, and their gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +32,14 @@ class Budget:
 
         A minimal micro-batch does not fill a chunk of logits, so `used` contains one, which does not scale with tokens.
         """
-        per_token = (used - _HEAD_BYTES) / tokens
+        per_token = (used - HEAD_BYTES) / tokens
         return min(self.max_tokens, _clamp(int(self.room / per_token))) if per_token > 0 else self.max_tokens
 
     @classmethod
-    def of(cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, to_come: int, cache_bytes: int = 0) -> Budget:
+    def of(cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, pending_bytes: int, cache_bytes: int = 0) -> Budget:
         """Return the budget of one process.
 
-        `to_come`: bytes that the update will allocate besides activations. `cache_bytes` can be freed if necessary.
+        `pending_bytes`: what the update will allocate besides activations. `cache_bytes` can be freed if necessary.
         """
         given = config.max_tokens_per_micro_batch
         can_recompute = isinstance(trunk, FusedTrunk)
@@ -51,17 +48,17 @@ class Budget:
         if device.type != "cuda":
             return cls(given or _CPU_TOKENS, always)
         may_recompute = can_recompute and config.recompute_activations != "never"
-        least = activation_bytes(causal_lm, trunk, recompute=may_recompute)  # per token
-        free = _USABLE * free_memory(device) - to_come - _HEAD_BYTES
+        least = _activation_bytes(causal_lm, trunk, recompute=may_recompute)  # per token
+        free = _USABLE * free_memory(device) - pending_bytes - HEAD_BYTES
         needs_cache = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * least
         free = max(0.0, free + _USABLE * cache_bytes * needs_cache)
-        keep = int(free / activation_bytes(causal_lm, trunk, recompute=False))  # tokens whose activations fit
-        recompute = always or (may_recompute and (given > keep if given else keep < _ENOUGH_TOKENS))
+        keep = int(free / _activation_bytes(causal_lm, trunk, recompute=False))  # tokens whose activations fit
+        recompute = always or (may_recompute and (given > keep if given else keep < ENOUGH_TOKENS))
         return cls(given or _clamp(int(free / least) if recompute else keep), recompute, needs_cache)
 
     @classmethod
     def shared(
-        cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, like: Tensor, to_come: int, cache_bytes: int = 0,
+        cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, like: Tensor, pending_bytes: int, cache_bytes: int = 0,
         *, recompute: bool,
     ) -> Budget:  # fmt: skip
         """Return the budget of one rank. Whether layers recompute activations was decided when they were sharded.
@@ -71,28 +68,18 @@ class Budget:
         given = config.max_tokens_per_micro_batch
         if not like.is_cuda:
             return cls(given or _CPU_TOKENS, recompute)
-        per_token = activation_bytes(causal_lm, trunk, recompute=recompute, dtype=like.dtype)
-        free = _USABLE * free_memory(like.device) - to_come - _HEAD_BYTES
+        per_token = _activation_bytes(causal_lm, trunk, recompute=recompute, dtype=like.dtype)
+        free = _USABLE * free_memory(like.device) - pending_bytes - HEAD_BYTES
         needs_cache = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * per_token
         free = max(0.0, free + _USABLE * cache_bytes * needs_cache)
         return cls(given or _clamp(int(free / per_token)), recompute, needs_cache, free)
 
 
 def _clamp(tokens: int) -> int:
-    return max(1, min(_MAX_TOKENS, tokens))
+    return max(1, min(MAX_TOKENS, tokens))
 
 
-def activation_bytes(causal_lm: Any, trunk: Trunk, *, recompute: bool, dtype: torch.dtype | None = None) -> int:
-    """Estimate the bytes held per packed token between forward and backward, by counting what each layer saves."""
-    config = causal_lm.config.get_text_config()
-    width, inner = config.hidden_size, inner_width(config)
-    kv_width, query_width = (heads * head_size(config) for heads in (key_heads(config), config.num_attention_heads))
-    size = torch.finfo(dtype or head_weight(causal_lm).dtype).bits // 8
-    # Two float32 sums of the residual stream; then two norms, queries, keys and values (which may be copied for each
-    # response), the attention output, gate and up.
-    saved = 8 * width + size * (2 * width + 2 * query_width + 6 * kv_width + 2 * inner)
-    passing = size * (6 * inner + 2 * query_width + 8 * width)  # temporary, of the layer that is running
-    if not isinstance(trunk, FusedTrunk):  # autograd keeps every intermediate result
-        saved *= 3
-    layers = config.num_hidden_layers
-    return layers * (4 + size) * width + saved + passing if recompute else layers * saved + passing
+def _activation_bytes(causal_lm: Any, trunk: Trunk, *, recompute: bool, dtype: torch.dtype | None = None) -> int:
+    width = (dtype or head_weight(causal_lm).dtype).itemsize
+    config, is_fused = causal_lm.config.get_text_config(), isinstance(trunk, FusedTrunk)
+    return activation_bytes(config, width, recompute=recompute, is_fused=is_fused)

@@ -15,7 +15,7 @@ from dapo.model.loading import LoadedModel, load_model, load_tokenizer, resolve_
 from dapo.model.lora import add_adapters, causal_lm
 from dapo.policy.policy import Policy
 from dapo.policy.sharded import ShardedPolicy
-from dapo.policy.sharding import emptied, rank_device
+from dapo.policy.sharding import rank_device, uninitialized_copy
 
 
 def model_source(config: Config, saved: Path | None) -> ModelConfig:
@@ -46,7 +46,7 @@ def _build_sharded(config: Config, saved: Path | None) -> tuple[LoadedModel, Sha
     dtype = str(resolve_dtype(config.model.dtype, device)).removeprefix("torch.")
     place = {"dtype": dtype, "device": "cpu"}
     loaded = _load_once(model_source(config, saved).model_copy(update=place))
-    blank = emptied(loaded.model, "meta")
+    blank = uninitialized_copy(loaded.model, "meta")
     policy = ShardedPolicy(_to_train(loaded.model, config), config, device=device)
     if _needs_second_model(config):  # loaded only now, when no rank holds the first model whole
         policy.add_reference(_load_once(config.model.model_copy(update=place)).model.requires_grad_(False))
@@ -56,7 +56,7 @@ def _build_sharded(config: Config, saved: Path | None) -> tuple[LoadedModel, Sha
 def _load_once(source: ModelConfig) -> LoadedModel:
     """Load the weights on rank 0 only. The other ranks wait, and get the model on the meta device."""
     loaded = load_model(source) if dist.get_rank() == 0 else None
-    box: list[Any] = [loaded and (emptied(loaded.model, "meta"), loaded.stop_ids)]
+    box: list[Any] = [loaded and (uninitialized_copy(loaded.model, "meta"), loaded.stop_ids)]
     dist.broadcast_object_list(box)
     if loaded is not None:
         return loaded

@@ -19,7 +19,7 @@ class Optimizer:
 
     Gradients of bf16 weights are summed in fp32 too: a hook adds each one to the master's gradient as soon as autograd
     has computed it. The gradients of `joined` weights do not pass through autograd: the code that computes
-    them adds them to the buffers that `open_grads` provides.
+    them adds them to the buffers that `zero_grad_buffers` provides.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Optimizer:
             master.grad = torch.zeros_like(master)
         return None if master is None else master.grad
 
-    def open_grads(self) -> None:
+    def zero_grad_buffers(self) -> None:
         """Zero the gradient buffers of the joined weights. The masters' gradients are views of them.
 
         The buffers keep their addresses between updates, as CUDA graphs require.
@@ -105,7 +105,7 @@ class Optimizer:
         return norm
 
     @property
-    def bytes_to_come(self) -> int:
+    def pending_bytes(self) -> int:
         """Bytes that the next update will allocate: gradients, and before the first update also the moments."""
         trained = sum(map(held_bytes, self.masters))
         return trained if self.adam.state else 3 * trained

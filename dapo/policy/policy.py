@@ -90,8 +90,8 @@ class Policy:
     @cached_property
     def budget(self) -> Budget:
         """The memory budget of an update, computed from the free memory when it is first needed."""
-        to_come = self.optimizer.bytes_to_come
-        return Budget.of(self.causal_lm, self.trunk, self.config.optim, to_come, self.cache_bytes)
+        pending_bytes = self.optimizer.pending_bytes
+        return Budget.of(self.causal_lm, self.trunk, self.config.optim, pending_bytes, self.cache_bytes)
 
     @property
     def needs_cache(self) -> bool:
@@ -111,7 +111,14 @@ class Policy:
             if tally.stop:
                 break
         metrics = tally.metrics(self.optimizer.learning_rate(step))
-        return UpdateResult(metrics, self._gather(tally.token_stats), tally.stop, tuple(tally.notes))
+        return UpdateResult(
+            metrics,
+            self._gather(tally.token_stats),
+            updates=len(tally.norms),
+            computed=tally.computed,
+            stop=tally.stop,
+            notes=tuple(tally.notes),
+        )
 
     def _update_mini_batch(
         self, groups: list[Group], step: int, version: int, tally: Tally, *, is_first: bool, record: bool
@@ -151,7 +158,7 @@ class Policy:
         """
         while True:
             self.optimizer.zero_grad()
-            self.optimizer.open_grads()
+            self.optimizer.zero_grad_buffers()
             batches = self._micro_batches(groups, version)
             largest = max(len(batch.tokens_T) for batch in batches)
             try:
@@ -237,7 +244,7 @@ class Policy:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all current weights with adapters merged. Tied weights come once."""
-        return files.distinct(self.causal_lm, merged(self.model))
+        return files.without_tied(self.causal_lm, merged(self.model))
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -255,14 +262,14 @@ class Policy:
     def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:
         if not self.like.is_cuda or not batch:
             return {}
-        peak = peak_flops(torch.cuda.get_device_name(self.like.device), self.like.dtype)
+        peak = peak_flops(torch.cuda.get_device_name(self.like.device), self.like.dtype.itemsize)
         if peak is None:
             return {}
         trained = [(g, r) for g in batch for r, trains in zip(g.rollouts, g.trains, strict=True) if trains]
         epochs = self.config.optim.ppo_epochs
         flops = training_flops(
             self.causal_lm.config.get_text_config(),
-            int(update.metrics["tokens/computed"]),
+            update.computed,
             [len(group.prompt.tokens) + len(rollout) - 1 for group, rollout in trained] * epochs,
             head_tokens=epochs * sum(len(rollout) for _, rollout in trained),
             spared_prompts=[n for g in batch for n in [len(g.prompt.tokens)] * (int(g.trains.sum()) - 1)] * epochs,

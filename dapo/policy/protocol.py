@@ -19,6 +19,8 @@ class UpdateResult:
 
     metrics: dict[str, float]
     token_stats: dict[tuple[int, int], TokenStats]  # by (serial, index)
+    updates: int  # optimizer steps made; 0: the weights are unchanged
+    computed: int  # tokens that went through the trunk
     stop: str | None = None  # why the run must stop; None: it continues
     notes: tuple[str, ...] = ()  # messages for the user
 

@@ -72,13 +72,13 @@ class ShardedPolicy(Policy):
 
     @cached_property
     def budget(self) -> Budget:
-        to_come = self.optimizer.bytes_to_come if self.weight.device.type == self.device.type else 0
+        pending_bytes = self.optimizer.pending_bytes if self.weight.device.type == self.device.type else 0
         found = Budget.shared(
             self.causal_lm,
             self.trunk,
             self.config.optim,
             self.like,
-            to_come,
+            pending_bytes,
             self.cache_bytes,
             recompute=self.recompute,
         )
@@ -198,7 +198,7 @@ class ShardedPolicy(Policy):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights, one by one, on every rank and in the compute dtype."""
-        for name, tensor in files.distinct(self.causal_lm, merged(self.model)):
+        for name, tensor in files.without_tied(self.causal_lm, merged(self.model)):
             yield name, gather_full(tensor, self.device, self.compute)
 
     def save(self, folder: Path) -> None:

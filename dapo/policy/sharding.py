@@ -57,7 +57,7 @@ def rank_device(name: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def emptied(model: Model, device: torch.device | str) -> Model:
+def uninitialized_copy(model: Model, device: torch.device | str) -> Model:
     """Copy a model with uninitialized weights; tied ones stay tied.
 
     Buffers are copied with their values, also to a copy on the meta device, because some of them, such as rotary

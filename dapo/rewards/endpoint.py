@@ -23,7 +23,7 @@ import httpx2
 
 from dapo.config import REWARD_TOKEN
 from dapo.errors import RewardError
-from dapo.rewards.function import CLOSE_LIMIT, CLOSED, DOES_NOT_APPLY, explain, to_json, to_score, unjudged
+from dapo.rewards.function import CLOSE_LIMIT, DOES_NOT_APPLY, JUDGE_CLOSED, explain, to_json, to_score, unjudged
 from dapo.types import Prompt, Rollout, Score
 
 MAX_TRIES = 5
@@ -71,7 +71,7 @@ class EndpointJudge:
             if not self.is_closed:
                 self.loop.call_soon_threadsafe(self._start, prompt, rollouts, future)
                 return future
-        future.set_result([unjudged(CLOSED)] * len(rollouts))
+        future.set_result([unjudged(JUDGE_CLOSED)] * len(rollouts))
         return future
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class EndpointJudge:
 
         def finish(task: asyncio.Task[list[Score]]) -> None:
             self.tasks.discard(task)
-            future.set_result([unjudged(CLOSED)] * len(rollouts) if task.cancelled() else task.result())
+            future.set_result([unjudged(JUDGE_CLOSED)] * len(rollouts) if task.cancelled() else task.result())
 
         task.add_done_callback(finish)
 

@@ -23,7 +23,7 @@ from dapo.types import Prompt, Rollout, Score
 RewardFunction = Callable[..., Any]
 
 DOES_NOT_APPLY = "the reward does not apply here: it returned None"
-CLOSED = "the judge was closed before it judged this response"
+JUDGE_CLOSED = "the judge was closed before it judged this response"
 CLOSE_LIMIT = 5.0  # seconds that closing a judge waits for the calls in flight
 
 # Scores are stored, checkpointed and sent between processes, so their size is bounded.
@@ -185,7 +185,7 @@ class FunctionJudge:
             return asyncio.run_coroutine_threadsafe(self._gather(prompt, samples), self.loop)
         future: Future[list[Score]] = Future()
         if self.closed:
-            future.set_result([unjudged(CLOSED)] * len(samples))
+            future.set_result([unjudged(JUDGE_CLOSED)] * len(samples))
         elif self.reward.is_batched:
             future.set_result(self.reward.score(prompt, samples))
         else:
@@ -199,7 +199,7 @@ class FunctionJudge:
                 *(self.reward.score_async(prompt, call, self.timeout * len(call)) for call in calls)
             )
         except asyncio.CancelledError:
-            return [unjudged(CLOSED)] * len(samples)
+            return [unjudged(JUDGE_CLOSED)] * len(samples)
         return [score for scores in done for score in scores]
 
     def close(self) -> None:

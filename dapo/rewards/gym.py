@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from dapo.config import Extraction
 from dapo.errors import RewardError
 from dapo.rewards.extract import extract as find_answer
+from dapo.system.digest import text_digest
 
 # Exceptions that a task's scorer raises for malformed answers. Such an answer is wrong. Any other exception makes the
 # response unjudged. The table was found by scoring junk with every task.
@@ -62,8 +62,7 @@ def _is_number(answer: str | None) -> bool:
 def _score(found: str, gym: Mapping[str, Any]) -> float:
     task = gym["task"]
     dataset, entry = _item(task, json.dumps(gym["params"], sort_keys=True), gym["seed"], gym["index"])
-    check = hashlib.blake2b(entry["question"].encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    if check != gym["check"]:
+    if text_digest(entry["question"]) != gym["check"]:
         raise RewardError(
             f"gym:{task}: item {gym['index']} of seed {gym['seed']} is a different question here; install the "
             "version of reasoning-gym that generated the prompt"

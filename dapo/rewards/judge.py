@@ -54,11 +54,11 @@ def judge_specs(options: RewardConfig) -> list[str]:
     return [options.use] if isinstance(options.use, str) else [*options.use]
 
 
-def names_model(options: RewardConfig) -> bool:
+def uses_reward_model(options: RewardConfig) -> bool:
     return any(spec.startswith("model:") for spec in judge_specs(options))
 
 
-def at_once(options: RewardConfig) -> int:
+def max_concurrent_groups(options: RewardConfig) -> int:
     """Return how many groups keep a judge busy: one per process plus one queued, or an endpoint's requests."""
     return MAX_IN_FLIGHT if any(map(_is_url, judge_specs(options))) else options.workers + 1
 

@@ -19,11 +19,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from dapo.config import RewardConfig
+from dapo.config import AUTO_WORKERS, RewardConfig
 from dapo.errors import RewardError
-from dapo.rewards.function import CLOSED, Sample, explain, unjudged
+from dapo.rewards.function import JUDGE_CLOSED, Sample, explain, unjudged
 from dapo.rewards.process import WorkerProcess
 from dapo.rewards.task import Job, Kind, Task
+from dapo.system.machine import usable_cores
 from dapo.types import Prompt, Rollout, Score
 
 START_TIMEOUT = 60.0  # seconds for imports; longer means a hang, not a slow disk
@@ -54,10 +55,10 @@ class WorkerPool:
 
     def __init__(self, specs: Sequence[str], options: RewardConfig) -> None:
         self.options = options
-        self.size = options.workers or min(_cores(), 8)
-        limit = max(64, WORKERS_PER_CORE * _cores())
+        self.size = options.workers or min(usable_cores(), AUTO_WORKERS)
+        limit = max(64, WORKERS_PER_CORE * usable_cores())
         if self.size > limit:
-            raise RewardError(f"reward.workers is {self.size}; with {_cores()} CPU cores, use at most {limit}")
+            raise RewardError(f"reward.workers is {self.size}; with {usable_cores()} CPU cores, use at most {limit}")
         self.setup = {"specs": list(specs), "options": options.model_dump_json()}
         self.kinds: dict[str, Kind] = {}
         self.workers: list[_Worker] = []
@@ -91,7 +92,7 @@ class WorkerPool:
                 self.queue.append(Task(job, list(range(len(samples)))))
                 self._wake()
         if not is_open:
-            job.future.set_result([unjudged(CLOSED)] * len(samples))
+            job.future.set_result([unjudged(JUDGE_CLOSED)] * len(samples))
         return job.future
 
     def close(self) -> None:
@@ -106,7 +107,7 @@ class WorkerPool:
             os.write(self.wake_writer, b"!")
 
     def _run(self) -> None:
-        reason = CLOSED
+        reason = JUDGE_CLOSED
         try:
             while not self.closing:
                 self._start_missing()
@@ -303,7 +304,3 @@ def _score(value: object, acc: object, error: object, extras: dict[str, object])
     if error is None and isinstance(value, float) and math.isfinite(value) and (acc is None or isinstance(acc, bool)):
         return Score(value, acc, extras=extras)
     raise ValueError
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

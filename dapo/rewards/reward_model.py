@@ -13,7 +13,7 @@ from dapo.config import RewardModelConfig
 from dapo.errors import ModelError, RewardError
 from dapo.model.template import limited_template
 from dapo.model.weights import check_folder
-from dapo.rewards.function import CLOSED, explain, to_score, unjudged
+from dapo.rewards.function import JUDGE_CLOSED, explain, to_score, unjudged
 from dapo.types import Prompt, Rollout, Score
 
 
@@ -44,7 +44,7 @@ class RewardModelJudge:
         future: Future[list[Score]] = Future()
         future.set_running_or_notify_cancel()
         if self.closed:
-            future.set_result([unjudged(CLOSED)] * len(rollouts))
+            future.set_result([unjudged(JUDGE_CLOSED)] * len(rollouts))
         else:
             self.thread.submit(self._judge, prompt, rollouts, future)
         return future
@@ -65,7 +65,7 @@ class RewardModelJudge:
                 self._raise_if_closed()
                 scores += self._score(prompt, batch)
             except _Closed:
-                scores += [unjudged(CLOSED)] * len(batch)
+                scores += [unjudged(JUDGE_CLOSED)] * len(batch)
             except Exception as error:  # e.g. out of memory or a template error: only this batch is unjudged
                 scores += [unjudged(f"{self.path}: {explain(error)}")] * len(batch)
         future.set_result(scores)

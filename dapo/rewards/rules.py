@@ -53,7 +53,7 @@ def make_rule(name: str, options: RewardConfig) -> Rule:
     return lambda completion, answer, **row: judge(completion, answer, policies)
 
 
-def can_parse(name: str, answer: Any, options: RewardConfig) -> bool:
+def can_read_gold(name: str, answer: Any, options: RewardConfig) -> bool:
     """Return whether the rule can read this gold answer."""
     make_rule(name, options)
     if name == "gym" or (name == "regex" and not _compile(options.regex).groups):

@@ -8,11 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapo.types import CARRIED, KEPT, PADDED, Event, Group
-
-# Reasons for dropping a group that the filter had kept.
-STALE = "stale"
-SURPLUS = "surplus"
+from dapo.types import Event, Group, Verdict
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,14 +32,15 @@ class Sampled:
         """Return the sampling metrics. Scores, rewards and lengths are over all fresh groups, kept or dropped."""
         fresh = [group for group in self.groups if group.serial in self.fresh]
         verdicts = Counter(group.verdict for group in self.groups)
-        dropped = {v: n for v, n in verdicts.items() if v not in (KEPT, PADDED, CARRIED, STALE)}
+        others = (Verdict.KEPT, Verdict.PADDED, Verdict.CARRIED, Verdict.STALE)
+        dropped = {verdict: count for verdict, count in verdicts.items() if verdict not in others}
         metrics: dict[str, float] = {
             **self.tokens,
             "groups/kept": len(self.batch),
             "groups/dropped": sum(dropped.values()),
             **{f"groups/dropped/{verdict}": count for verdict, count in dropped.items()},
-            "groups/carried": verdicts[CARRIED],
-            "groups/stale": verdicts[STALE],
+            "groups/carried": verdicts[Verdict.CARRIED],
+            "groups/stale": verdicts[Verdict.STALE],
             "groups/generated": len(fresh),
             "groups/rounds": self.rounds,
             "groups/skipped": self.skipped,
@@ -60,10 +57,9 @@ def count_tokens(
 ) -> dict[str, int]:
     """Return where the response tokens of one step went, by metric name, and assert that none is lost.
 
-    carried_in + generated = trained + masked + dropped (by reason) + stale + cancelled + carried_out
+    carried_in + generated = trained + masked + dropped (by reason) + stale + carried_out
 
-    `masked` tokens belong to rollouts of trained groups that are not part of the loss. `cancelled` is always 0, because
-    every submitted group is finished.
+    `masked` tokens belong to rollouts of trained groups that are not part of the loss.
     """
     trained = sum(group.trained_tokens for group in batch)
     tokens = {
@@ -71,12 +67,11 @@ def count_tokens(
         "tokens/generated": generated,
         "tokens/trained": trained,
         "tokens/masked": sum(group.tokens for group in batch) - trained,
-        "tokens/stale": sum(group.tokens for group in dropped if group.verdict == STALE),
-        "tokens/cancelled": 0,
+        "tokens/stale": sum(group.tokens for group in dropped if group.verdict == Verdict.STALE),
         "tokens/carried_out": sum(group.tokens for group in carried),
     }
     for group in dropped:
-        if group.verdict != STALE:
+        if group.verdict != Verdict.STALE:
             name = f"tokens/dropped/{group.verdict}"
             tokens[name] = tokens.get(name, 0) + group.tokens
     arrived = carried_in + generated
@@ -97,7 +92,7 @@ def mean_histogram(groups: Iterable[Group]) -> str:
     for group in groups:
         judged = [score for score in group.scores if score.judged]
         values = [float(s.acc) if s.acc is not None else float(s.value or 0.0) for s in judged]
-        means[f"{np.mean(values):.2f}" if values else "unjudged"] += 1
+        means[f"{np.mean(values):.2f}" if values else Verdict.UNJUDGED] += 1
     return ", ".join(f"{mean}: {count}" for mean, count in sorted(means.items()))
 
 

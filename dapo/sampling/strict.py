@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dapo.algorithm.filtering import UNJUDGED, GroupRules, form_group
+from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.algorithm.ledger import Ledger
 from dapo.checkpoint.state import SamplerState
 from dapo.config import Config
@@ -19,8 +19,8 @@ from dapo.data.stream import PromptStream
 from dapo.engine.protocol import Engine
 from dapo.errors import RewardError
 from dapo.rewards.protocol import Judge
-from dapo.sampling.accounting import STALE, SURPLUS, Sampled, count_tokens, mean_histogram, unjudged_message
-from dapo.types import CARRIED, KEPT, PADDED, Event, Group, Prompt, Request, Rollout, SamplingParams, Score
+from dapo.sampling.accounting import Sampled, count_tokens, mean_histogram, unjudged_message
+from dapo.types import Event, EventKind, Group, Prompt, Request, Rollout, SamplingParams, Score, Verdict
 
 Reference = Callable[[Sequence[Group]], Sequence[tuple[np.ndarray, ...]]]  # float32 [L] per rollout
 
@@ -146,9 +146,9 @@ class DynamicSampler:
         """Put the groups carried from earlier steps first in the batch, and drop those that are too stale."""
         for group in self.carried:
             if step.version - group.weight_version > self.config.algorithm.max_staleness:
-                step.dropped.append(group.with_verdict(STALE))
+                step.dropped.append(group.with_verdict(Verdict.STALE))
             else:
-                step.kept.append(group.with_verdict(KEPT))
+                step.kept.append(group.with_verdict(Verdict.KEPT))
         self.carried = []
 
     def _collect(self, step: StepState) -> None:
@@ -281,34 +281,34 @@ class DynamicSampler:
             return [], kept
         if rule.on_exhausted == "skip" and len(kept) < minimum:
             step.events.append(
-                Event("exhausted", f"{summary}; no update, groups carried over to the next step", step.number)
+                Event(EventKind.EXHAUSTED, f"{summary}; no update, groups carried over to the next step", step.number)
             )
             return [], kept
         if rule.on_exhausted == "pad" and len(kept) < minimum:
             kept = self._pad(step, kept, minimum)
-        step.events.append(Event("exhausted", f"{summary}; trained on {len(kept)}", step.number))
+        step.events.append(Event(EventKind.EXHAUSTED, f"{summary}; trained on {len(kept)}", step.number))
         return kept, []
 
     def _pad(self, step: StepState, kept: list[Group], minimum: int) -> list[Group]:
         """Add judged but dropped groups in submission order, up to `minimum` groups."""
-        usable = [g for g in step.dropped if g.verdict not in (UNJUDGED, STALE) and g.trains.any()]
+        usable = [g for g in step.dropped if g.verdict not in (Verdict.UNJUDGED, Verdict.STALE) and g.trains.any()]
         padding = usable[: minimum - len(kept)]
         serials = {group.serial for group in padding}
         step.dropped = [group for group in step.dropped if group.serial not in serials]
-        return [*kept, *(group.with_verdict(PADDED) for group in padding)]
+        return [*kept, *(group.with_verdict(Verdict.PADDED) for group in padding)]
 
     def _carry_over(self, step: StepState, surplus: list[Group], *, updates: bool) -> None:
         """Carry surplus groups over to the next step; drop them if an update follows and no staleness is allowed."""
         if self.config.algorithm.max_staleness == 0 and updates:
-            step.dropped += [group.with_verdict(SURPLUS) for group in surplus]
+            step.dropped += [group.with_verdict(Verdict.SURPLUS) for group in surplus]
         else:
-            self.carried = [group.with_verdict(CARRIED) for group in surplus]
+            self.carried = [group.with_verdict(Verdict.CARRIED) for group in surplus]
 
     def _result(self, step: StepState, batch: list[Group], seconds: float) -> Sampled:
         """Assemble the result of the step, which took `seconds` in all."""
         tokens = count_tokens(batch, step.dropped, self.carried, carried_in=step.carried_in, generated=step.generated)
         if step.unjudged:
-            step.events.append(Event("unjudged", unjudged_message(step.unjudged), step.number))
+            step.events.append(Event(EventKind.UNJUDGED, unjudged_message(step.unjudged), step.number))
         return Sampled(
             batch=tuple(batch),
             groups=tuple(sorted([*batch, *step.dropped, *self.carried], key=lambda group: group.serial)),

@@ -32,7 +32,7 @@ from dapo.store.encoding import (
 )
 from dapo.store.reading import RunReader
 from dapo.store.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
-from dapo.types import CARRIED, EvalReport, Event, Group, Prompt, Rollout, Score, StepReport, TokenStats
+from dapo.types import EvalReport, Event, EventKind, Group, Prompt, Rollout, Score, StepReport, TokenStats, Verdict
 
 StoreTokens = Literal["all", "kept", "none"]
 
@@ -157,19 +157,19 @@ class RunDatabase(RunReader):
                 (step,),
             )
             undecided = connection.execute(
-                "UPDATE groups SET verdict = ?, decided_step = NULL WHERE decided_step > ?", (CARRIED, step)
+                "UPDATE groups SET verdict = ?, decided_step = NULL WHERE decided_step > ?", (Verdict.CARRIED, step)
             ).rowcount
             connection.execute("DELETE FROM evaluations WHERE step > ?", (step,))
             connection.execute("DELETE FROM prompts WHERE first_step > ?", (step,))
             connection.execute("DELETE FROM metrics WHERE step > ?", (step,))
-            connection.execute("DELETE FROM events WHERE step > ? AND kind != 'resumed'", (step,))
+            connection.execute("DELETE FROM events WHERE step > ? AND kind != ?", (step, EventKind.RESUMED))
             steps = connection.execute("DELETE FROM steps WHERE step > ?", (step,)).rowcount
             message = f"resumed from step {step}: {steps} later steps with {groups} groups removed"
             if undecided:
                 message += f", {undecided} carried-over groups undecided again"
             if last < step:
                 message += f"; the database ended at step {last}, so the steps after it are missing here"
-            self._insert_event(Event("resumed", message, step), time.time())
+            self._insert_event(Event(EventKind.RESUMED, message, step), time.time())
         return steps
 
     @contextmanager
@@ -225,10 +225,10 @@ class RunDatabase(RunReader):
         Recording a group that already has its final verdict fails on the primary key.
         """
         verdict = to_text(group.verdict)
-        decided_step = None if verdict == CARRIED else step
+        decided_step = None if verdict == Verdict.CARRIED else step
         known = self._connection.execute(
             "UPDATE groups SET verdict = ?, decided_step = ? WHERE serial = ? AND verdict = ?",
-            (verdict, decided_step, group.serial, CARRIED),
+            (verdict, decided_step, group.serial, Verdict.CARRIED),
         )
         if known.rowcount:
             return
@@ -259,7 +259,7 @@ class RunDatabase(RunReader):
 
     def _record_tokens(self, group: Group, token_stats: Mapping[tuple[int, int], TokenStats]) -> None:
         # Tokens of carried groups are stored too. So they are written once, and a rewind to "carried" has them.
-        kept = group.kept or group.verdict == CARRIED
+        kept = group.kept or group.verdict == Verdict.CARRIED
         if self._store_tokens == "none" or (self._store_tokens == "kept" and not kept):
             return
         for rollout in group.rollouts:

@@ -56,7 +56,7 @@ def switches_from_json(text: str) -> list[int]:
     return switches
 
 
-def figures_from_json(text: str) -> dict[str, float]:
+def metrics_from_json(text: str) -> dict[str, float]:
     """Return metrics by name. NaN and infinities, which JSON does not have, are stored as strings."""
     return {name: float(value) for name, value in from_json(text, dict).items()}
 

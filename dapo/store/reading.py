@@ -14,10 +14,10 @@ from dapo.store.connection import ReadingConnection, open_for_reading, readable,
 from dapo.store.encoding import (
     FLOATS,
     TOKENS,
-    figures_from_json,
     from_blob,
     from_json,
     messages_from_json,
+    metrics_from_json,
     switches_from_json,
 )
 from dapo.types import EvalReport, EvalSample, FinishReason, Prompt, Rollout, Score
@@ -128,7 +128,7 @@ class RunReader:
         )
         with readable(self.path):
             for row in rows:
-                yield {**row, "metrics": figures_from_json(row["metrics"])}
+                yield {**row, "metrics": metrics_from_json(row["metrics"])}
 
     def eval_reports(self, step: int | None = None) -> tuple[EvalReport, ...]:
         """Return the evaluations of a step (default: the newest evaluated one) with scores and texts, without tokens.

@@ -18,7 +18,7 @@ _LEFTOVER_AFTER = 24 * 3600.0  # seconds
 
 
 @contextmanager
-def published(final: Path) -> Iterator[Path]:
+def atomic_folder(final: Path) -> Iterator[Path]:
     """Yield a temporary folder that is fsynced and renamed to `final` when the block ends without an error.
 
     If two processes write the same folder at once, the result of the first one stays.

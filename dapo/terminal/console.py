@@ -13,9 +13,9 @@ from rich.table import Table
 
 from dapo.config import Config
 from dapo.terminal.evaltable import DifferenceRow, heading, summary, with_interval, with_sign
-from dapo.types import EvalReport, Event, Group, StepReport
+from dapo.types import EvalReport, Event, Group, StepReport, Verdict, event_severity
 
-WARNINGS = ("exhausted", "unjudged", "stopped", "memory", "tracker")
+_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}  # by severity
 
 
 class Reporter:
@@ -77,8 +77,9 @@ class ConsoleReporter(Reporter):
     def _groups_so_far(self) -> str:
         if not self.verdicts:
             return ""
-        dropped = _reasons({v: n for v, n in self.verdicts.items() if v != "kept"})
-        return f", kept {self.verdicts['kept']} of {self.batch_size}" + (f", dropped {dropped}" if dropped else "")
+        kept = self.verdicts[Verdict.KEPT]
+        dropped = _reasons({v: n for v, n in self.verdicts.items() if v != Verdict.KEPT})
+        return f", kept {kept} of {self.batch_size}" + (f", dropped {dropped}" if dropped else "")
 
     def step(self, report: StepReport) -> None:
         self.verdicts.clear()
@@ -93,7 +94,7 @@ class ConsoleReporter(Reporter):
         )
 
     def event(self, event: Event) -> None:
-        style = "yellow" if event.kind in WARNINGS else "dim"
+        style = _STYLES[event_severity(event.kind)]
         self._print(f"[{style}]{escape(event.kind)}: {escape(event.message)}[/]")
 
     def stopping(self) -> None:
@@ -137,7 +138,7 @@ def _line(report: StepReport) -> str:
     groups = f"[green]{int(m['groups/kept'])} kept[/]"
     if reasons:
         groups += f", [dim]{_reasons(reasons)} dropped[/]"
-    for name in ("carried", "stale"):
+    for name in (Verdict.CARRIED, Verdict.STALE):
         if m[f"groups/{name}"]:
             groups += f", {int(m[f'groups/{name}'])} {name}"
     return "".join(f"{text:>{width}}" for text, (_, width) in zip(cells, _COLUMNS, strict=True)) + f"  {groups}"

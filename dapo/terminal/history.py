@@ -16,6 +16,7 @@ from rich.table import Table
 from dapo.store.database import RunDatabase
 from dapo.store.encoding import to_text, visible
 from dapo.terminal.evaltable import summary
+from dapo.types import EventKind
 
 _COLUMNS = {
     "score": "score/mean",
@@ -28,7 +29,7 @@ _COLUMNS = {
     "tokens": "tokens/generated",
     "s/step": "timing_s/step",
 }
-_USUAL = ("data", "plan", "finished")  # every run has these events, so they are not shown
+_USUAL = (EventKind.DATA, EventKind.PLAN, EventKind.FINISHED)  # every run has these events, so they are not shown
 _NEWEST = 5
 
 

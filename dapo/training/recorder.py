@@ -11,7 +11,7 @@ from dapo.store.database import RunDatabase
 from dapo.store.trackers import Trackers
 from dapo.terminal.console import Reporter
 from dapo.training.run_directory import RunDirectory
-from dapo.types import EvalReport, Event, StepReport
+from dapo.types import EvalReport, Event, EventKind, StepReport
 
 
 class Recorder:
@@ -37,10 +37,10 @@ class Recorder:
         if self.directory.resume:
             undone = self.database.rewind(step)
             # `rewind` has recorded this event already, so it is only shown here.
-            self.reporter.event(Event("resumed", f"after step {step}, {undone} later steps undone", step))
+            self.reporter.event(Event(EventKind.RESUMED, f"after step {step}, {undone} later steps undone", step))
         if self.directory.changes:
-            self.event("configuration", "changed on resume: " + "; ".join(self.directory.changes))
-        self.trackers = Trackers(config, step, on_failure=lambda message: self.event("tracker", message))
+            self.event(EventKind.CONFIGURATION, "changed on resume: " + "; ".join(self.directory.changes))
+        self.trackers = Trackers(config, step, on_failure=lambda message: self.event(EventKind.TRACKER, message))
 
     def step(self, report: StepReport) -> None:
         assert self.database and self.trackers
@@ -58,7 +58,7 @@ class Recorder:
         self.reporter.evaluation(report)
         self.trackers.evaluation(report)
 
-    def event(self, kind: str, message: str) -> None:
+    def event(self, kind: EventKind, message: str) -> None:
         event = Event(kind, message, self._step)
         if self.database:
             self.flush()

@@ -33,7 +33,7 @@ from dapo.training import signals
 from dapo.training.evaluator import Evaluator
 from dapo.training.recorder import Recorder
 from dapo.training.run_directory import RunDirectory
-from dapo.types import EvalReport, Event, StepReport
+from dapo.types import EvalReport, Event, EventKind, StepReport
 
 MAX_EMPTY_BATCHES = 3
 
@@ -87,9 +87,9 @@ class Trainer:
             self.recorder.open(config, _environment() | ({"recipe": recipe} if recipe else {}), self.step)
             self.seconds = self.recorder.training_seconds()
             for note in self.data.notes:
-                self.recorder.event("data", note)
+                self.recorder.event(EventKind.DATA, note)
             if plan := self.policy.memory_plan(self.parts.cache_bytes):
-                self.recorder.event("plan", plan)
+                self.recorder.event(EventKind.PLAN, plan)
             undo.pop_all()
         # The state after the last whole step, which is saved if the cluster is lost in the middle of the next one.
         self.last_state = self.first_state = self._state()
@@ -107,7 +107,8 @@ class Trainer:
                         self._save()
             if self.step > self.saved_step:
                 self._save()
-            self.recorder.event("finished" if self.is_finished else "interrupted", f"after step {self.step}")
+            kind = EventKind.FINISHED if self.is_finished else EventKind.INTERRUPTED
+            self.recorder.event(kind, f"after step {self.step}")
         seconds, reports = self.seconds, self.evaluator.reports
         return RunResult(self.config.run_dir, self.step, self.before, reports, self.signal, seconds)
 
@@ -120,13 +121,13 @@ class Trainer:
         if self.policy.needs_cache and not self.sampler.pending:
             self.parts.release_cache()  # lend the sampler's memory to the update; only if nothing is in flight
         update = self.policy.update(sampled.batch, step, self.version)
-        if update.metrics["updates"] > 0:
+        if update.updates > 0:
             self.version += 1
             self.engine.sync_weights(self.version)
         end = time.perf_counter()
         metrics = _metrics(sampled, update, train=end - updating, total=end - start)
         metrics |= self.engine.figures() | self.policy.efficiency(sampled.batch, update, end - updating)
-        notes = tuple(Event("memory", note, step) for note in update.notes)
+        notes = tuple(Event(EventKind.MEMORY, note, step) for note in update.notes)
         self.recorder.step(StepReport(step, metrics, sampled.groups, update.token_stats, (*sampled.events, *notes)))
         self.step, self.seconds = step, self.seconds + end - start
         found_nothing = not sampled.batch and not self.sampler.carried
@@ -197,7 +198,7 @@ class Trainer:
             )
         if stop is not None:
             self._save()
-            self.recorder.event("stopped", stop)
+            self.recorder.event(EventKind.STOPPED, stop)
             raise TrainingStopped(stop)
 
     @contextmanager
@@ -209,12 +210,12 @@ class Trainer:
             self._restart_from_checkpoint(lost)
         except StorageError as fault:
             with suppress(StorageError):  # the database may be on the same failing disk
-                self.recorder.event("stopped", str(fault))
+                self.recorder.event(EventKind.STOPPED, str(fault))
             raise
         except ClusterLost as lost:  # the learner still has the weights of the last whole step
             if self.step > self.saved_step:
                 self._save(self.last_state)
-            self.recorder.event("stopped", str(lost))
+            self.recorder.event(EventKind.STOPPED, str(lost))
             raise
 
     def _restart_from_checkpoint(self, lost: LearnerLost) -> None:
@@ -223,14 +224,14 @@ class Trainer:
         try:
             self.parts.restart(lost, saved)
         except ClusterLost as end:
-            self.recorder.event("stopped", str(end))
+            self.recorder.event(EventKind.STOPPED, str(end))
             raise
         self._restore(saved, checkpoint.read_state(saved) if saved else self.first_state)
         self.engine.figures()  # discard the metrics of the undone steps
         undone = self.recorder.rewind(self.step)
         self.last_state = self._state()
         message = f"{lost}; all learners start again from step {self.step}, {undone} steps undone"
-        self.recorder.event("learners", message)
+        self.recorder.event(EventKind.LEARNERS, message)
 
     def _state(self) -> TrainerState:
         return TrainerState(

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from dapo.store.encoding import figures_from_json, to_json
+from dapo.store.encoding import metrics_from_json, to_json
 from dapo.view.source import Run, configuration
 
 MAX_POINTS = 1_000
@@ -20,7 +20,8 @@ _MOST_NAMES = 10_000
 _MOST_EVALUATIONS = 20_000
 
 TOKENS_IN = ("carried_in", "generated")
-_TOKENS = (*TOKENS_IN, "trained", "masked", "stale", "cancelled", "carried_out")  # and dropped/REASON
+# Besides these there is dropped/REASON. Only runs of older versions have `cancelled`, always 0.
+_TOKENS = (*TOKENS_IN, "trained", "masked", "stale", "cancelled", "carried_out")
 
 # A skip scan: each next name is one lookup in the primary key (name, step), so the number of rows does not matter.
 _NAMES = """
@@ -144,7 +145,7 @@ def evaluations(run: Run) -> list[EvalCurve]:
     with run.snapshot() as database:
         query = f"SELECT step, name, metrics FROM evaluations ORDER BY step LIMIT {_MOST_EVALUATIONS}"
         for step, name, metrics in database.execute(query):
-            values = figures_from_json(metrics)
+            values = metrics_from_json(metrics)
             bounds = {f"{metric}/{end}" for metric in values for end in ("low", "high")}
             for metric in values.keys() - bounds:
                 low, high = (values.get(f"{metric}/{end}", np.nan) for end in ("low", "high"))

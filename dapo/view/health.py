@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dapo.types import Severity, event_severity
 from dapo.view.source import Run
 
 
@@ -15,6 +16,10 @@ class EventRow:
     time: float  # seconds since 1970
     kind: str
     message: str
+
+    @property
+    def severity(self) -> Severity:
+        return event_severity(self.kind)
 
 
 @dataclass(frozen=True, slots=True)

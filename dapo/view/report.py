@@ -30,7 +30,6 @@ _RESPONSES = 16  # per group
 _CHARACTERS = 2_000  # per text
 _EVENTS = 200
 _TIME = "%Y-%m-%d %H:%M UTC"
-_ROUTINE = ("plan", "data", "configuration", "finished")  # event kinds that are not warnings
 _LIBRARY = "nicegui-echart"
 _UNESCAPED = "!$&'()*+,-./:;=?@[]_`{|}~^"  # safe in a data URL inside JSON inside HTML
 
@@ -49,7 +48,7 @@ def write_report(folder: Path, out: Path) -> None:
     best, worst = ([group(run, serial) for serial in serials] for serials in extremes(run, GROUPS))
     body = [
         _facts(found),
-        _section("Warnings", _warnings(events(run, limit=_EVENTS, newest_first=True), unjudged(run))),
+        _section("Events", _events(events(run, limit=_EVENTS, newest_first=True), unjudged(run))),
         _section("Curves", f'<div class="charts">{"<div class=chart></div>" * len(charts)}</div>'),
         _section("Evaluations", _evaluations(evaluations(run))),
         _section("Groups with the highest reward", "".join(map(_group, best))),
@@ -122,13 +121,12 @@ def _facts(found: RunSummary) -> str:
     return '<div class="facts">' + "".join(f"<div><span>{k}</span>{v}</div>" for k, v in facts) + "</div>"
 
 
-def _warnings(found: Sequence[EventRow], reasons: Sequence[UnjudgedReason]) -> str:
-    warned = [each for each in reversed(found) if each.kind not in _ROUTINE]
-    rows = [(f"{each.step:,}", _text(each.kind, 60), _text(each.message)) for each in warned]
+def _events(found: Sequence[EventRow], reasons: Sequence[UnjudgedReason]) -> str:
+    rows = [(f"{each.step:,}", each.severity, _text(each.kind, 60), _text(each.message)) for each in reversed(found)]
     unjudged_rows = [
         (f"{each.responses:,}", f"{each.first_step:,} to {each.last_step:,}", _text(each.reason)) for each in reasons
     ]
-    return _table(("step", "kind", "message"), rows, numbers=(0,)) + _table(
+    return _table(("step", "severity", "kind", "message"), rows, numbers=(0,)) + _table(
         ("responses", "steps", "why they could not be judged"), unjudged_rows, numbers=(0, 1)
     )
 

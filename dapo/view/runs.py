@@ -16,6 +16,7 @@ import numpy as np
 
 from dapo.errors import CheckpointError
 from dapo.store.encoding import to_text
+from dapo.types import EventKind
 from dapo.view.curves import read_curve, thinned
 from dapo.view.locks import is_held
 from dapo.view.source import Run, number_option, read_configuration, read_meta
@@ -31,8 +32,11 @@ _RUN_FILES = (_DATABASE, "config.yaml", ".lock")  # a folder with any of these i
 
 # Status of a run that no process holds, by the last of these events.
 _ENDINGS: dict[str, Status] = {
-    "finished": "finished", "stopped": "stopped", "interrupted": "stopped", "resumed": "crashed"
-}  # fmt: skip
+    EventKind.FINISHED: "finished",
+    EventKind.STOPPED: "stopped",
+    EventKind.INTERRUPTED: "stopped",
+    EventKind.RESUMED: "crashed",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,22 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dapo.algorithm.ratio import LossConfig, clip_marks, importance_ratio, surrogates
 from dapo.errors import CheckpointError
 from dapo.store.encoding import FLOATS, TOKENS, switches_from_json
+from dapo.types import token_versions
 from dapo.view.source import Run, number_option, read_configuration
 
 Clip = Literal["low", "high", "dual"]
-
-_MAX_LOG_RATIO = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The run's algorithm.clip_ratio_low, _high and _c."""
-
-    low: float
-    high: float
-    dual: float | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,30 +55,20 @@ def tokens(
             )
         if row["tokens"] is None:
             return None
-        return _tokens(row, _bounds(read_configuration(database, run.path)), decode, slice(start, start + limit))
+        return _tokens(row, _loss_config(read_configuration(database, run.path)), decode, slice(start, start + limit))
 
 
-def clip_marks(ratio_T: np.ndarray, advantage: float, bounds: Bounds) -> tuple[Clip | None, ...]:
-    """Return which clip bounded the loss of each token.
-
-    With a positive advantage only the upper clip can act, with a negative one the lower or the dual clip.
-    """
-    # The same arithmetic as dapo.algorithm.loss.policy_loss, in its precision (float32).
-    advantage_32 = np.float32(advantage)
-    plain_T = -advantage_32 * ratio_T
-    clipped_T = -advantage_32 * np.clip(ratio_T, np.float32(1 - bounds.low), np.float32(1 + bounds.high))
-    is_clipped_T = clipped_T > plain_T
-    is_dual_T = np.zeros(len(ratio_T), dtype=bool)
-    if bounds.dual is not None and advantage < 0:
-        is_dual_T = np.maximum(plain_T, clipped_T) > np.float32(-bounds.dual) * advantage_32
-    side: Clip = "high" if advantage > 0 else "low"
-    return tuple(
-        "dual" if is_dual else side if is_clipped else None
-        for is_clipped, is_dual in zip(is_clipped_T, is_dual_T, strict=True)
-    )
+def clips(ratio_T: np.ndarray, advantage: float, config: LossConfig) -> tuple[Clip | None, ...]:
+    """Return which clip bounded the loss of each token, computed as in training: in float32."""
+    advantage_32 = np.full_like(ratio_T, advantage)
+    marks = clip_marks(*surrogates(ratio_T, advantage_32, config), advantage_32, config)
+    found = np.full(len(ratio_T), None)
+    for name, mark in marks.items():  # the dual clip comes last, because it overrides the lower one
+        found[mark] = name
+    return tuple(found)
 
 
-def _tokens(row: sqlite3.Row, bounds: Bounds, decode: Callable[[int], str], part: slice) -> ResponseTokens:
+def _tokens(row: sqlite3.Row, config: LossConfig, decode: Callable[[int], str], part: slice) -> ResponseTokens:
     ids_T = np.frombuffer(row["tokens"], TOKENS)[part]
     sampler_T = np.frombuffer(row["sampler_logprobs"], FLOATS)[part]
     policy_T, entropy_T = (
@@ -95,7 +76,7 @@ def _tokens(row: sqlite3.Row, bounds: Bounds, decode: Callable[[int], str], part
     )
     ratio_T = None
     if policy_T is not None:
-        ratio_T = np.exp(np.clip(policy_T - sampler_T, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+        ratio_T = importance_ratio(policy_T, sampler_T)
     arrays = [each for each in (sampler_T, policy_T, entropy_T) if each is not None]
     if any(len(each) != len(ids_T) for each in arrays) or np.any(ids_T < 0):
         raise ValueError("a response's token ids and log-probabilities do not match")
@@ -106,19 +87,19 @@ def _tokens(row: sqlite3.Row, bounds: Bounds, decode: Callable[[int], str], part
         length=row["length"],
         ids=ids_T,
         pieces=tuple(decode(int(token)) for token in ids_T),
-        versions=row["weight_version"] + np.searchsorted(switches, positions_T, side="right"),
+        versions=token_versions(row["weight_version"], switches, positions_T),
         sampler_logprobs=sampler_T,
         advantage=row["advantage"],
         policy_logprobs=policy_T,
         ratio=ratio_T,
         entropy=entropy_T,
-        clips=None if ratio_T is None else clip_marks(ratio_T, row["advantage"] or 0.0, bounds),
+        clips=None if ratio_T is None else clips(ratio_T, row["advantage"] or 0.0, config),
     )
 
 
-def _bounds(options: Mapping[str, Any]) -> Bounds:
+def _loss_config(options: Mapping[str, Any]) -> LossConfig:
     prefix = "algorithm.clip_ratio_"
     low, high, dual = (number_option(options, f"{prefix}{name}") for name in ("low", "high", "c"))
     if low is None or high is None:
         raise ValueError(f"the configuration has no {prefix}low or {prefix}high")
-    return Bounds(low, high, dual)
+    return LossConfig(low, high, dual)

@@ -10,7 +10,7 @@ from dapo.config import Source
 from dapo.data.dataset import load_eval_sets, load_train_stream
 from dapo.data.encode import encode
 from dapo.data.gym import BLOCK, REFUSED, Gym
-from dapo.data.wording import Wording
+from dapo.data.prompt_format import PromptFormat
 from dapo.errors import DataError
 from tests.data.test_dataset import TOKENIZER, config, texts
 
@@ -21,11 +21,11 @@ MAKE_ALL = """
 import json, sys
 from dapo.config import Source
 from dapo.data.gym import Gym
-from dapo.data.wording import Wording
+from dapo.data.prompt_format import PromptFormat
 made = {}
 for task in json.loads(sys.argv[1]):
     gym = Gym(Source(path="gym:" + task), (7, "train", 0))
-    made[task] = gym.question(3, Wording()).extra["gym"]["check"]
+    made[task] = gym.question(3, PromptFormat()).extra["gym"]["check"]
 print("\\n" + json.dumps(made))
 """
 
@@ -52,7 +52,7 @@ def test_every_task_makes_the_same_question_in_another_process():
     elsewhere = json.loads(output.splitlines()[-1])
     for task in USABLE:
         gym = Gym(Source(path=f"gym:{task}"), (7, "train", 0))
-        assert gym.question(3, Wording()).extra["gym"]["check"] == elsewhere[task], task
+        assert gym.question(3, PromptFormat()).extra["gym"]["check"] == elsewhere[task], task
 
 
 def test_an_endless_task_resumes_at_any_position_across_blocks():
@@ -139,7 +139,7 @@ def test_a_task_whose_questions_are_all_held_out_or_too_long_stops_instead_of_se
 
 def test_the_sample_answer_is_not_part_of_the_uid():
     # Two processes find different ladders for the same words.
-    question = Gym(Source(path="gym:word_ladder"), (0, "train", 0)).question(0, Wording())
+    question = Gym(Source(path="gym:word_ladder"), (0, "train", 0)).question(0, PromptFormat())
     first, second = encode([question, replace(question, answer="COLD,CORD,WARM")], TOKENIZER)
     assert first.uid == second.uid
 

@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo.config import Source
+from dapo.data.prompt_format import TEMPLATES, PromptFormat
 from dapo.data.readers import read_rows
 from dapo.data.rows import layout_of, read_question
-from dapo.data.wording import TEMPLATES, Wording
 from dapo.errors import ConfigError, DataError
 
 VERL = {
@@ -21,8 +21,8 @@ VERL = {
 }
 
 
-def read(row, wording=Wording()):  # noqa: B008
-    return read_question("d.jsonl, line 7", row, wording)
+def read(row, prompt_format=PromptFormat()):  # noqa: B008
+    return read_question("d.jsonl, line 7", row, prompt_format)
 
 
 def through_parquet(tmp_path, rows):
@@ -156,25 +156,25 @@ def test_parquet_nulls_deep_in_a_row_are_refused_by_name(tmp_path):
 
 
 def test_the_template_is_put_around_bare_questions_and_leaves_other_braces_alone():
-    wording = Wording.of(r"Use \boxed{} and {x}: {question} {{}}", None)
-    assert read({"prompt": "why {question}?"}, wording).messages[0]["content"] == (
+    prompt_format = PromptFormat.of(r"Use \boxed{} and {x}: {question} {{}}", None)
+    assert read({"prompt": "why {question}?"}, prompt_format).messages[0]["content"] == (
         r"Use \boxed{} and {x}: why {question}? {{}}"
     )
-    assert read(VERL, wording).messages == read(VERL).messages
+    assert read(VERL, prompt_format).messages == read(VERL).messages
 
 
 def test_the_dapo_template_asks_for_a_last_line_with_the_answer():
-    text = read({"question": "What is 1+1?", "answer": "2"}, Wording.of("dapo", None)).messages[0]["content"]
+    text = read({"question": "What is 1+1?", "answer": "2"}, PromptFormat.of("dapo", None)).messages[0]["content"]
     before, _, after = text.partition("What is 1+1?")
     assert "Answer: $Answer" in before and "Answer:" in after
     assert TEMPLATES["dapo"].count("{question}") == 1
 
 
 def test_the_system_prompt_goes_in_front_unless_there_is_one():
-    wording = Wording.of(None, "be brief")
+    prompt_format = PromptFormat.of(None, "be brief")
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
-    assert [m["content"] for m in read({"prompt": "x"}, wording).messages] == ["be brief", "x"]
-    assert [m["content"] for m in read({"prompt": own}, wording).messages] == ["own", "x"]
+    assert [m["content"] for m in read({"prompt": "x"}, prompt_format).messages] == ["be brief", "x"]
+    assert [m["content"] for m in read({"prompt": own}, prompt_format).messages] == ["own", "x"]
 
 
 @pytest.mark.parametrize("template", ["dappo", "no place for it", "{Question}"])
@@ -182,4 +182,4 @@ def test_a_template_without_a_place_for_the_question_is_refused(template):
     with pytest.raises(
         ConfigError, match=r"data\.prompt_template is '.*': expected text that contains \{question\}, or"
     ):
-        Wording.of(template, None)
+        PromptFormat.of(template, None)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo.data.stream import PromptStream, Shuffled
+from dapo.data.stream import PromptStream, ShuffledSource
 from dapo.types import Prompt
 
 SIZES = (7, 3, 5)
@@ -15,8 +15,8 @@ def prompts(name, count):
 
 
 def stream(weights=(1.0,), seed=0, positions=None):
-    decks = [Shuffled(prompts("abc"[i], SIZES[i]), seed, i) for i in range(len(weights))]
-    made = PromptStream(decks, weights)
+    sources = [ShuffledSource(prompts("abc"[i], SIZES[i]), seed, i) for i in range(len(weights))]
+    made = PromptStream(sources, weights)
     made.positions = list(positions) if positions is not None else made.positions
     return made
 
@@ -54,7 +54,7 @@ def test_in_a_mix_each_source_has_its_own_epochs():
 def test_the_order_depends_on_the_seed_and_on_the_source_index():
     assert uids(stream(seed=0), 21) != uids(stream(seed=1), 21)
     same = prompts("a", 7)
-    mixed = PromptStream([Shuffled(same, 0, 0), Shuffled(same, 0, 1)], (1.0, 1.0))
+    mixed = PromptStream([ShuffledSource(same, 0, 0), ShuffledSource(same, 0, 1)], (1.0, 1.0))
     drawn = uids(mixed, 42)
     assert drawn[::2] != drawn[1::2]
 
@@ -77,7 +77,7 @@ def test_the_digest_depends_on_all_questions_and_their_order():
     one = stream((1.0, 1.0)).digest()
     assert one == stream((1.0, 3.0), seed=4, positions=[3, 9]).digest()
     assert one != stream((1.0,)).digest()
-    swapped = PromptStream([Shuffled(prompts("b", 3), 0), Shuffled(prompts("a", 7), 0)], (1.0, 1.0))
+    swapped = PromptStream([ShuffledSource(prompts("b", 3), 0), ShuffledSource(prompts("a", 7), 0)], (1.0, 1.0))
     assert one != swapped.digest()
 
 
@@ -87,4 +87,4 @@ def test_questions_lists_all_prompts_in_file_order():
 
 def test_a_stream_has_a_weight_for_every_source():
     with pytest.raises(AssertionError):
-        PromptStream([Shuffled(prompts("a", 1), 0)], (1.0, 2.0))
+        PromptStream([ShuffledSource(prompts("a", 1), 0)], (1.0, 2.0))

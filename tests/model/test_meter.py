@@ -7,7 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, Qwen2Config
 
-from dapo.model.meter import kv_bytes, matmul_parameters, peak_flops, training_flops
+from dapo.model.memory import kv_bytes
+from dapo.model.meter import matmul_parameters, peak_flops, training_flops
 from tests.tiny import tiny_llama, tiny_qwen2
 
 
@@ -102,12 +103,14 @@ def test_real_models_have_the_sizes_in_their_names():
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA B200", 2250e12),
+        ("NVIDIA H800", 989e12),
+        ("NVIDIA H20", 148e12),
         ("Radeon of tomorrow", None),
     ],
 )
 def test_the_peak_is_the_dense_rate_of_a_known_device_and_none_otherwise(name, rate):
-    assert peak_flops(name, torch.bfloat16) == rate
+    assert peak_flops(name) == rate
 
 
 def test_the_peak_in_float32_is_unknown():
-    assert peak_flops("NVIDIA H200", torch.float32) is None
+    assert peak_flops("NVIDIA H200", width=4) is None

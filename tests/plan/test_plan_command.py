@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from dapo.cli import app
 from dapo.config import Config
 from dapo.errors import ConfigError, ModelError
+from dapo.model.memory import GIB
 from dapo.plan.advice import advice
-from dapo.plan.ask import Question
+from dapo.plan.command import PlanOptions
 from dapo.plan.estimate import estimate
-from dapo.plan.hardware import GIB, find_gpu
+from dapo.plan.hardware import find_gpu
 from dapo.plan.learn import Learner, update
 from dapo.plan.memory import DoesNotFit
 from dapo.plan.shapes import model_shape
@@ -67,7 +68,7 @@ def test_in_flight_sampling_has_no_tail_and_dedicated_gpus_overlap_both_sides():
     sides = apart.sampling.seconds + apart.rewards, apart.reference + apart.learning.seconds
     assert apart.seconds == pytest.approx(max(sides) + apart.sync)
     assert turns.seconds == pytest.approx(sum(turns.phases.values()))
-    text = printed(Config.load(PUBLISHED, overrides), Question(gpus="128", rollout_share=0.75))
+    text = printed(Config.load(PUBLISHED, overrides), PlanOptions(gpus="128", rollout_share=0.75))
     assert "overlapped" in text
     assert "cluster.learners=32 cluster.rollout_workers=96" in text
 
@@ -116,7 +117,7 @@ def test_many_groups_of_short_responses_are_bound_by_the_driver():
     short = planned(gpus=1024, overrides=options, mean_response=16)
     assert short.sampling.driver == pytest.approx(16_384 / (20_000 / 60) - 1.7, abs=0.3)  # sampling itself takes 1.7 s
     assert planned(gpus=1024).sampling.driver == 0
-    asked = Question(gpus="1024", mean_response=16)
+    asked = PlanOptions(gpus="1024", mean_response=16)
     text = " ".join(printed(Config.load(PUBLISHED, options), asked).split())
     assert "a driver that dispatches 333 groups per second to any number of engines" in text
 
@@ -128,7 +129,7 @@ def test_many_groups_of_short_responses_are_bound_by_the_driver():
 def test_the_plan_of_every_recipe_fits_80_columns_and_names_what_is_measured_and_assumed(recipe):
     config = Config.load(ROOT / "recipes" / f"{recipe}.yaml")
     gpus = "128" if "32b" in recipe else "1"
-    for question in (Question(gpus=gpus), Question(gpus=f"{gpus},1024")):
+    for question in (PlanOptions(gpus=gpus), PlanOptions(gpus=f"{gpus},1024")):
         text, narrow = printed(config, question), printed(config, question, width=80)
         assert max(map(len, text.splitlines())) <= 100
         assert max(map(len, narrow.splitlines())) <= 80
@@ -137,11 +138,11 @@ def test_the_plan_of_every_recipe_fits_80_columns_and_names_what_is_measured_and
         assert tables == narrow_tables  # no table is wrapped or cut off
         assert "Measured on one H200" in text
         assert "Assumed: log-normal lengths" in text
-    assert "The bottleneck is" in printed(config, Question(gpus=gpus))
+    assert "The bottleneck is" in printed(config, PlanOptions(gpus=gpus))
 
 
 def test_the_memory_table_adds_up():
-    text = printed(Config.load(PUBLISHED), Question(gpus="128"))
+    text = printed(Config.load(PUBLISHED), PlanOptions(gpus="128"))
     plan = planned()
     assert f"{plan.memory.peak[0] / GIB:.1f}" in text
     assert sum(pair[0] for pair in plan.memory.parts.values()) == plan.memory.peak[0]
@@ -174,7 +175,7 @@ def test_wrong_options_are_refused_with_one_sentence(arguments, sentence):
 
 
 def test_a_comparison_names_the_numbers_of_gpus_that_do_not_fit():
-    text = printed(Config.load(PUBLISHED), Question(gpus="128,8"))
+    text = printed(Config.load(PUBLISHED), PlanOptions(gpus="128,8"))
     assert [line.split()[0] for line in text.splitlines() if re.match(r" +\d", line)] == ["8", "128"]
     assert "does not fit" in text
     assert "- 8 GPUs:" in text

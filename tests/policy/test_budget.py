@@ -8,10 +8,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from dapo.config import OptimConfig
 from dapo.errors import ModelError
+from dapo.model.memory import ENOUGH_TOKENS, GIB, HEAD_BYTES, MAX_TOKENS
 from dapo.model.meter import inner_width
 from dapo.model.trunk import FusedTrunk, PlainTrunk
 from dapo.policy import budget
-from dapo.policy.budget import Budget, activation_bytes
+from dapo.policy.budget import Budget, _activation_bytes
 from dapo.policy.policy import Policy
 from tests.policy.test_update import config, for_dapo, random_groups
 from tests.tiny import tiny_llama
@@ -27,16 +28,13 @@ class OnGpu:
         monkeypatch.setattr(budget, "free_memory", lambda device: free)
         monkeypatch.setattr(budget, "head_weight", lambda model: _Cuda(weight))
 
-    def budget(self, to_come=0, cache_bytes=0, **options) -> Budget:
-        return Budget.of(self.model, self.trunk, OptimConfig(**options), to_come, cache_bytes)
+    def budget(self, pending_bytes=0, cache_bytes=0, **options) -> Budget:
+        return Budget.of(self.model, self.trunk, OptimConfig(**options), pending_bytes, cache_bytes)
 
 
 class _Cuda:
     def __init__(self, weight) -> None:
         self.device, self.dtype = torch.device("cuda"), weight.dtype
-
-
-GIB = 2**30
 
 
 def test_on_a_cpu_the_budget_is_the_option_or_a_default():
@@ -47,18 +45,18 @@ def test_on_a_cpu_the_budget_is_the_option_or_a_default():
 
 def test_on_a_gpu_the_budget_follows_the_free_memory_and_what_the_update_will_allocate(monkeypatch):
     gpu = OnGpu(monkeypatch, free=100 * GIB)
-    assert gpu.budget() == Budget(budget._MAX_TOKENS)
-    per_token = activation_bytes(gpu.model, gpu.trunk, recompute=False)
+    assert gpu.budget() == Budget(MAX_TOKENS)
+    per_token = _activation_bytes(gpu.model, gpu.trunk, recompute=False)
     wanted = 40_000
     spare = (wanted + 0.5) * per_token
-    gpu = OnGpu(monkeypatch, free=int((spare + budget._HEAD_BYTES + 3 * GIB) / budget._USABLE))
-    found = gpu.budget(to_come=3 * GIB)
+    gpu = OnGpu(monkeypatch, free=int((spare + HEAD_BYTES + 3 * GIB) / budget._USABLE))
+    found = gpu.budget(pending_bytes=3 * GIB)
     assert abs(found.max_tokens - wanted) <= 1 and not found.recompute
 
 
 def test_the_budget_shrinks_if_an_update_took_more_memory_than_estimated():
     estimate = Budget(60_000, room=60 * GIB)
-    fixed = budget._HEAD_BYTES
+    fixed = HEAD_BYTES
     for used in (fixed // 2, fixed + 15_000 * GIB // 1000):  # less than a chunk of logits, and exactly the estimate
         assert estimate.tokens_that_fit(15_000, used) == 60_000
     assert estimate.tokens_that_fit(15_000, fixed + 2 * 15_000 * GIB // 1000) == 30_000
@@ -67,9 +65,9 @@ def test_the_budget_shrinks_if_an_update_took_more_memory_than_estimated():
 
 def test_if_too_few_tokens_fit_activations_are_recomputed_unless_forbidden(monkeypatch):
     probe = OnGpu(monkeypatch, free=0)
-    per_token = activation_bytes(probe.model, probe.trunk, recompute=False)
-    assert activation_bytes(probe.model, probe.trunk, recompute=True) < per_token
-    gpu = OnGpu(monkeypatch, free=int((budget._HEAD_BYTES + 5000 * per_token) / budget._USABLE))
+    per_token = _activation_bytes(probe.model, probe.trunk, recompute=False)
+    assert _activation_bytes(probe.model, probe.trunk, recompute=True) < per_token
+    gpu = OnGpu(monkeypatch, free=int((HEAD_BYTES + 5000 * per_token) / budget._USABLE))
     assert gpu.budget().recompute
     assert gpu.budget().max_tokens > 5000
     never = gpu.budget(recompute_activations="never")
@@ -80,10 +78,10 @@ def test_if_too_few_tokens_fit_activations_are_recomputed_unless_forbidden(monke
 
 
 def test_if_hardly_anything_fits_the_update_takes_the_memory_of_the_cache(monkeypatch):
-    gpu = OnGpu(monkeypatch, free=int((budget._HEAD_BYTES + 1000) / budget._USABLE))
+    gpu = OnGpu(monkeypatch, free=int((HEAD_BYTES + 1000) / budget._USABLE))
     assert gpu.budget().max_tokens == 1
     found = gpu.budget(cache_bytes=GIB)
-    assert found.needs_cache and found.max_tokens > budget._ENOUGH_TOKENS
+    assert found.needs_cache and found.max_tokens > ENOUGH_TOKENS
     assert not OnGpu(monkeypatch, free=100 * GIB).budget(cache_bytes=GIB).needs_cache
 
 
@@ -123,5 +121,5 @@ def test_a_single_response_that_does_not_fit_is_an_error_in_one_sentence(monkeyp
 
 def test_models_with_another_name_for_their_inner_width_have_a_budget(monkeypatch):
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=40))
-    assert activation_bytes(gpt2, PlainTrunk(gpt2), recompute=False) > 0
+    assert _activation_bytes(gpt2, PlainTrunk(gpt2), recompute=False) > 0
     assert inner_width(gpt2.config) == 64

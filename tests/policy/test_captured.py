@@ -41,7 +41,7 @@ def captured_policy(build=tiny_llama, **options):
 
 def gradients(policy, groups):
     policy.optimizer.zero_grad()
-    policy.optimizer.open_grads()
+    policy.optimizer.zero_grad_buffers()
     results = [(batch, policy._backward(batch)) for batch in policy._micro_batches(groups, version=0)]
     return results, {
         name: m.grad.clone() for name, m in zip(policy.optimizer.names, policy.optimizer.masters, strict=True)
@@ -95,7 +95,7 @@ def test_large_micro_batches_are_not_captured():
     policy.captured.sizes = [8]
     groups = random_groups(3, 5, 4)
     (batch,) = policy._micro_batches(groups, version=0)
-    policy.optimizer.open_grads()
+    policy.optimizer.zero_grad_buffers()
     assert policy.captured(batch) is None
     policy._backward(batch)
     assert not policy.captured.captured

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from dapo.data.gym import fingerprint
 from dapo.errors import RewardError
 from dapo.rewards.gym import RAISES_OVER_JUNK, gym_reward
+from dapo.system.digest import text_digest
 
 factory = pytest.importorskip("reasoning_gym.factory")
 SINGLE_LINE = ("chain_sum", "leg_counting", "spell_backward", "countdown", "prime_factorization", "complex_arithmetic")
@@ -27,7 +27,7 @@ JUNK = (
 def item(task, index=0, **params):
     """Return the generated item and its origin in the form that a prompt carries."""
     entry = factory.create_dataset(task, seed=5, **params)[index]
-    origin = {"task": task, "params": params, "seed": 5, "index": index, "check": fingerprint(entry["question"])}
+    origin = {"task": task, "params": params, "seed": 5, "index": index, "check": text_digest(entry["question"])}
     return entry, json.loads(json.dumps(origin))
 
 

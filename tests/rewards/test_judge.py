@@ -10,7 +10,7 @@ import pytest
 
 from dapo.config import RewardConfig, Source
 from dapo.data.gym import Gym
-from dapo.data.wording import Wording
+from dapo.data.prompt_format import PromptFormat
 from dapo.errors import RewardError
 from dapo.rewards.judge import build_judge, short_names
 from dapo.types import Prompt
@@ -119,7 +119,7 @@ def test_an_async_call_that_times_out_dies_or_blocks_makes_only_its_response_unj
 
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs reasoning-gym")
 def test_auto_judges_gym_questions_by_their_own_scorer_and_others_by_math():
-    item = Gym(Source(path="gym:gcd"), (0,)).question(0, Wording())
+    item = Gym(Source(path="gym:gcd"), (0,)).question(0, PromptFormat())
     # The scorer regenerates the item and uses its answer. `math` uses the prompt's answer.
     gym = Prompt("g", item.messages, (1,), answer="5", data_source=item.data_source, extra=item.extra)
     assert item.answer != "5"

@@ -441,6 +441,6 @@ def wait_until(condition, seconds=10.0):
 
 
 def test_too_many_workers_are_refused(monkeypatch):
-    monkeypatch.setattr(pool_module, "_cores", lambda: 2)
+    monkeypatch.setattr(pool_module, "usable_cores", lambda: 2)
     with pytest.raises(RewardError, match=r"reward\.workers is 1000; with 2 CPU cores, use at most 64"):
         WorkerPool(["exact"], RewardConfig(workers=1000))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
-from dapo.rewards.rules import RULES, can_parse, make_rule
+from dapo.rewards.rules import RULES, can_read_gold, make_rule
 
 ROW = {"prompt": [{"role": "user", "content": "?"}], "data_source": "x", "policies": ("boxed",), "pattern": "no"}
 
@@ -141,7 +141,7 @@ READABLE = {
 def test_a_gold_answer_that_a_rule_cannot_read_raises(name):
     options = RewardConfig(regex="(x)")
     for gold in UNREADABLE[name]:
-        assert not can_parse(name, gold, options), gold
+        assert not can_read_gold(name, gold, options), gold
         with pytest.raises(ValueError, match="the gold answer is"):
             make_rule(name, options)(completion="Answer: 34", answer=gold)
 
@@ -150,14 +150,14 @@ def test_a_gold_answer_that_a_rule_cannot_read_raises(name):
 def test_a_gold_answer_that_a_rule_can_read_is_judged(name):
     options = RewardConfig(regex="(x)")
     for gold in READABLE[name]:
-        assert can_parse(name, gold, options), gold
+        assert can_read_gold(name, gold, options), gold
         assert make_rule(name, options)(completion="Answer: nothing", answer=gold)["acc"] is False
 
 
 def test_a_pattern_without_a_group_and_gym_need_no_gold_answer():
-    assert can_parse("regex", None, RewardConfig(regex="x"))
+    assert can_read_gold("regex", None, RewardConfig(regex="x"))
     with pytest.raises(RewardError, match="no rule 'maths'"):
-        can_parse("maths", "34", RewardConfig())
+        can_read_gold("maths", "34", RewardConfig())
 
 
 def test_the_configuration_text_names_every_rule():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo.config import Config, apply_override, option_names
-from dapo.data.stream import PromptStream, Shuffled
+from dapo.data.stream import PromptStream, ShuffledSource
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import RewardError
 from dapo.model.attention import ATTENTION_NAME
@@ -35,7 +35,7 @@ def sampler_for(judge: Callable[[Prompt, Rollout], Score], *overrides: str) -> D
         MODEL, tiny_tokenizer(), frozenset({EOS_ID, *range(4, 20)}), config.run.seed, config.rollout.max_concurrent
     )
     prompts = [Prompt(f"p{i}", (), (40 + i, 41, 42), answer=i) for i in range(5)]
-    return DynamicSampler(config, engine, Scripted(judge), PromptStream([Shuffled(prompts, config.run.seed)]))
+    return DynamicSampler(config, engine, Scripted(judge), PromptStream([ShuffledSource(prompts, config.run.seed)]))
 
 
 def mixed_when(is_mixed: Callable[[int], bool]) -> Callable[[Prompt, Rollout], Score]:
@@ -52,9 +52,9 @@ def total(metrics, prefix):
 
 
 def assert_tokens_add_up(tokens):
-    """carried_in + generated = trained + masked + dropped + stale + cancelled + carried_out"""
+    """carried_in + generated = trained + masked + dropped + stale + carried_out"""
     arrived = tokens["tokens/carried_in"] + tokens["tokens/generated"]
-    kinds = ("trained", "masked", "stale", "cancelled", "carried_out")
+    kinds = ("trained", "masked", "stale", "carried_out")
     assert arrived == sum(tokens[f"tokens/{kind}"] for kind in kinds) + total(tokens, "tokens/dropped/")
 
 

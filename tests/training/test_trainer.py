@@ -22,7 +22,7 @@ from dapo.checkpoint.state import Best
 from dapo.errors import CheckpointError, ConfigError, RewardError, TrainingStopped
 from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
-from dapo.types import CARRIED
+from dapo.types import Verdict
 from tests import plain, runs
 from tests.saved import SavedRun
 
@@ -171,7 +171,7 @@ def test_one_whole_step_agrees_with_a_plain_padded_float64_oracle(tmp_path):
     mixed = [group["serial"] for group, rollouts in stored if len({r["acc"] for r in rollouts}) > 1]
     kept = [group["serial"] for group, _ in stored if group["verdict"] == "kept"]
     assert kept == mixed[:4]
-    assert [g["serial"] for g, _ in stored if g["verdict"] == CARRIED] == mixed[4:]
+    assert [g["serial"] for g, _ in stored if g["verdict"] == Verdict.CARRIED] == mixed[4:]
     batch = [rebuild(group, rollouts) for group, rollouts in stored if group["serial"] in kept]
     for group, (_, rollouts) in zip(batch, [pair for pair in stored if pair[0]["serial"] in kept], strict=True):
         expected = plain.advantages([r["score"] for r in rollouts])

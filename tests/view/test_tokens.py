@@ -16,7 +16,7 @@ from dapo.view.curves import curves
 from dapo.view.groups import GroupFilter, groups
 from dapo.view.runs import find_run
 from dapo.view.source import Run
-from dapo.view.tokens import Bounds, clip_marks, tokens
+from dapo.view.tokens import clips, tokens
 from tests.tiny import tiny_tokenizer
 from tests.view.made import create, make_group, make_report
 
@@ -30,7 +30,7 @@ def test_the_clips_are_those_of_the_loss(advantage: float, dual: float | None):
     new[:3] = torch.tensor([-60.0, 60.0, float("nan")])
     config = LossConfig(clip_low=0.2, clip_high=0.28, clip_c=dual)
     _, metrics = policy_loss(new, old, torch.full_like(old, advantage), None, config)
-    marks = clip_marks(metrics["ratio"].numpy(), advantage, Bounds(0.2, 0.28, dual))
+    marks = clips(metrics["ratio"].numpy(), advantage, config)
     for name in ("low", "high", "dual"):
         expected = metrics.get(f"clip_fraction/{name}", torch.zeros(4_000))
         assert [mark == name for mark in marks] == expected.bool().tolist(), name

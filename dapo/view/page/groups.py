@@ -8,6 +8,7 @@ from typing import Any
 from nicegui import events, ui
 
 from dapo.store.encoding import to_json
+from dapo.types import Verdict
 from dapo.view.export import group_json
 from dapo.view.groups import (
     GroupDetail,
@@ -183,9 +184,9 @@ def _group(run: Run, found: GroupDetail) -> None:
     decided = "" if found.decided_step in (None, found.generated_step) else f", decided in step {found.decided_step}"
     with ui.row().classes("items-center gap-4 w-full"):
         ui.label(f"Group {found.serial}").classes("text-xl")
-        ui.badge(display_text(found.verdict, _NAME), color="green-8" if found.verdict == "kept" else "grey-8").classes(
-            "text-sm px-2"
-        )
+        ui.badge(
+            display_text(found.verdict, _NAME), color="green-8" if found.verdict == Verdict.KEPT else "grey-8"
+        ).classes("text-sm px-2")
         ui.label(f"sampled in step {found.generated_step}{decided} · source {display_text(found.data_source, 100)}")
         ui.link("all of this step", link(run.name, "groups") + f"?step={found.generated_step}")
         ui.space()

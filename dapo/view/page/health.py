@@ -44,6 +44,7 @@ class _Health:
                 {"field": "time", "headerName": "time (UTC)", "width": 170},
                 number_column("step", "step", width=80),
                 {"field": "kind", "headerName": "kind", "width": 140},
+                {"field": "severity", "headerName": "severity", "width": 100},
                 {
                     "field": "message", "headerName": "message", "flex": 1, "minWidth": 300, "wrapText": True,
                     "autoHeight": True, "sortable": False,
@@ -115,5 +116,6 @@ def _event(each: Any) -> dict[str, Any]:
         "step": each.step,
         "time": format_time(each.time, "%Y-%m-%d %H:%M:%S"),
         "kind": display_text(each.kind, 200),
+        "severity": each.severity,
         "message": display_text(each.message, 2000),
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo.types import Verdict
 from dapo.view import curves as read
 from dapo.view.page.charts import Line, Look, Zone, color_of, line_chart, stacked_chart
 from dapo.view.source import Run, configuration, number_option
@@ -108,8 +109,9 @@ def all_charts(loaded: Sequence[Loaded], look: Look, chosen: Sequence[str] = ())
             parts = {label: np.interp(steps, curve.steps, curve.values) for label, curve in phases.items()}
             charts[f"phases {each.name}"] = stacked_chart(f"Time per step{suffix}", "seconds", steps, parts)
         verdicts = stacked_chart(
-            f"Groups by verdict{suffix}", "groups sampled per step", each.verdicts.steps, _first(each.verdicts, "kept")
-        )
+            f"Groups by verdict{suffix}", "groups sampled per step", each.verdicts.steps,
+            _first(each.verdicts, Verdict.KEPT),
+        )  # fmt: skip
         spent = {name: values for name, values in _first(each.tokens, "trained").items() if name not in read.TOKENS_IN}
         tokens = stacked_chart(
             f"Where tokens went{suffix}", "response tokens per step; all but trained is waste",

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 from nicegui import ui
 
+from dapo.types import Verdict
 from dapo.view.groups import GroupFilter, groups
 from dapo.view.page.decode import Decode
 from dapo.view.page.frame import Live, ask, link
@@ -63,7 +64,7 @@ def build_newest(run: Run) -> Live:
     message = ui.label("looking for a response whose tokens were stored")
 
     async def refresh() -> None:
-        page = await ask(groups, run, GroupFilter(verdicts=("kept",)), limit=1, newest_first=True)
+        page = await ask(groups, run, GroupFilter(verdicts=(Verdict.KEPT,)), limit=1, newest_first=True)
         if page.rows:
             ui.navigate.to(link(run.name, "tokens", page.rows[0].serial, 0))
         else:

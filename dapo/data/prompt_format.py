@@ -20,14 +20,14 @@ TEMPLATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wording:
+class PromptFormat:
     """A prompt template and an optional system prompt."""
 
     template: str = QUESTION
     system_prompt: str | None = None
 
     @classmethod
-    def of(cls, template: str | None, system_prompt: str | None) -> Wording:
+    def of(cls, template: str | None, system_prompt: str | None) -> PromptFormat:
         """Build it from data.prompt_template and data.system_prompt; the template may be a name in TEMPLATES."""
         if template is None:
             return cls(QUESTION, system_prompt)
@@ -40,7 +40,7 @@ class Wording:
             )
         return cls(template, system_prompt)
 
-    def put(self, question: str) -> tuple[dict[str, str], ...]:
+    def messages(self, question: str) -> tuple[dict[str, str], ...]:
         """Return a plain-text question as messages. Other braces in the template are left alone."""
         return self.with_system(({"role": "user", "content": self.template.replace(QUESTION, question)},))
 

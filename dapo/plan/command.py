@@ -17,7 +17,7 @@ from dapo.plan.workload import SIGMA, workload
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanOptions:
     """Options of the command line. None and 0 mean: use the plan's default."""
 
     gpus: str = "1"
@@ -31,28 +31,28 @@ class Question:
     network: float | None = None
 
 
-def answer(console: Console, config: Config, question: Question) -> None:
+def plan_command(console: Console, config: Config, options: PlanOptions) -> None:
     """Print the plan for one number of GPUs in detail, or a comparison of several. Refuse if none fits."""
-    counts = _counts(question.gpus)
-    if not 0 <= question.rollout_share < 1:
-        raise ConfigError(f"--rollout-share is {question.rollout_share:g}, but must be at least 0 and below 1")
-    for option, value in (("--network", question.network), ("--judge-seconds", question.judge_seconds)):
+    counts = _counts(options.gpus)
+    if not 0 <= options.rollout_share < 1:
+        raise ConfigError(f"--rollout-share is {options.rollout_share:g}, but must be at least 0 and below 1")
+    for option, value in (("--network", options.network), ("--judge-seconds", options.judge_seconds)):
         if value is not None and value <= 0:
             raise ConfigError(f"{option} is {value:g}, but must be above 0")
-    gpu = find_gpu(question.gpu, question.network)
+    gpu = find_gpu(options.gpu, options.network)
     work = workload(
         config,
-        mean_response=question.mean_response,
-        mean_prompt=question.mean_prompt,
-        keep_rate=question.keep_rate,
-        judge_seconds=JUDGE_SECONDS if question.judge_seconds is None else question.judge_seconds,
+        mean_response=options.mean_response,
+        mean_prompt=options.mean_prompt,
+        keep_rate=options.keep_rate,
+        judge_seconds=JUDGE_SECONDS if options.judge_seconds is None else options.judge_seconds,
     )
     found: dict[int, Plan | DoesNotFit] = {}
     for count in counts:
         try:
             found[count] = estimate(
                 config, work, gpu, count,
-                rollout_gpus=math.ceil(question.rollout_share * count), tensor_parallel=question.tensor_parallel,
+                rollout_gpus=math.ceil(options.rollout_share * count), tensor_parallel=options.tensor_parallel,
             )  # fmt: skip
         except DoesNotFit as error:
             found[count] = error
@@ -60,9 +60,9 @@ def answer(console: Console, config: Config, question: Question) -> None:
     if not plans:
         raise next(error for error in found.values() if isinstance(error, DoesNotFit))
     if len(counts) == 1:
-        print_plan(console, config.run.name, plans[0], _assumed(config, plans, question))
+        print_plan(console, config.run.name, plans[0], _assumed(config, plans, options))
     else:
-        print_comparison(console, config.run.name, found, _assumed(config, plans, question))
+        print_comparison(console, config.run.name, found, _assumed(config, plans, options))
 
 
 def _counts(text: str) -> list[int]:
@@ -72,15 +72,15 @@ def _counts(text: str) -> list[int]:
         raise ConfigError(f"--gpus {text}: expected a number such as 8, or several such as 8,128,1024") from None
 
 
-def _assumed(config: Config, plans: list[Plan], question: Question) -> list[str]:
+def _assumed(config: Config, plans: list[Plan], options: PlanOptions) -> list[str]:
     """List the assumptions: values that were neither given on the command line nor measured."""
     work = plans[0].work
     assumed = [f"log-normal lengths (sigma {SIGMA})"]
-    if question.mean_response is None:
+    if options.mean_response is None:
         assumed.append(f"responses of {work.lengths.mean:,.0f} tokens (--mean-response)")
-    if question.mean_prompt is None:
+    if options.mean_prompt is None:
         assumed.append(f"prompts of {work.prompt:,.0f} (--mean-prompt)")
-    if question.keep_rate is None and work.keep_rate < 1:
+    if options.keep_rate is None and work.keep_rate < 1:
         assumed.append(f"{100 * work.keep_rate:.0f} % of groups kept (--keep-rate)")
     if any(plan.sampling.driver > 0 for plan in plans):
         assumed.append(f"a driver that dispatches {CONTROLLER_GROUPS:.0f} groups per second to any number of engines")
