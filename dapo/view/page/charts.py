@@ -1,4 +1,7 @@
-"""Build ECharts options from curves: plain dictionaries, which tests can inspect without a browser."""
+"""Build ECharts options from curves: plain dictionaries, which tests can inspect without a browser.
+
+The JavaScript in them escapes the names of series, because these come from runs.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,86 @@ from typing import Any
 
 import numpy as np
 
-from dapo.view.page.scripts import LOW, RAW, SAVE_CSV, SAVE_SVG, TICK, TOOLTIP, WIDTH
-
 PALETTE = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#eab308", "#06b6d4", "#ec4899", "#84cc16", "#64748b")
 _DASHES = ("solid", "dashed", "dotted")
 _GRAY, _FAINT = "#8a8f98", "rgba(128,128,128,0.22)"  # readable on white and on black
 # On a 24 x 24 grid: two handles with a curve between them, and a table.
 _SVG_ICON = "path://M2 16h6v6h-6zM16 2h6v6h-6zM5 16C5 6 8 5 16 5"
 _CSV_ICON = "path://M2 3h20v18h-20zM2 9h20M2 15h20M9 3v18"
+
+_HELPER = "\u200b"  # prefix of series that are drawn but not listed
+_RAW, _LOW, _WIDTH = f"{_HELPER}raw ", f"{_HELPER}low ", f"{_HELPER}width "  # followed by the name of the main series
+
+# Lists the value of every series at a step, except helper series.
+_TOOLTIP = (
+    """params => {
+  const text = value => String(value).replace(/[&<>"']/g, c => '&#' + c.charCodeAt(0) + ';');
+  const shown = value => { const size = Math.abs(value);
+    return size === 0 ? '0' : size >= 1e5 || size < 1e-3 ? value.toExponential(2)
+      : Number(value.toPrecision(4)).toLocaleString('en-US', {maximumFractionDigits: 6}); };
+  const rows = params.filter(p => !p.seriesName.startsWith('"""
+    + _HELPER
+    + """') && p.value[1] != null)
+    .map(p => '<tr><td>' + p.marker + text(p.seriesName) + '</td><td style="text-align:right;padding-left:12px">'
+      + shown(p.value[1]) + '</td></tr>');
+  return 'step ' + text(params[0].value[0]) + '<table>' + rows.join('') + '</table>';
+}"""
+)
+
+_TICK = (
+    "value => { const size = Math.abs(value); return size === 0 ? '0'"
+    " : size >= 1e6 ? +(value / 1e6).toPrecision(3) + 'M'"
+    " : size >= 1e3 ? +(value / 1e3).toPrecision(3) + 'k' : size < 1e-3 ? value.toExponential(1).replace('.0e', 'e')"
+    " : String(+value.toPrecision(3)); }"
+)
+
+_SAVE = """
+  const save = (text, type, ending) => {
+    const link = document.createElement('a'), name = api.getOption().title[0].text;
+    link.href = URL.createObjectURL(new Blob([text], {type}));
+    link.download = name.replace(/[^\\p{L}\\p{N}@._ -]+/gu, '_') + ending;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  };"""
+
+# Saves the points drawn, before smoothing, with the bounds of bands.
+_SAVE_CSV = (
+    "(model, api) => {"
+    + _SAVE
+    + f"const RAW = '{_RAW}', LOW = '{_LOW}', WIDTH = '{_WIDTH}', HELPER = '{_HELPER}';"
+    + """
+  const series = new Map(api.getOption().series.map(each => [each.name, each.data])), columns = [];
+  for (const [name, drawn] of series) {
+    if (name.startsWith(HELPER)) continue;
+    columns.push([name, series.get(RAW + name) || drawn]);
+    const low = series.get(LOW + name), width = series.get(WIDTH + name);
+    if (!low || !width) continue;
+    columns.push([name + ' low', low]);
+    columns.push([name + ' high', low.map(([x, y], i) => [x, y == null ? null : y + width[i][1]])]);
+  }
+  const tables = columns.map(([, data]) => new Map(data));
+  const steps = [...new Set(tables.flatMap(table => [...table.keys()]))].sort((a, b) => a - b);
+  const cell = value => /[",\\r\\n]/.test(value) ? '"' + value.replaceAll('"', '""') + '"' : value ?? '';
+  const rows = [['step', ...columns.map(([name]) => name)]];
+  for (const step of steps) rows.push([step, ...tables.map(table => table.get(step))]);
+  save(rows.map(row => row.map(cell).join(',') + '\\n').join(''), 'text/csv', '.csv');
+}"""
+)
+
+# A canvas has no vector shapes to save, so the chart is drawn again, off screen, as SVG.
+_SAVE_SVG = (
+    "(model, api) => {"
+    + _SAVE
+    + """
+  import('nicegui-echart').then(({echarts}) => {
+    const size = {width: api.getWidth(), height: api.getHeight()};
+    const twin = echarts.init(null, null, {renderer: 'svg', ssr: true, ...size});
+    twin.setOption({...api.getOption(), toolbox: []});
+    save(twin.renderToSVGString(), 'image/svg+xml', '.svg');
+    twin.dispose();
+  });
+}"""
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,13 +151,14 @@ def line_chart(title: str, unit: str, lines: Sequence[Line], look: Look, zone: Z
         if line.low is not None and line.high is not None and not look.is_log:
             series += _band(line, line.low, line.high)
         if look.smoothing > 0:
-            raw = _series(RAW + line.name, line.steps, line.values, line.color, look.is_log)
+            raw = _series(_RAW + line.name, line.steps, line.values, line.color, look.is_log)
             series.append({**raw, "silent": True, "lineStyle": {"width": 1, "opacity": 0.3}})
         values = smoothed(line.values, look.smoothing)
         drawn = _series(line.name, line.steps, values, line.color, look.is_log)
         series.append({**drawn, "lineStyle": {"width": 2, "type": line.dash}})
     if zone is not None and series:
-        series[-1]["markArea"] = _zone(zone)
+        area = [[{"yAxis": zone.low}, {"yAxis": zone.high}]]
+        series[-1]["markArea"] = {"silent": True, "itemStyle": {"color": "rgba(239,68,68,0.12)"}, "data": area}
         unit += f"; red: {zone.name}"  # in the subtitle, because a label inside the panel would cover a curve
     return _chart(title, unit, [line.name for line in lines], series, look.is_log)
 
@@ -90,13 +166,9 @@ def line_chart(title: str, unit: str, lines: Sequence[Line], look: Look, zone: Z
 def stacked_chart(title: str, unit: str, steps: np.ndarray, parts: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return a stacked area chart. Parts that are zero throughout are left out."""
     kept = {name: values for name, values in parts.items() if np.any(np.nan_to_num(values))}
+    area = {"stack": "all", "lineStyle": {"width": 0}, "areaStyle": {"opacity": 0.75}}
     series = [
-        {
-            **_series(name, steps, np.nan_to_num(values), PALETTE[index % len(PALETTE)], False),
-            "stack": "all",
-            "lineStyle": {"width": 0},
-            "areaStyle": {"opacity": 0.75},
-        }
+        {**_series(name, steps, np.nan_to_num(values), PALETTE[index % len(PALETTE)]), **area}
         for index, (name, values) in enumerate(kept.items())
     ]
     chart = _chart(title, unit, list(kept), series, False)
@@ -111,32 +183,27 @@ def points(steps: np.ndarray, values: np.ndarray, is_log: bool = False) -> list[
     return [[int(x), float(y) if fine else None] for x, y, fine in zip(steps, values, good, strict=True)]
 
 
-def _series(name: str, steps: np.ndarray, values: np.ndarray, color: str, is_log: bool) -> dict[str, Any]:
+def _series(name: str, steps: np.ndarray, values: np.ndarray, color: str, is_log: bool = False) -> dict[str, Any]:
     return {
-        "name": name,
-        "type": "line",
-        "data": points(steps, values, is_log),
-        # A curve of one point has no visible line.
-        "showSymbol": len(steps) < 3,
-        "symbolSize": 5,
-        "itemStyle": {"color": color},
-        "emphasis": {"disabled": True},
-        "animation": False,
-    }
+        "name": name, "type": "line", "data": points(steps, values, is_log), "symbolSize": 5,
+        "showSymbol": len(steps) < 3,  # a curve of one point has no visible line
+        "itemStyle": {"color": color}, "emphasis": {"disabled": True}, "animation": False,
+    }  # fmt: skip
 
 
 def _band(line: Line, low: np.ndarray, high: np.ndarray) -> list[dict[str, Any]]:
     """Return two stacked series: the invisible lower bound, and on top of it an area as high as the band."""
     steps = line.steps if line.band_steps is None else line.band_steps
     base = {"stack": f"band {line.name}", "stackStrategy": "all", "silent": True, "lineStyle": {"width": 0}}
-    bottom = {**_series(LOW + line.name, steps, low, line.color, False), **base, "showSymbol": False}
-    top = {**_series(WIDTH + line.name, steps, high - low, line.color, False), **base, "showSymbol": False}
-    return [bottom, {**top, "areaStyle": {"opacity": 0.15, "color": line.color}}]
-
-
-def _zone(zone: Zone) -> dict[str, Any]:
-    ends = [{"yAxis": zone.low}, {"yAxis": zone.high}]
-    return {"silent": True, "itemStyle": {"color": "rgba(239,68,68,0.12)"}, "data": [ends]}
+    base |= {"showSymbol": False}
+    return [
+        {**_series(_LOW + line.name, steps, low, line.color), **base},
+        {
+            **_series(_WIDTH + line.name, steps, high - low, line.color),
+            **base,
+            "areaStyle": {"opacity": 0.15, "color": line.color},
+        },
+    ]
 
 
 def _chart(title: str, unit: str, names: list[str], series: list[dict[str, Any]], is_log: bool) -> dict[str, Any]:
@@ -159,15 +226,15 @@ def _chart(title: str, unit: str, names: list[str], series: list[dict[str, Any]]
                    "itemWidth": 28, "itemHeight": 8, "textStyle": {"color": _GRAY}, "pageTextStyle": {"color": _GRAY},
                    "pageIconColor": _GRAY},
         "grid": {"left": 12, "right": 44, "top": 62, "bottom": 34 if len(names) > 1 else 12, "containLabel": True},
-        "tooltip": {"trigger": "axis", "confine": True, ":formatter": TOOLTIP, "backgroundColor": "rgba(30,34,42,.93)",
+        "tooltip": {"trigger": "axis", "confine": True, ":formatter": _TOOLTIP, "backgroundColor": "rgba(30,34,42,.93)",
                     "borderWidth": 0, "textStyle": {"color": "#fff", "fontSize": 12}},
         "toolbox": {"right": 8, "top": 2, "padding": 5, "itemSize": 13, "itemGap": 10,
                     "iconStyle": {"borderColor": _GRAY},
                     "emphasis": {"iconStyle": {"borderColor": PALETTE[0], "textFill": PALETTE[0]}},
                     "feature": {"dataZoom": {"yAxisIndex": "none"}, "restore": {},
                                 "saveAsImage": {"name": title, "title": "PNG", "pixelRatio": 2},
-                                "mySvg": {"title": "SVG", "icon": _SVG_ICON, ":onclick": SAVE_SVG},
-                                "myCsv": {"title": "CSV", "icon": _CSV_ICON, ":onclick": SAVE_CSV}}},
+                                "mySvg": {"title": "SVG", "icon": _SVG_ICON, ":onclick": _SAVE_SVG},
+                                "myCsv": {"title": "CSV", "icon": _CSV_ICON, ":onclick": _SAVE_CSV}}},
         # Zoom needs the shift key, because the wheel alone scrolls the page.
         "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "shift", "moveOnMouseMove": False}],
         "xAxis": {"type": "value", "name": "step", "nameGap": 8, "nameTextStyle": {"color": _GRAY},
@@ -175,6 +242,6 @@ def _chart(title: str, unit: str, names: list[str], series: list[dict[str, Any]]
                   "axisLabel": {"color": _GRAY, "hideOverlap": True, "margin": 10}, "splitLine": {"show": False},
                   "axisLine": {"onZero": False, "lineStyle": {"color": _GRAY}}},
         "yAxis": {"type": "log" if is_log else "value", "scale": True, **axis,
-                  "axisLabel": {"color": _GRAY, ":formatter": TICK}},
+                  "axisLabel": {"color": _GRAY, ":formatter": _TICK}},
         "series": series,
     }  # fmt: skip
