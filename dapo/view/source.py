@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from dapo.errors import CheckpointError
-from dapo.store.connection import open_for_reading, readable, unchanged
+from dapo.store.connection import open_for_reading, readable
 
 _YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with it
 _LONGEST_CONFIG = 2**18  # characters; a resolved configuration has a few thousand
@@ -34,7 +34,7 @@ class Run:
         Opening takes less than a millisecond and leaves nothing to go stale: new steps are visible, a replaced file is
         noticed, and no forgotten reader keeps the writer's WAL growing.
         """
-        with closing(open_for_reading(self.path, seconds)) as connection, readable(self.path), unchanged(connection):
+        with closing(open_for_reading(self.path, seconds)) as connection, readable(self.path), connection.unchanged():
             connection.execute("BEGIN")
             yield connection
 
