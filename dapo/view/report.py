@@ -59,6 +59,7 @@ def write_report(folder: Path, out: Path) -> None:
         max_responses=_RESPONSES,
         configuration=configuration(run),
         library=library_urls(),
+        script=(Path(__file__).parent / "page" / "page.js").read_text(encoding="utf-8"),
         charts=list(all_charts([load(run)], Look()).values()),
     )  # fmt: skip
     write_text(out, page)

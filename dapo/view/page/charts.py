@@ -1,6 +1,6 @@
 """Build ECharts options from curves: plain dictionaries, which tests can inspect without a browser.
 
-The JavaScript in them escapes the names of series, because these come from runs.
+A key with a leading colon holds JavaScript; its functions are in page.js.
 """
 
 from __future__ import annotations
@@ -18,79 +18,8 @@ _GRAY, _FAINT = "#8a8f98", "rgba(128,128,128,0.22)"  # readable on white and on 
 _SVG_ICON = "path://M2 16h6v6h-6zM16 2h6v6h-6zM5 16C5 6 8 5 16 5"
 _CSV_ICON = "path://M2 3h20v18h-20zM2 9h20M2 15h20M9 3v18"
 
-_HELPER = "\u200b"  # prefix of series that are drawn but not listed
-_RAW, _LOW, _WIDTH = f"{_HELPER}raw ", f"{_HELPER}low ", f"{_HELPER}width "  # followed by the name of the main series
-
-# Lists the value of every series at a step, except helper series.
-_TOOLTIP = (
-    """params => {
-  const text = value => String(value).replace(/[&<>"']/g, c => '&#' + c.charCodeAt(0) + ';');
-  const shown = value => { const size = Math.abs(value);
-    return size === 0 ? '0' : size >= 1e5 || size < 1e-3 ? value.toExponential(2)
-      : Number(value.toPrecision(4)).toLocaleString('en-US', {maximumFractionDigits: 6}); };
-  const rows = params.filter(p => !p.seriesName.startsWith('"""
-    + _HELPER
-    + """') && p.value[1] != null)
-    .map(p => '<tr><td>' + p.marker + text(p.seriesName) + '</td><td style="text-align:right;padding-left:12px">'
-      + shown(p.value[1]) + '</td></tr>');
-  return 'step ' + text(params[0].value[0]) + '<table>' + rows.join('') + '</table>';
-}"""
-)
-
-_TICK = (
-    "value => { const size = Math.abs(value); return size === 0 ? '0'"
-    " : size >= 1e6 ? +(value / 1e6).toPrecision(3) + 'M'"
-    " : size >= 1e3 ? +(value / 1e3).toPrecision(3) + 'k' : size < 1e-3 ? value.toExponential(1).replace('.0e', 'e')"
-    " : String(+value.toPrecision(3)); }"
-)
-
-_SAVE = """
-  const save = (text, type, ending) => {
-    const link = document.createElement('a'), name = api.getOption().title[0].text;
-    link.href = URL.createObjectURL(new Blob([text], {type}));
-    link.download = name.replace(/[^\\p{L}\\p{N}@._ -]+/gu, '_') + ending;
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-  };"""
-
-# Saves the points drawn, before smoothing, with the bounds of bands.
-_SAVE_CSV = (
-    "(model, api) => {"
-    + _SAVE
-    + f"const RAW = '{_RAW}', LOW = '{_LOW}', WIDTH = '{_WIDTH}', HELPER = '{_HELPER}';"
-    + """
-  const series = new Map(api.getOption().series.map(each => [each.name, each.data])), columns = [];
-  for (const [name, drawn] of series) {
-    if (name.startsWith(HELPER)) continue;
-    columns.push([name, series.get(RAW + name) || drawn]);
-    const low = series.get(LOW + name), width = series.get(WIDTH + name);
-    if (!low || !width) continue;
-    columns.push([name + ' low', low]);
-    columns.push([name + ' high', low.map(([x, y], i) => [x, y == null ? null : y + width[i][1]])]);
-  }
-  const tables = columns.map(([, data]) => new Map(data));
-  const steps = [...new Set(tables.flatMap(table => [...table.keys()]))].sort((a, b) => a - b);
-  const cell = value => /[",\\r\\n]/.test(value) ? '"' + value.replaceAll('"', '""') + '"' : value ?? '';
-  const rows = [['step', ...columns.map(([name]) => name)]];
-  for (const step of steps) rows.push([step, ...tables.map(table => table.get(step))]);
-  save(rows.map(row => row.map(cell).join(',') + '\\n').join(''), 'text/csv', '.csv');
-}"""
-)
-
-# A canvas has no vector shapes to save, so the chart is drawn again, off screen, as SVG.
-_SAVE_SVG = (
-    "(model, api) => {"
-    + _SAVE
-    + """
-  import('nicegui-echart').then(({echarts}) => {
-    const size = {width: api.getWidth(), height: api.getHeight()};
-    const twin = echarts.init(null, null, {renderer: 'svg', ssr: true, ...size});
-    twin.setOption({...api.getOption(), toolbox: []});
-    save(twin.renderToSVGString(), 'image/svg+xml', '.svg');
-    twin.dispose();
-  });
-}"""
-)
+# Series that are drawn but not listed, each followed by the name of the main series. page.js knows these prefixes.
+_RAW, _LOW, _WIDTH = "\u200braw ", "\u200blow ", "\u200bwidth "
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,15 +155,15 @@ def _chart(title: str, unit: str, names: list[str], series: list[dict[str, Any]]
                    "itemWidth": 28, "itemHeight": 8, "textStyle": {"color": _GRAY}, "pageTextStyle": {"color": _GRAY},
                    "pageIconColor": _GRAY},
         "grid": {"left": 12, "right": 44, "top": 62, "bottom": 34 if len(names) > 1 else 12, "containLabel": True},
-        "tooltip": {"trigger": "axis", "confine": True, ":formatter": _TOOLTIP, "backgroundColor": "rgba(30,34,42,.93)",
-                    "borderWidth": 0, "textStyle": {"color": "#fff", "fontSize": 12}},
+        "tooltip": {"trigger": "axis", "confine": True, ":formatter": "dapo.tooltip", "borderWidth": 0,
+                    "backgroundColor": "rgba(30,34,42,.93)", "textStyle": {"color": "#fff", "fontSize": 12}},
         "toolbox": {"right": 8, "top": 2, "padding": 5, "itemSize": 13, "itemGap": 10,
                     "iconStyle": {"borderColor": _GRAY},
                     "emphasis": {"iconStyle": {"borderColor": PALETTE[0], "textFill": PALETTE[0]}},
                     "feature": {"dataZoom": {"yAxisIndex": "none"}, "restore": {},
                                 "saveAsImage": {"name": title, "title": "PNG", "pixelRatio": 2},
-                                "mySvg": {"title": "SVG", "icon": _SVG_ICON, ":onclick": _SAVE_SVG},
-                                "myCsv": {"title": "CSV", "icon": _CSV_ICON, ":onclick": _SAVE_CSV}}},
+                                "mySvg": {"title": "SVG", "icon": _SVG_ICON, ":onclick": "dapo.saveSvg"},
+                                "myCsv": {"title": "CSV", "icon": _CSV_ICON, ":onclick": "dapo.saveCsv"}}},
         # Zoom needs the shift key, because the wheel alone scrolls the page.
         "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "shift", "moveOnMouseMove": False}],
         "xAxis": {"type": "value", "name": "step", "nameGap": 8, "nameTextStyle": {"color": _GRAY},
@@ -242,6 +171,6 @@ def _chart(title: str, unit: str, names: list[str], series: list[dict[str, Any]]
                   "axisLabel": {"color": _GRAY, "hideOverlap": True, "margin": 10}, "splitLine": {"show": False},
                   "axisLine": {"onZero": False, "lineStyle": {"color": _GRAY}}},
         "yAxis": {"type": "log" if is_log else "value", "scale": True, **axis,
-                  "axisLabel": {"color": _GRAY, ":formatter": _TICK}},
+                  "axisLabel": {"color": _GRAY, ":formatter": "dapo.tick"}},
         "series": series,
     }  # fmt: skip

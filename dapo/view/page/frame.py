@@ -19,22 +19,6 @@ VIEWS = ("curves", "groups", "tokens", "prompts", "health")
 LIVE_S = 2.0  # seconds between looks for something new
 _DARK_COOKIE = "dapo_dark"
 
-_STYLE = """
-body { font-variant-numeric: tabular-nums; }
-.model-text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace;
-  font-size: 13px; line-height: 1.5; margin: 0; }
-.quiet { opacity: .65; }
-.name-values { display: grid; grid-template-columns: auto 1fr; gap: 0 12px; font-size: 13px; }
-.name-values > :nth-child(even) { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-.ag-right-aligned-cell { font-variant-numeric: tabular-nums; }
-.ag-cell { cursor: default; }
-.opens .ag-row { cursor: pointer; }
-.nicegui-aggrid { height: auto; }
-.ag-center-cols-viewport { min-height: 34px !important; }
-.q-btn--dense { padding: 2px 12px; }
-.nicegui-content { padding: 16px; gap: 12px; }
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Live:
@@ -137,7 +121,6 @@ def offer(choice: ui.select, names: list[str]) -> None:
 
 def _header(name: str | None, view: str | None) -> ui.label | None:
     """Draw the header, and return its label for the run's current step."""
-    ui.add_css(_STYLE)
     request = ui.context.client.request
     chosen = request.cookies.get(_DARK_COOKIE) if request else None
     dark = ui.dark_mode(None if chosen is None else chosen == "1")

@@ -104,6 +104,9 @@ def _when_listening(where: Address, actions: Sequence[Callable[[], object]]) -> 
 def register(root: Path, find_model: FindModel) -> None:
     """Register one route per view. Runs are looked up by name only, with `find_run`."""
     decoder_of = partial(decoder, root, find_model)
+    here = Path(__file__).parent
+    ui.add_css(here / "page.css", shared=True)
+    ui.add_head_html(f"<script>{(here / 'page.js').read_text(encoding='utf-8')}</script>", shared=True)
 
     @ui.page("/")
     def _runs() -> None:

@@ -21,31 +21,6 @@ ColorBy = Literal["log-probability", "ratio", "entropy", "advantage"]
 LIMIT = 4096  # tokens per page
 
 _BLUE, _RED, _ORANGE, _VIOLET, _GREEN = (59, 130, 246), (239, 68, 68), (249, 115, 22), (168, 85, 247), (16, 185, 129)
-_STYLE = """
-.tokens { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: 14px;
-  line-height: 2; }
-.tokens span { border-radius: 2px; cursor: default; }
-.tokens span:hover { outline: 1px solid currentColor; }
-.clip-low, .clip-high, .clip-dual { font-weight: 700; }
-.clip-low { border-bottom: 3px solid #2563eb; }
-.clip-high { border-bottom: 3px solid #dc2626; }
-.clip-dual { border-bottom: 3px double #9333ea; }
-#token-tip { position: fixed; display: none; z-index: 9000; white-space: pre; pointer-events: none; padding: 6px 10px;
-  border-radius: 4px; background: rgba(30,34,42,.95); color: #fff; font: 12px/1.5 ui-monospace, monospace; }
-"""
-# The tooltip's text is in an attribute and is set as text, never as HTML.
-_OVER = """(event) => {
-  const tip = document.getElementById('token-tip'), token = event.target.closest('[data-tip]');
-  if (!tip) return;
-  tip.style.display = token ? 'block' : 'none';
-  if (!token) return;
-  tip.textContent = token.dataset.tip;
-  const place = token.getClientRects()[0];
-  tip.style.left = Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 8)) + 'px';
-  tip.style.top = (place.bottom + tip.offsetHeight + 8 > innerHeight
-    ? place.top - tip.offsetHeight - 4 : place.bottom + 4) + 'px';
-}"""
-_OUT = "() => { const tip = document.getElementById('token-tip'); if (tip) tip.style.display = 'none'; }"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +48,6 @@ def build_newest(run: Run) -> Live:
 
 
 def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run], Decode]) -> Live:
-    ui.add_css(_STYLE)
     with ui.row().classes("items-center gap-4 w-full"):
         ui.label(f"Response {sample} of group {serial}").classes("text-xl")
         ui.link("the group", link(run.name, "groups", serial))
@@ -83,7 +57,7 @@ def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run
         choice = ui.toggle(list(get_args(ColorBy)), value="log-probability").props("no-caps dense")
         legend = ui.html("", sanitize=False).props("id=token-legend")
     body = ui.html("", sanitize=False).classes("tokens w-full p-4 border rounded border-gray-500/30")
-    body.on("mouseover", js_handler=_OVER).on("mouseleave", js_handler=_OUT)
+    body.on("mouseover", js_handler="dapo.showTip").on("mouseleave", js_handler="dapo.hideTip")
     ui.element("div").props("id=token-tip")
     pages = ui.row().classes("gap-4")
     found: ResponseTokens | None = None
