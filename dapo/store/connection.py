@@ -35,7 +35,7 @@ _PYTHON_TYPES: dict[str, frozenset[type]] = {
 
 
 class Connection(sqlite3.Connection):
-    """A connection to a run.db. Reading, the file may be damaged or hostile, and queries that take too long stop."""
+    """A connection to a run.db. A reader stops queries that take too long: the file may be damaged or hostile."""
 
     path: Path
     is_writer = False

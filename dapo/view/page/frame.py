@@ -19,6 +19,8 @@ VIEWS = ("curves", "groups", "tokens", "prompts", "health")
 LIVE_S = 2.0  # seconds between looks for something new
 _DARK_COOKIE = "dapo_dark"
 
+ask = asyncio.to_thread  # for queries: one may take a second, and other pages must not wait for it
+
 
 @dataclass(frozen=True, slots=True)
 class Live:
@@ -47,11 +49,6 @@ def show_run(root: Path, name: str, view: str, build: Callable[[Run], Live]) -> 
         return
     live = build(run)
     _keep_live(live, live.watched or (run,), step)
-
-
-async def ask(query: Callable[..., Any], *values: Any, **options: Any) -> Any:
-    """Run a query in a thread. It may take a second, and other pages must not wait for it."""
-    return await asyncio.to_thread(query, *values, **options)
 
 
 def grid(

@@ -97,9 +97,8 @@ class _Groups:
     async def _show(self) -> None:
         self.queries += 1
         mine, wanted = self.queries, self.wanted()
-        page: GroupPage = await ask(
-            read.groups, self.run, wanted, self.starts[-1], PAGE, newest_first=self.newest.value
-        )
+        is_newest_first = bool(self.newest.value)
+        page = await ask(read.groups, self.run, wanted, self.starts[-1], PAGE, newest_first=is_newest_first)
         total = await ask(read.count_groups, self.run, wanted)
         if mine != self.queries:  # another filter was set meanwhile
             return

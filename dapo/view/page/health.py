@@ -63,7 +63,7 @@ class _Health:
         ).classes("reasons")
 
     async def refresh(self) -> None:
-        counts: dict[str, int] = await ask(event_kinds, self.run)
+        counts = await ask(event_kinds, self.run)
         offer(self.kinds, list(counts))
         chosen = self.kinds.value or counts.keys()
         total = sum(counts[kind] for kind in counts.keys() & chosen)

@@ -12,7 +12,7 @@ from nicegui import ui
 from dapo.view.page.charts import PALETTE, Line, Look, line_chart
 from dapo.view.page.frame import Live, ask, column, fill, grid, link, number_column, pager, share_column
 from dapo.view.page.text import display_text
-from dapo.view.prompts import HistoryPoint, PromptPage, history, prompts
+from dapo.view.prompts import HistoryPoint, history, prompts
 from dapo.view.source import Run
 
 PAGE = 12  # prompts
@@ -59,7 +59,7 @@ class _Prompts:
             ui.label("click a prompt to see its history").classes("quiet")
 
     async def refresh(self) -> None:
-        page: PromptPage = await ask(prompts, self.run, self.order.value, self.offset, PAGE)
+        page = await ask(prompts, self.run, self.order.value, self.offset, PAGE)
         self.meaning.set_text(_ORDERS[self.order.value])
         rows = [asdict(row) for row in page.rows]
         for row in rows:
@@ -79,7 +79,7 @@ class _Prompts:
 
     async def _draw(self, uid: str) -> None:
         self.chosen = uid
-        found: list[HistoryPoint] = await ask(history, self.run, uid)
+        found = await ask(history, self.run, uid)
         self.detail.clear()
         with self.detail:
             with ui.row().classes("items-center gap-4"):
