@@ -38,7 +38,7 @@ from dapo.types import (
     TokenStats,
     Verdict,
 )
-from dapo.view import curves, export, groups, health, prompts, runs, source, tokens
+from dapo.view import curves, groups, health, prompts, runs, source, tokens
 from dapo.view.groups import GroupFilter
 from dapo.view.page.panels import PANELS
 from dapo.view.source import Run
@@ -200,7 +200,7 @@ def queries(run: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "groups: verdicts", lambda: groups.verdicts(run)
     yield "groups: sources", lambda: groups.data_sources(run)
     yield "one group", lambda: groups.group(run, serial)
-    yield "one group as JSON", lambda: export.group_json(groups.group(run, serial))
+    yield "one group as JSON", lambda: groups.group_json(groups.group(run, serial))
     yield "tokens of a response", lambda: tokens.tokens(run, serial, 0, str)
     yield "prompts: hardest", lambda: prompts.prompts(run, "hardest")
     yield "prompts: solved", lambda: prompts.prompts(run, "solved")

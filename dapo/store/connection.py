@@ -7,7 +7,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -34,64 +34,11 @@ _PYTHON_TYPES: dict[str, frozenset[type]] = {
 }
 
 
-def _require_file(path: Path) -> None:
-    if not os.path.isfile(path):
-        what = "is not a regular file" if os.path.lexists(path) else "there is no run database here"
-        raise CheckpointError(f"{path}: {what}")
-
-
-@contextmanager
-def connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
-    """Open for writing with `mode` rw or rwc (create); the connection is closed if the block fails."""
-    if mode != "rwc":
-        _require_file(path)
-    with explained(path, "opened as a run database", writes=mode.startswith("rw")):
-        connection = sqlite3.connect(
-            f"{path.resolve().as_uri()}?mode={mode}",
-            uri=True,
-            timeout=60,
-            isolation_level=None,
-            check_same_thread=False,  # the trainer writes from a background thread, one thread at a time
-        )
-        try:
-            connection.row_factory = sqlite3.Row
-            connection.execute("PRAGMA foreign_keys = ON")
-            # FULL adds one fsync per step, which is little next to the seconds a step takes. NORMAL would be enough
-            # for a killed process, but a power cut could then leave the database behind the checkpoint.
-            connection.execute("PRAGMA synchronous = FULL")
-            yield connection
-        except BaseException:
-            connection.close()
-            raise
-
-
-def close_writer(connection: sqlite3.Connection, path: Path) -> None:
-    """Close so that only run.db remains: the last connection to close moves the WAL into run.db and deletes it.
-
-    If a reader is still open, it would be the last, and it cannot write. So wait for it to leave, then open and close
-    once more.
-    """
-    connection.close()
-    wal = Path(f"{path}-wal")
-    deadline = time.monotonic() + _CLOSE_SECONDS
-    while wal.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-        with suppress(CheckpointError), connected(path, "rw") as again:
-            is_blank(again)
-            again.close()
-
-
-class DatabaseChanged(CheckpointError):
-    """A writer changed the database while it was being read without locks."""
-
-
-class ReadingConnection(sqlite3.Connection):
-    """A connection to a run.db that may be damaged or hostile.
-
-    It refuses values whose type does not match the schema, and stops queries that take too long.
-    """
+class Connection(sqlite3.Connection):
+    """A connection to a run.db. A reader stops queries that take too long: the file may be damaged or hostile."""
 
     path: Path
+    is_writer = False
     stamp: tuple[int, ...] | None = None  # identity of the file when it was opened, if it is read without locks
     deadline = math.inf  # in CPU seconds of this thread
 
@@ -99,14 +46,20 @@ class ReadingConnection(sqlite3.Connection):
         """Set the deadline to this many CPU seconds from now; default: READ_SECONDS."""
         self.deadline = time.thread_time() + (READ_SECONDS if seconds is None else seconds)
 
-    def cursor(self, factory: Any = None) -> sqlite3.Cursor:
-        return super().cursor(factory or _CheckedCursor)
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Raise DatabaseChanged if a writer changes a file that is read without locks, even if the block itself failed.
 
-    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        return self.cursor().execute(sql, parameters)
+        Such a failure is not damage, and a result obtained meanwhile cannot be trusted.
+        """
+        try:
+            yield
+        except Exception:
+            self._check_unchanged()
+            raise
+        self._check_unchanged()
 
-    def check_unchanged(self) -> None:
-        """Raise if a writer has changed a file that is read without locks: its rows may not be consistent."""
+    def _check_unchanged(self) -> None:
         if self.stamp is not None and self.stamp != _stamp(self.path):
             raise DatabaseChanged(f"{self.path}: changed while it was being read; try again")
 
@@ -116,64 +69,82 @@ class ReadingConnection(sqlite3.Connection):
         return self.stamp is not None and (self.stamp != _stamp(self.path) or not _is_empty(f"{self.path}-wal"))
 
 
-class _CheckedCursor(sqlite3.Cursor):
-    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        super().execute(sql, parameters)
-        if self.description is not None:
-            self.row_factory = _row_factory([column[0] for column in self.description])
-        return self
+class DatabaseChanged(CheckpointError):
+    """A writer changed the database while it was being read without locks."""
 
 
-def open_for_reading(path: Path, seconds: float | None = None) -> ReadingConnection:
+@contextmanager
+def connected(path: Path, mode: str, wait: float = 60) -> Iterator[Connection]:
+    """Connect with SQLite's `mode`; the connection is closed if the block fails."""
+    if mode != "rwc" and not os.path.isfile(path):
+        what = "is not a regular file" if os.path.lexists(path) else "there is no run database here"
+        raise CheckpointError(f"{path}: {what}")
+    connection = sqlite3.connect(
+        f"{path.resolve().as_uri()}?mode={mode}",
+        uri=True,
+        timeout=wait,
+        isolation_level=None,
+        check_same_thread=False,  # the trainer writes from a background thread, one thread at a time
+        factory=Connection,
+    )
+    try:
+        connection.path = path
+        connection.row_factory = sqlite3.Row
+        yield connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+@contextmanager
+def open_for_writing(path: Path, mode: str = "rw") -> Iterator[Connection]:
+    """Open with `mode` rw or rwc (create); the connection is closed if the block fails."""
+    with explained(path, "opened as a run database"), connected(path, mode) as connection:
+        connection.is_writer = True
+        connection.execute("PRAGMA foreign_keys = ON")
+        # FULL adds one fsync per step, which is little next to the seconds a step takes. NORMAL would be enough
+        # for a killed process, but a power cut could then leave the database behind the checkpoint.
+        connection.execute("PRAGMA synchronous = FULL")
+        yield connection
+
+
+def close(connection: Connection) -> None:
+    """Close so that only run.db remains: the last connection to close moves the WAL into run.db and deletes it.
+
+    If a reader is still open, it would be the last, and it cannot write. So wait for it to leave, then open and close
+    once more.
+    """
+    connection.close()
+    wal = Path(f"{connection.path}-wal")
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    while connection.is_writer and wal.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        with suppress(CheckpointError), open_for_writing(connection.path) as again:
+            is_blank(again)
+            again.close()
+
+
+def open_for_reading(path: Path, seconds: float | None = None) -> Connection:
     """Open a run's database, also while a run writes to it; create no files and change nothing."""
-    _require_file(path)
     for _ in range(_ATTEMPTS - 1):
         with suppress(DatabaseChanged):
             return _open_once(path, seconds)
     return _open_once(path, seconds)
 
 
-def _open_once(path: Path, seconds: float | None) -> ReadingConnection:
+def _open_once(path: Path, seconds: float | None) -> Connection:
     mode = _reading_mode(path)
-    with readable(path):
-        connection = sqlite3.connect(
-            f"{path.resolve().as_uri()}?mode={mode}",
-            uri=True,
-            timeout=_BUSY_SECONDS,
-            isolation_level=None,
-            check_same_thread=False,
-            factory=ReadingConnection,
-        )
-        try:
-            connection.path = path
-            connection.stamp = _stamp(path) if "immutable" in mode else None
-            connection.allow(seconds)
-            connection.set_progress_handler(lambda: time.thread_time() > connection.deadline, _STEPS_BETWEEN_CHECKS)
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
-            for pragma in ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON"):
-                connection.execute(f"PRAGMA {pragma}")
-            with unchanged(connection):
-                check(connection, path)
-            return connection
-        except BaseException:
-            connection.close()
-            raise
-
-
-@contextmanager
-def unchanged(connection: sqlite3.Connection) -> Iterator[None]:
-    """Raise DatabaseChanged if a writer changes the file during the block, even if the block itself failed.
-
-    Such a failure is not damage, and a result obtained meanwhile cannot be trusted.
-    """
-    try:
-        yield
-    except Exception:
-        if isinstance(connection, ReadingConnection):
-            connection.check_unchanged()
-        raise
-    if isinstance(connection, ReadingConnection):
-        connection.check_unchanged()
+    with readable(path), connected(path, mode, _BUSY_SECONDS) as connection:
+        connection.row_factory = _checked_row
+        connection.stamp = _stamp(path) if "immutable" in mode else None
+        connection.allow(seconds)
+        connection.set_progress_handler(lambda: time.thread_time() > connection.deadline, _STEPS_BETWEEN_CHECKS)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
+        for pragma in ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON"):
+            connection.execute(f"PRAGMA {pragma}")
+        with connection.unchanged():
+            check(connection, path)
+        return connection
 
 
 def _reading_mode(path: Path) -> str:
@@ -182,7 +153,7 @@ def _reading_mode(path: Path) -> str:
     A read-only SQLite connection to a WAL database creates missing `-wal` and `-shm` files and cannot delete them. So:
 
     - An empty or missing WAL means that run.db holds everything. It is read without locks (`immutable`), and
-      `check_unchanged` finds out afterwards whether a writer came.
+      `Connection.unchanged` finds out afterwards whether a writer came.
     - A WAL with content and its `-shm` belong to a live or a killed writer. They are used as they are.
     - A WAL with content but without `-shm` is a copy, which has no writer. A connection that may write creates the
       `-shm`, and removes both files when it closes.
@@ -273,26 +244,20 @@ def _fresh_database() -> sqlite3.Connection:
     return connection
 
 
-def _row_factory(names: Sequence[str]) -> Callable[[sqlite3.Cursor, tuple[Any, ...]], sqlite3.Row]:
-    """Return a row factory that refuses a column of the schema whose value has another type than the schema says."""
+def _checked_row(cursor: sqlite3.Cursor, values: tuple[Any, ...]) -> sqlite3.Row:
+    """Make a row, and refuse a column of the schema whose value has another type than the schema says."""
     types = _column_types()
-    checks = [(index, types[name], name) for index, name in enumerate(names) if name in types]
-    if not checks:
-        return sqlite3.Row
-
-    def build(cursor: sqlite3.Cursor, values: tuple[Any, ...]) -> sqlite3.Row:
-        for index, allowed, name in checks:
-            if type(values[index]) not in allowed:
-                expected = " or ".join(sorted(each.__name__ for each in allowed))
-                raise ValueError(f"a {name} is {type(values[index]).__name__} instead of {expected}")
-        return sqlite3.Row(cursor, values)
-
-    return build
+    for column, value in zip(cursor.description, values, strict=True):
+        allowed = types.get(column[0])
+        if allowed is not None and type(value) not in allowed:
+            expected = " or ".join(sorted(each.__name__ for each in allowed))
+            raise ValueError(f"a {column[0]} is {type(value).__name__} instead of {expected}")
+    return sqlite3.Row(cursor, values)
 
 
 @contextmanager
-def explained(path: Path, doing: str, *, writes: bool = False) -> Iterator[None]:
-    """Turn what a user can fix (a damaged file, a full disk, no permission) into one sentence; let bugs through.
+def explained(path: Path, doing: str) -> Iterator[None]:
+    """Turn what a writer's user can fix (a damaged file, a full disk, no permission) into one sentence.
 
     If the disk failed while writing, SQLite has rolled the transaction back, so the run can resume.
     """
@@ -300,9 +265,8 @@ def explained(path: Path, doing: str, *, writes: bool = False) -> Iterator[None]
         yield
     except sqlite3.DatabaseError as error:
         if not isinstance(error, sqlite3.OperationalError) and type(error) is not sqlite3.DatabaseError:
-            raise
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if writes and code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            raise  # a bug
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise StorageError(
                 f"{path}: cannot be {doing} ({_reason(error)}); free some space or repair the disk, then run the same "
                 "command again (a run continues with --resume)"

@@ -14,22 +14,8 @@ import yaml
 
 from dapo import __version__
 from dapo.errors import CheckpointError
-from dapo.store.connection import (
-    ReadingConnection,
-    check,
-    close_writer,
-    connected,
-    explained,
-    is_blank,
-    readable,
-)
-from dapo.store.encoding import (
-    FLOATS,
-    TOKENS,
-    to_blob,
-    to_json,
-    to_text,
-)
+from dapo.store.connection import Connection, check, explained, is_blank, open_for_writing, readable
+from dapo.store.encoding import FLOATS, TOKENS, to_blob, to_json, to_text
 from dapo.store.reading import RunReader
 from dapo.store.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from dapo.types import EvalReport, Event, EventKind, Group, Prompt, Rollout, Score, StepReport, TokenStats, Verdict
@@ -40,16 +26,16 @@ StoreTokens = Literal["all", "kept", "none"]
 class RunDatabase(RunReader):
     """A run's database, with one writer and any number of readers. Each `record_...` and `rewind` is a transaction."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path, store_tokens: StoreTokens = "none") -> None:
-        super().__init__(connection, path)
+    def __init__(self, connection: Connection, store_tokens: StoreTokens = "none") -> None:
+        super().__init__(connection)
         self._store_tokens: StoreTokens = store_tokens
 
     @classmethod
     def create(cls, path: str | Path, config_yaml: str, meta: Mapping[str, str]) -> Self:
         """Create a run's database. `config_yaml` is the resolved configuration, which sets run.store_tokens."""
         path = Path(path)
-        with connected(path, "rwc") as connection:
-            database = cls(connection, path, _store_tokens(config_yaml))
+        with open_for_writing(path, "rwc") as connection:
+            database = cls(connection, _store_tokens(config_yaml))
             with database._transaction():
                 # A process killed here leaves an empty file behind, so an empty file must not block a new start.
                 if not is_blank(connection):
@@ -70,7 +56,7 @@ class RunDatabase(RunReader):
         """
         if not path.exists():
             return False
-        with connected(path, "rw") as connection, closing(connection):
+        with open_for_writing(path) as connection, closing(connection):
             if is_blank(connection):
                 return False
             check(connection, path)
@@ -89,22 +75,16 @@ class RunDatabase(RunReader):
     def open(cls, path: str | Path, config_yaml: str | None = None) -> Self:
         """Open for writing. If a resumed run has changed options, its configuration replaces the stored one."""
         path = Path(path)
-        with connected(path, "rw") as connection:
+        with open_for_writing(path) as connection:
             check(connection, path)
             connection.execute("PRAGMA journal_mode = WAL")
-            database = cls(connection, path)
+            database = cls(connection)
             if config_yaml is not None:
                 with database._transaction():
                     connection.execute("UPDATE meta SET value = ? WHERE key = 'config'", (to_text(config_yaml),))
             with readable(path):  # the stored text may be damaged
                 database._store_tokens = _store_tokens(database.meta()["config"])
             return database
-
-    def close(self) -> None:
-        if isinstance(self._connection, ReadingConnection):
-            self._connection.close()
-        else:
-            close_writer(self._connection, self.path)
 
     def record_step(self, report: StepReport) -> None:
         now = time.time()
@@ -123,21 +103,14 @@ class RunDatabase(RunReader):
     def record_eval(self, report: EvalReport) -> None:
         """Record an evaluation. It replaces an earlier one of the same set and step, which a resumed run may repeat."""
         with self._transaction() as connection:
-            connection.execute(
-                "DELETE FROM evaluations WHERE (step, name) = (?, ?)", (report.step, to_text(report.name))
-            )
-            row = (report.step, to_text(report.name), time.time(), to_json(report.metrics))
-            evaluation = connection.execute(
-                "INSERT INTO evaluations (step, name, time, metrics) VALUES (?, ?, ?, ?)", row
-            ).lastrowid
+            row = {"step": report.step, "name": to_text(report.name)}
+            connection.execute("DELETE FROM evaluations WHERE (step, name) = (?, ?)", tuple(row.values()))
+            row |= {"time": time.time(), "metrics": to_json(report.metrics)}
+            evaluation = self._insert("evaluations", row).lastrowid
             for sample in report.samples:
                 self._insert_prompt(sample.prompt, report.step)
-                values = {
-                    "evaluation": evaluation,
-                    "prompt_uid": to_text(sample.prompt.uid),
-                    **_sample_columns(sample.rollout, sample.score),
-                }
-                self._insert("eval_samples", values)
+                keys = {"evaluation": evaluation, "prompt_uid": to_text(sample.prompt.uid)}
+                self._insert("eval_samples", {**keys, **_sample_columns(sample.rollout, sample.score)})
 
     def record_event(self, event: Event) -> None:
         with self._transaction():
@@ -174,7 +147,7 @@ class RunDatabase(RunReader):
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with explained(self.path, "written", writes=True):
+        with explained(self.path, "written"):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -190,9 +163,11 @@ class RunDatabase(RunReader):
         for key, value in {**meta, "created": created, "config": config_yaml}.items():
             self._insert("meta", {"key": to_text(key), "value": to_text(value)})
 
-    def _insert(self, table: str, values: Mapping[str, Any]) -> None:
+    def _insert(self, table: str, values: Mapping[str, Any], otherwise: str = "") -> sqlite3.Cursor:
+        """Insert a row; `otherwise` is an ON CONFLICT clause."""
         names, places = ", ".join(values), ", ".join("?" * len(values))
-        self._connection.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", tuple(values.values()))
+        query = f"INSERT INTO {table} ({names}) VALUES ({places}) {otherwise}"
+        return self._connection.execute(query, tuple(values.values()))
 
     def _insert_event(self, event: Event, now: float) -> None:
         row = {"step": event.step, "time": now, "kind": to_text(event.kind), "message": to_text(event.message)}
@@ -203,21 +178,17 @@ class RunDatabase(RunReader):
 
         Steps do not always arrive in order: an older checkpoint may be evaluated later.
         """
-        tokens = None if self._store_tokens == "none" else to_blob(prompt.tokens, TOKENS)
-        self._connection.execute(
-            "INSERT INTO prompts (uid, first_step, data_source, messages, answer, extra, tokens)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?)"
-            " ON CONFLICT (uid) DO UPDATE SET first_step = excluded.first_step WHERE excluded.first_step < first_step",
-            (
-                to_text(prompt.uid),
-                step,
-                to_text(prompt.data_source),
-                to_json(prompt.messages),
-                to_json(prompt.answer),
-                to_json(prompt.extra),
-                tokens,
-            ),
-        )
+        row = {
+            "uid": to_text(prompt.uid),
+            "first_step": step,
+            "data_source": to_text(prompt.data_source),
+            "messages": to_json(prompt.messages),
+            "answer": to_json(prompt.answer),
+            "extra": to_json(prompt.extra),
+            "tokens": None if self._store_tokens == "none" else to_blob(prompt.tokens, TOKENS),
+        }
+        earlier = "first_step = excluded.first_step WHERE excluded.first_step < first_step"
+        self._insert("prompts", row, f"ON CONFLICT (uid) DO UPDATE SET {earlier}")
 
     def _record_group(self, group: Group, step: int) -> None:
         """Insert a group, or, if it was carried over, update its verdict: nothing else about it has changed.
@@ -233,29 +204,18 @@ class RunDatabase(RunReader):
         if known.rowcount:
             return
         self._insert_prompt(group.prompt, step)
-        self._insert(
-            "groups",
-            {
-                "serial": group.serial,
-                "prompt_uid": to_text(group.prompt.uid),
-                "generated_step": step,
-                "decided_step": decided_step,
-                "verdict": verdict,
-            },
-        )
+        row = {"serial": group.serial, "prompt_uid": to_text(group.prompt.uid), "generated_step": step}
+        self._insert("groups", {**row, "decided_step": decided_step, "verdict": verdict})
         members = zip(group.rollouts, group.scores, group.rewards, group.advantages, group.trains, strict=True)
         for rollout, score, reward, advantage, trains in members:
-            self._insert(
-                "rollouts",
-                {
-                    "serial": group.serial,
-                    "reward": float(reward),
-                    "advantage": float(advantage),
-                    "trains": int(trains),
-                    "switches": to_json(rollout.switches),
-                    **_sample_columns(rollout, score),
-                },
-            )
+            row = {
+                "serial": group.serial,
+                "reward": float(reward),
+                "advantage": float(advantage),
+                "trains": int(trains),
+                "switches": to_json(rollout.switches),
+            }
+            self._insert("rollouts", {**row, **_sample_columns(rollout, score)})
 
     def _record_tokens(self, group: Group, token_stats: Mapping[tuple[int, int], TokenStats]) -> None:
         # Tokens of carried groups are stored too. So they are written once, and a rewind to "carried" has them.
@@ -264,19 +224,16 @@ class RunDatabase(RunReader):
             return
         for rollout in group.rollouts:
             stats = token_stats.get((group.serial, rollout.index))
-            self._connection.execute(
-                "INSERT INTO rollout_tokens (serial, sample, tokens, sampler_logprobs, policy_logprobs, entropy)"
-                " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (serial, sample)"
-                " DO UPDATE SET policy_logprobs = excluded.policy_logprobs, entropy = excluded.entropy",
-                (
-                    group.serial,
-                    rollout.index,
-                    to_blob(rollout.tokens, TOKENS),
-                    to_blob(rollout.logprobs, FLOATS),
-                    None if stats is None else to_blob(stats.logprobs, FLOATS),
-                    None if stats is None else to_blob(stats.entropy, FLOATS),
-                ),
-            )
+            row = {
+                "serial": group.serial,
+                "sample": rollout.index,
+                "tokens": to_blob(rollout.tokens, TOKENS),
+                "sampler_logprobs": to_blob(rollout.logprobs, FLOATS),
+                "policy_logprobs": None if stats is None else to_blob(stats.logprobs, FLOATS),
+                "entropy": None if stats is None else to_blob(stats.entropy, FLOATS),
+            }
+            update = "policy_logprobs = excluded.policy_logprobs, entropy = excluded.entropy"
+            self._insert("rollout_tokens", row, f"ON CONFLICT (serial, sample) DO UPDATE SET {update}")
 
 
 def versions() -> dict[str, str]:

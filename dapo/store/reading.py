@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from dapo.store.connection import ReadingConnection, open_for_reading, readable, unchanged
+from dapo.store.connection import Connection, close, open_for_reading, readable
 from dapo.store.encoding import (
     FLOATS,
     TOKENS,
@@ -26,18 +26,17 @@ from dapo.types import EvalReport, EvalSample, FinishReason, Prompt, Rollout, Sc
 class RunReader:
     """The reading half of `RunDatabase`. Every value is checked as it is read: the file may be damaged."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
-        self.path = path
+    def __init__(self, connection: Connection) -> None:
+        self.path = connection.path
         self._connection = connection
 
     @classmethod
     def open_readonly(cls, path: str | Path) -> Self:
         """Open for reading, also while the run is training."""
-        path = Path(path)
-        return cls(open_for_reading(path), path)
+        return cls(open_for_reading(Path(path)))
 
     def close(self) -> None:
-        self._connection.close()
+        close(self._connection)
 
     def __enter__(self) -> Self:
         return self
@@ -65,9 +64,10 @@ class RunReader:
         )
         with readable(self.path):
             for (step, when), metrics in groupby(rows, key=lambda row: (row["step"], row["time"])):
-                values = {row["metric"]: _or_nan(row["value"]) for row in metrics if row["metric"] is not None}
-                if not all(isinstance(name, str) for name in values):
+                known = {row["metric"]: row["value"] for row in metrics if row["metric"] is not None}
+                if not all(isinstance(name, str) for name in known):
                     raise ValueError("the name of a metric is not text")
+                values = {name: math.nan if value is None else value for name, value in known.items()}
                 yield {"step": step, "time": when, **values}
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -172,25 +172,16 @@ class RunReader:
 
         The links between damaged pages can form a cycle; without the check such a query would never end.
         """
-        if isinstance(self._connection, ReadingConnection) and self._connection.is_outdated:
+        if self._connection.is_outdated:
             self._connection.close()
             self._connection = open_for_reading(self.path)
         connection, last = self._connection, None
-        with readable(self.path), unchanged(connection):
-            _allow_time(connection)
+        with readable(self.path), connection.unchanged():
+            connection.allow()
             for row in connection.execute(query, values):
                 key = tuple(row[name] for name in order)
                 if last is not None and order and not last < key:
                     raise ValueError(f"rows are not in the order of {' and '.join(order)}")
                 last = key
                 yield dict(row)
-                _allow_time(connection)  # the caller's own processing does not count
-
-
-def _allow_time(connection: sqlite3.Connection) -> None:
-    if isinstance(connection, ReadingConnection):
-        connection.allow()
-
-
-def _or_nan(value: float | None) -> float:
-    return float("nan") if value is None else value
+                connection.allow()  # the caller's own processing does not count

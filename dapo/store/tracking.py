@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -37,18 +37,10 @@ class Start:
     is_resumed: bool
 
 
-class Tracker(Protocol):
-    can_go_back: bool  # whether sending a step again replaces the earlier values
-
-    def __init__(self, start: Start) -> None: ...
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
-
-
 class TensorBoard:
     """Writes the event files of torch's SummaryWriter without importing torch, which would take half a gigabyte."""
 
-    can_go_back = True
+    can_go_back = True  # sending a step again replaces the earlier values
 
     def __init__(self, start: Start) -> None:
         from tensorboard.compat.proto import event_pb2
@@ -169,7 +161,7 @@ class Trackio:
             raise RuntimeError(self.faults[0])
 
 
-TRACKERS: Mapping[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
 
 
 class Progress:

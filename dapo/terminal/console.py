@@ -89,9 +89,8 @@ class ConsoleReporter(Reporter):
         self.progress.update(self.task, completed=report.step, now="sampling")
 
     def evaluation(self, report: EvalReport) -> None:
-        self._print(
-            f"[cyan]evaluation[/] of {escape(report.name)} at step {report.step}: {escape(summary(report.metrics))}"
-        )
+        text = f"of {escape(report.name)} at step {report.step}: {escape(summary(report.metrics))}"
+        self._print(f"[cyan]evaluation[/] {text}")
 
     def event(self, event: Event) -> None:
         style = _STYLES[event_severity(event.kind)]
@@ -105,34 +104,25 @@ class ConsoleReporter(Reporter):
         self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
 
 
+# Heading, width, metric and format of each column.
 _COLUMNS = (
-    ("step", 5),
-    ("score", 7),
-    ("reward", 7),
-    ("length", 7),
-    ("entropy", 8),
-    ("grad", 7),
-    ("gap", 8),
-    ("s/step", 7),
+    ("score", 7, "score/mean", ".3f"),
+    ("reward", 7, "reward/mean", ".3f"),
+    ("length", 7, "response_length/mean", ".1f"),
+    ("entropy", 8, "entropy", ".3f"),
+    ("grad", 7, "grad_norm", ".2f"),
+    ("gap", 8, "logprob_gap/mean", ".1e"),
+    ("s/step", 7, "timing_s/step", ".1f"),
 )
 
 
 def _header() -> str:
-    return "[bold]" + "".join(f"{name:>{width}}" for name, width in _COLUMNS) + "  groups[/]"
+    return "[bold] step" + "".join(f"{heading:>{width}}" for heading, width, _, _ in _COLUMNS) + "  groups[/]"
 
 
 def _line(report: StepReport) -> str:
     m = report.metrics
-    cells = [
-        f"{report.step}",
-        _number(m.get("score/mean"), ".3f"),
-        _number(m.get("reward/mean"), ".3f"),
-        _number(m.get("response_length/mean"), ".1f"),
-        _number(m.get("entropy"), ".3f"),
-        _number(m.get("grad_norm"), ".2f"),
-        _number(m.get("logprob_gap/mean"), ".1e"),
-        _number(m.get("timing_s/step"), ".1f"),
-    ]
+    cells = "".join(f"{format(m[name], form) if name in m else '-':>{width}}" for _, width, name, form in _COLUMNS)
     prefix = "groups/dropped/"
     reasons = {name.removeprefix(prefix): int(n) for name, n in m.items() if name.startswith(prefix)}
     groups = f"[green]{int(m['groups/kept'])} kept[/]"
@@ -141,11 +131,7 @@ def _line(report: StepReport) -> str:
     for name in (Verdict.CARRIED, Verdict.STALE):
         if m[f"groups/{name}"]:
             groups += f", {int(m[f'groups/{name}'])} {name}"
-    return "".join(f"{text:>{width}}" for text, (_, width) in zip(cells, _COLUMNS, strict=True)) + f"  {groups}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return f"{report.step:>5}{cells}  {groups}"
 
 
 def _reasons(counts: dict[str, int]) -> str:
@@ -158,9 +144,8 @@ def before_after_table(before: EvalReport, after: EvalReport, differences: Seque
     each = len(after.samples) // max(len(problems), 1)
     asked = "1 question" if len(problems) == 1 else f"{len(problems)} questions"
     table = Table(title=f"{escape(after.name)}: {asked} x {each} fresh samples, before and after")
-    for column in ("", "before", "after"):
+    for column in ("", "before", "after", "difference [95 %]"):
         table.add_column(column)
-    table.add_column("difference [95 %]")
     by_metric = {row.figure: row for row in differences}
     for name in dict.fromkeys(["reward/mean", *by_metric, "response_length/mean"]):
         cells = (escape(with_interval(report.metrics, name)) for report in (before, after))

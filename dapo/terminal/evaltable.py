@@ -106,13 +106,7 @@ def models_table(title: str, rows: Sequence[EvalRow], width: int) -> Table:
     names = [name for name in names if any(name in row.metrics for row in rows)]
     if not any(row.metrics.get("unjudged") for row in rows):
         names.remove("unjudged")
-    table = Table(
-        title=escape(title) + _LEGEND,
-        box=box.SIMPLE,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("model", overflow="fold")
+    table = _table(title + _LEGEND)
     for name in names:
         table.add_column(heading(name), justify="right", no_wrap=True)
     table.add_column("s", justify="right")
@@ -132,8 +126,7 @@ def with_sign(row: DifferenceRow) -> str:
 
 
 def differences_table(first: str, rows: Sequence[DifferenceRow]) -> Table:
-    table = Table(title=escape(f"difference from {first}"), box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("model", overflow="fold")
+    table = _table(f"difference from {first}")
     table.add_column("metric")
     table.add_column(escape("difference [95 %]"), justify="right", no_wrap=True)
     table.add_column("problems", justify="right")
@@ -142,6 +135,12 @@ def differences_table(first: str, rows: Sequence[DifferenceRow]) -> Table:
         style = {"better": "green", "worse": "red"}.get(row.verdict, "dim")
         cells = (escape(row.model), heading(row.figure), escape(with_sign(row)), str(row.problems))
         table.add_row(*cells, f"[{style}]{row.verdict}[/]")
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=escape(title), box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("model", overflow="fold")
     return table
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,11 +46,9 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Band:
-    """Mean and quantiles of a per-response value in each of the given steps."""
+    """Quantiles of a per-response value in each of the given steps."""
 
     steps: np.ndarray  # int64 [points]
-    mean: np.ndarray  # float64 [points]
-    levels: tuple[float, ...]
     quantiles: np.ndarray  # float64 [levels, points]
 
 
@@ -72,14 +72,6 @@ class EvalCurve:
     high: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """An option that differs between runs: its value in each run as JSON, or None if the run does not have it."""
-
-    key: str
-    values: tuple[str | None, ...]
-
-
 def metric_names(run: Run) -> list[str]:
     with run.snapshot() as database:
         return [name for (name,) in database.execute(_NAMES, (_MOST_NAMES,))]
@@ -95,30 +87,29 @@ def curves(run: Run, names: Iterable[str], max_points: int = MAX_POINTS) -> list
 def spread(
     run: Run,
     column: Literal["reward", "score", "acc", "length"] = "reward",
-    levels: Sequence[float] = (0.1, 0.5, 0.9),
+    levels: Sequence[float] = (0.1, 0.9),
     max_points: int = MAX_BANDS,
 ) -> Band:
-    """Return mean and quantiles over the responses sampled in each step.
+    """Return quantiles over the responses sampled in each step.
 
     A run of more than `max_points` steps is sampled at evenly spaced steps, the last included.
     """
     if column not in ("reward", "score", "acc", "length"):
         raise ValueError(f"{column} is not a per-response value")
-    # The alias avoids the type check that every row of a known column gets: numpy checks the values all at once below.
     query = (
-        f"SELECT {column} AS response_value FROM groups CROSS JOIN rollouts USING (serial)"
+        f"SELECT {column} FROM groups CROSS JOIN rollouts USING (serial)"
         f" WHERE generated_step = ? AND {column} IS NOT NULL LIMIT {_MOST_STEPS}"
     )
-    means, quantiles, kept = [], [], []
+    quantiles = {}
     with run.snapshot() as database:
         for step in _evenly(_steps(database), max_points):
-            values = np.array([value for (value,) in database.execute(query, (int(step),))], dtype=np.float64)
+            found = database.execute(query, (int(step),))
+            found.row_factory = None  # no check of each row, which takes long: numpy checks the values all at once
+            values = np.array([value for (value,) in found], dtype=np.float64)
             if len(values):
-                kept.append(step)
-                means.append(values.mean())
-                quantiles.append(np.quantile(values, levels))
-    table = np.array(quantiles, dtype=np.float64).reshape(len(kept), len(levels)).T
-    return Band(np.array(kept, dtype=np.int64), np.array(means, dtype=np.float64), tuple(levels), table)
+                quantiles[step] = np.quantile(values, levels)
+    table = np.array(list(quantiles.values()), dtype=np.float64).reshape(-1, len(levels)).T
+    return Band(np.array(list(quantiles), dtype=np.int64), table)
 
 
 def verdicts_over_steps(run: Run, max_points: int = MAX_POINTS) -> Parts:
@@ -157,12 +148,26 @@ def evaluations(run: Run) -> list[EvalCurve]:
     ]
 
 
-def differences(runs: Sequence[Run]) -> list[Difference]:
-    """Return the options in which the runs differ, except for their names."""
+def differences(runs: Sequence[Run]) -> dict[str, tuple[str | None, ...]]:
+    """Return the options in which the runs differ, except for their names.
+
+    The values are those in each run as JSON, or None if the run does not have the option.
+    """
     options = [{key: to_json(value) for key, value in configuration(run).items()} for run in runs]
     keys = dict.fromkeys(key for each in options for key in each if key != "run.name")
-    rows = [Difference(key, tuple(each.get(key) for each in options)) for key in keys]
-    return [row for row in rows if len(set(row.values)) > 1]
+    found = {key: tuple(each.get(key) for each in options) for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
+
+
+def curves_csv(curves: Sequence[Curve]) -> str:
+    """Return a table with a row per step and a column per curve. A cell without a point is empty."""
+    columns = [dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) for curve in curves]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["step", *(curve.name for curve in curves)])
+    for step in sorted({step for column in columns for step in column}):
+        writer.writerow([step, *(column.get(step, "") for column in columns)])
+    return text.getvalue()
 
 
 def read_curve(database: sqlite3.Connection, name: str) -> Curve:

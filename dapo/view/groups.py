@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dapo.errors import CheckpointError
-from dapo.store.encoding import from_json, messages_from_json, switches_from_json
-from dapo.view.search import TextSearch
-from dapo.view.source import Run
+from dapo.store.encoding import from_json, messages_from_json, switches_from_json, to_json
+from dapo.view.source import Run, placeholders
 
 SEARCH_S = 0.5
 _QUESTION = 300  # characters
@@ -32,6 +31,9 @@ class GroupFilter:
     prompt_uid: str | None = None
     error: str | None = None  # at least one response could not be judged for this reason
     text: str = ""  # occurs in the prompt or a response, ignoring case
+
+
+_ALL = GroupFilter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class GroupDetail:
 
 def groups(
     run: Run,
-    wanted: GroupFilter | None = None,
+    wanted: GroupFilter = _ALL,
     after: int | None = None,
     limit: int = 50,
     *,
@@ -109,19 +111,16 @@ def groups(
     A text search looks at the groups that meet the other conditions. It stops after about `search_seconds`, because a
     run may hold gigabytes of text. The page's `after` says where to continue.
     """
-    wanted = wanted or GroupFilter()
     conditions, values = _conditions(wanted)
     if after is not None:
-        conditions.append("serial < ?" if newest_first else "serial > ?")
+        conditions += f" AND serial {'<' if newest_first else '>'} ?"
         values.append(after)
-    query = (
-        f"SELECT serial, prompt_uid FROM groups WHERE {' AND '.join(conditions)}"
-        f" ORDER BY serial {'DESC' if newest_first else 'ASC'}"
-    )
+    order = "DESC" if newest_first else "ASC"
+    query = f"SELECT serial, prompt_uid FROM groups WHERE {conditions} ORDER BY serial {order}"
     deadline = time.monotonic() + search_seconds
     found: list[int] = []
     with run.snapshot() as database:
-        search = TextSearch(database, wanted.text)
+        search = _TextSearch(database, wanted.text)
         candidates = database.execute(query, values)
         while chunk := candidates.fetchmany(_CHUNK):
             hits = search.hits(chunk)
@@ -134,16 +133,14 @@ def groups(
         return GroupPage(_rows(database, found), None)
 
 
-def count_groups(run: Run, wanted: GroupFilter | None = None) -> int | None:
+def count_groups(run: Run, wanted: GroupFilter = _ALL) -> int | None:
     """Count the groups that match; None for a text search, which would have to read every response."""
-    wanted = wanted or GroupFilter()
     if wanted.text:
         return None
     conditions, values = _conditions(wanted)
     with run.snapshot() as database:
         # sum(1), not count(*): see dapo.view.source.read_progress.
-        query = f"SELECT coalesce(sum(1), 0) FROM groups WHERE {' AND '.join(conditions)}"
-        return database.execute(query, values).fetchone()[0]
+        return database.execute(f"SELECT coalesce(sum(1), 0) FROM groups WHERE {conditions}", values).fetchone()[0]
 
 
 def verdicts(run: Run) -> dict[str, int]:
@@ -183,17 +180,24 @@ def group(run: Run, serial: int) -> GroupDetail:
         if row is None:
             raise CheckpointError(f"{run.path}: there is no group {serial} (it may have been undone by a resume)")
         responses = database.execute(
-            "SELECT *, EXISTS (SELECT 1 FROM rollout_tokens AS stored"
+            "SELECT sample, text, score, acc, reward, advantage, trains, length, finish_reason, weight_version,"
+            "   switches, error, extracted, extras, EXISTS (SELECT 1 FROM rollout_tokens AS stored"
             "   WHERE (stored.serial, stored.sample) = (rollouts.serial, rollouts.sample)) AS has_tokens"
             f" FROM rollouts WHERE serial = ? ORDER BY sample LIMIT {_MAX_ROWS}",
             (serial,),
         )
-        stored = {
+        decoded = {
             "messages": tuple(messages_from_json(row["messages"])),
             "answer": from_json(row["answer"], object),
             "extra": from_json(row["extra"], dict),
+            "responses": tuple(map(_response, responses)),
         }
-        return GroupDetail(**{**dict(row), **stored}, responses=tuple(map(_response, responses)))
+        return GroupDetail(**{**dict(row), **decoded})
+
+
+def group_json(found: GroupDetail) -> str:
+    """Return the group as strict JSON. NaN and infinities become strings, as in the database."""
+    return to_json(asdict(found))
 
 
 def question(messages: str) -> str:
@@ -202,26 +206,21 @@ def question(messages: str) -> str:
     return str(parsed[-1].get("content", ""))[:_QUESTION] if parsed else ""
 
 
-def _conditions(wanted: GroupFilter) -> tuple[list[str], list[Any]]:
-    """Return the SQL conditions and their values for everything except the text."""
+def _conditions(wanted: GroupFilter) -> tuple[str, list[Any]]:
+    """Return an SQL condition and its values for everything except the text."""
     accuracy = "(SELECT avg(acc) FROM rollouts WHERE rollouts.serial = groups.serial)"
-    parts: list[tuple[str, tuple[Any, ...] | None]] = [
-        ("generated_step >= ?", _optional(wanted.first_step)),
-        ("generated_step <= ?", _optional(wanted.last_step)),
-        (f"verdict IN ({', '.join('?' * len(wanted.verdicts))})", wanted.verdicts or None),
-        (f"{accuracy} >= ?", _optional(wanted.min_accuracy)),
-        (f"{accuracy} <= ?", _optional(wanted.max_accuracy)),
-        ("prompt_uid IN (SELECT uid FROM prompts WHERE data_source = ?)", _optional(wanted.data_source)),
-        ("prompt_uid = ?", _optional(wanted.prompt_uid)),
-        ("serial IN (SELECT serial FROM rollouts WHERE error = ?)", _optional(wanted.error)),
-    ]
-    active = [(condition, values) for condition, values in parts if values is not None]
-    return ["1", *(condition for condition, _ in active)], [value for _, values in active for value in values]
-
-
-def _optional(value: Any) -> tuple[Any, ...] | None:
-    """Wrap a condition's value; None means that the condition is not set."""
-    return None if value is None else (value,)
+    optional = {
+        "generated_step >= ?": wanted.first_step,
+        "generated_step <= ?": wanted.last_step,
+        f"{accuracy} >= ?": wanted.min_accuracy,
+        f"{accuracy} <= ?": wanted.max_accuracy,
+        "prompt_uid IN (SELECT uid FROM prompts WHERE data_source = ?)": wanted.data_source,
+        "prompt_uid = ?": wanted.prompt_uid,
+        "serial IN (SELECT serial FROM rollouts WHERE error = ?)": wanted.error,
+    }
+    active = {condition: value for condition, value in optional.items() if value is not None}
+    verdicts = [f"verdict IN ({placeholders(wanted.verdicts)})"] if wanted.verdicts else []
+    return " AND ".join(["1", *verdicts, *active]), [*wanted.verdicts, *active.values()]
 
 
 def _rows(database: sqlite3.Connection, serials: list[int]) -> tuple[GroupRow, ...]:
@@ -231,29 +230,45 @@ def _rows(database: sqlite3.Connection, serials: list[int]) -> tuple[GroupRow, .
         " avg(length) AS mean_length"
         " FROM groups JOIN prompts ON uid = prompt_uid JOIN rollouts USING (serial) WHERE serial = ? GROUP BY serial"
     )
-    rows = [row for serial in serials for row in database.execute(query, (serial,))]
-    return tuple(_row(**dict(row)) for row in rows)
-
-
-def _row(messages: str, mean_length: float, **known: Any) -> GroupRow:
-    return GroupRow(question=question(messages), length=mean_length, **known)
+    rows = [dict(row) for serial in serials for row in database.execute(query, (serial,))]
+    return tuple(GroupRow(question=question(row.pop("messages")), length=row.pop("mean_length"), **row) for row in rows)
 
 
 def _response(row: sqlite3.Row) -> Response:
-    return Response(
-        sample=row["sample"],
-        text=row["text"],
-        score=row["score"],
-        acc=None if row["acc"] is None else bool(row["acc"]),
-        reward=row["reward"],
-        advantage=row["advantage"],
-        trains=bool(row["trains"]),
-        length=row["length"],
-        finish_reason=row["finish_reason"],
-        weight_version=row["weight_version"],
-        switches=tuple(switches_from_json(row["switches"])),
-        error=row["error"],
-        extracted=row["extracted"],
-        extras=from_json(row["extras"], dict),
-        has_tokens=bool(row["has_tokens"]),
-    )
+    decoded = {
+        "acc": None if row["acc"] is None else bool(row["acc"]),
+        "trains": bool(row["trains"]),
+        "switches": tuple(switches_from_json(row["switches"])),
+        "extras": from_json(row["extras"], dict),
+        "has_tokens": bool(row["has_tokens"]),
+    }
+    return Response(**{**dict(row), **decoded})
+
+
+class _TextSearch:
+    """A case-insensitive substring search.
+
+    It runs in Python: SQLite's LIKE is hardly faster, stops at a NUL, ignores case only in ASCII, and would see prompts
+    as escaped JSON. A full-text index would be larger than the text and slow down training.
+    """
+
+    def __init__(self, database: sqlite3.Connection, text: str) -> None:
+        self.database = database
+        self.needle = text.lower()
+        self.by_prompt: dict[str, bool] = {}  # whether the prompt has the text, by its uid
+
+    def hits(self, chunk: Sequence[sqlite3.Row]) -> set[int]:
+        """Return the serials of the groups in `chunk` that have the text."""
+        if not self.needle:
+            return {row["serial"] for row in chunk}
+        unsearched = list({row["prompt_uid"] for row in chunk} - self.by_prompt.keys())
+        for uid, messages in self._select("uid, messages FROM prompts WHERE uid", unsearched):
+            contents = (str(message.get("content", "")) for message in messages_from_json(messages))
+            self.by_prompt[uid] = any(self.needle in content.lower() for content in contents)
+        in_prompt = {row["serial"] for row in chunk if self.by_prompt.get(row["prompt_uid"])}
+        others = [row["serial"] for row in chunk if row["serial"] not in in_prompt]
+        responses = self._select("serial, text FROM rollouts WHERE serial", others)
+        return in_prompt | {serial for serial, text in responses if self.needle in text.lower()}
+
+    def _select(self, columns: str, keys: Sequence[Any]) -> sqlite3.Cursor:
+        return self.database.execute(f"SELECT {columns} IN ({placeholders(keys)})", keys)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapo.types import Severity, event_severity
-from dapo.view.source import Run
+from dapo.view.source import Run, placeholders
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,13 @@ def events(
     run: Run, kinds: Sequence[str] = (), after: int | None = None, limit: int = 100, *, newest_first: bool = False
 ) -> list[EventRow]:
     """Return the events of the given kinds (empty: all) that come after the event with the id `after`."""
-    conditions, values = ["1"], []
-    if kinds:
-        conditions.append(f"kind IN ({', '.join('?' * len(kinds))})")
-        values += kinds
+    side, order = ("<", "DESC") if newest_first else (">", "ASC")
+    conditions = f"kind IN ({placeholders(kinds)})" if kinds else "1"
     if after is not None:
-        conditions.append("id < ?" if newest_first else "id > ?")
-        values.append(after)
-    query = (
-        f"SELECT id, step, time, kind, message FROM events WHERE {' AND '.join(conditions)}"
-        f" ORDER BY id {'DESC' if newest_first else 'ASC'} LIMIT ?"
-    )
+        conditions += f" AND id {side} {int(after)}"
+    query = f"SELECT id, step, time, kind, message FROM events WHERE {conditions} ORDER BY id {order} LIMIT ?"
     with run.snapshot() as database:
-        return [EventRow(*row) for row in database.execute(query, (*values, limit))]
+        return [EventRow(*row) for row in database.execute(query, (*kinds, limit))]
 
 
 def event_kinds(run: Run) -> dict[str, int]:

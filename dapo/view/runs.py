@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import calendar
+import fcntl
 import os
 import sqlite3
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +18,7 @@ from dapo.errors import CheckpointError
 from dapo.store.encoding import to_text
 from dapo.types import EventKind
 from dapo.view.curves import read_curve, thinned
-from dapo.view.locks import is_held
-from dapo.view.source import Run, number_option, read_configuration, read_meta
+from dapo.view.source import Run, number_option, placeholders, read_configuration, read_meta
 
 Status = Literal["running", "finished", "stopped", "crashed"]
 
@@ -29,6 +28,7 @@ _SUMMARY_SECONDS = 2.0  # limit per run: the page shows no line before it has th
 _THREADS = 8
 _MAX_TEXT = 1_000  # characters
 _RUN_FILES = (_DATABASE, "config.yaml", ".lock")  # a folder with any of these is listed as a run
+_LOCKS = Path("/proc/locks")
 
 # Status of a run that no process holds, by the last of these events.
 _ENDINGS: dict[str, Status] = {
@@ -111,20 +111,22 @@ def _looks_like_a_run(folder: Path) -> bool:
 
 def _summary(run: Run, database: sqlite3.Connection, points: int) -> RunSummary:
     options = read_configuration(database, run.path)
+    recipe = read_meta(database, "recipe")
     (step,) = database.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()
     newest = [
         database.execute(f"SELECT time FROM {table} ORDER BY {key} DESC LIMIT 1").fetchone()
         for table, key in (("steps", "step"), ("events", "id"), ("evaluations", "id"))
     ]
     changed = max((row["time"] for row in newest if row is not None), default=None)
-    started = _started(database)
+    started = _started(read_meta(database, "created"))
     curve = thinned(read_curve(database, REWARD), points)
     known = curve.values[~np.isnan(curve.values)]
     return RunSummary(
         run.name,
         status=_status(run, database, step),
         model=_text(options.get("model.path")),
-        recipe=_recipe(database, options),
+        # A run has the name of its recipe, unless another was given; then the recipe is recorded.
+        recipe=_text(options.get("run.name") if recipe is None else recipe),
         step=step,
         planned=int(number_option(options, "run.steps") or 0),
         reward=float(known[-1]) if len(known) else None,
@@ -134,20 +136,12 @@ def _summary(run: Run, database: sqlite3.Connection, points: int) -> RunSummary:
     )
 
 
-def _recipe(database: sqlite3.Connection, options: Mapping[str, Any]) -> str:
-    """Return the recorded recipe, else the run's name, which is the recipe's unless another was given."""
-    recorded = read_meta(database, "recipe")
-    return _text(options.get("run.name") if recorded is None else recorded)
-
-
 def _status(run: Run, database: sqlite3.Connection, step: int) -> Status:
     lock = run.path.parent / ".lock"
     if is_held(lock):
         return "running"
-    kinds = ", ".join("?" * len(_ENDINGS))
-    row = database.execute(
-        f"SELECT kind FROM events WHERE kind IN ({kinds}) ORDER BY id DESC LIMIT 1", tuple(_ENDINGS)
-    ).fetchone()
+    query = f"SELECT kind FROM events WHERE kind IN ({placeholders(_ENDINGS)}) ORDER BY id DESC LIMIT 1"
+    row = database.execute(query, tuple(_ENDINGS)).fetchone()
     if row is not None:
         return _ENDINGS[row["kind"]]
     # `dapo eval` trains nothing, holds no lock and records no final event.
@@ -155,13 +149,61 @@ def _status(run: Run, database: sqlite3.Connection, step: int) -> Status:
     return "finished" if is_evaluation else "crashed"
 
 
-def _started(database: sqlite3.Connection) -> float | None:
-    created = read_meta(database, "created")
+def _started(created: str | None) -> float | None:
     try:
-        return None if created is None else float(calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")))
+        return datetime.strptime(created or "", "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except ValueError:
         return None
 
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)[:_MAX_TEXT]
+
+
+def is_held(path: Path) -> bool:
+    """Return whether a live process holds an exclusive flock on `path`, as the trainer does on a run's .lock.
+
+    The lock is not taken, because that would refuse a training that starts at this moment.
+    """
+    try:
+        wanted = path.stat()
+    except OSError:
+        return False
+    try:
+        table = _LOCKS.read_text(encoding="ascii")
+    except OSError:
+        return _is_held_by_trying(path)
+    # Some file systems (btrfs, overlays) report another device here than in stat. Then check the holder's files.
+    return any(
+        inode == wanted.st_ino and (device == wanted.st_dev or _has_open(pid, wanted))
+        for pid, device, inode in _exclusive_locks(table)
+    )
+
+
+def _exclusive_locks(table: str) -> Iterator[tuple[int, int, int]]:
+    """Yield (process, device, inode) for each held lock. A waiting line has an arrow in its second column."""
+    for line in table.splitlines():
+        columns = line.split()
+        if columns[1:2] == ["FLOCK"] and columns[3] == "WRITE":
+            major, minor, inode = columns[5].split(":")
+            yield int(columns[4]), os.makedev(int(major, 16), int(minor, 16)), int(inode)
+
+
+def _has_open(pid: int, wanted: os.stat_result) -> bool:
+    try:
+        return any(os.path.samestat(entry.stat(), wanted) for entry in os.scandir(f"/proc/{pid}/fd"))
+    except OSError:  # the process ended, just closed a file, or belongs to another user
+        return False
+
+
+def _is_held_by_trying(path: Path) -> bool:
+    """Try a shared lock for an instant. Used only on systems without a table of locks."""
+    try:
+        # Non-blocking: opening a FIFO would wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), closefd=True) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from dapo.errors import CheckpointError
-from dapo.store.connection import open_for_reading, readable, unchanged
+from dapo.store.connection import open_for_reading, readable
 
 _YamlLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with it
 _LONGEST_CONFIG = 2**18  # characters; a resolved configuration has a few thousand
@@ -34,7 +34,7 @@ class Run:
         Opening takes less than a millisecond and leaves nothing to go stale: new steps are visible, a replaced file is
         noticed, and no forgotten reader keeps the writer's WAL growing.
         """
-        with closing(open_for_reading(self.path, seconds)) as connection, readable(self.path), unchanged(connection):
+        with closing(open_for_reading(self.path, seconds)) as connection, readable(self.path), connection.unchanged():
             connection.execute("BEGIN")
             yield connection
 
@@ -73,12 +73,10 @@ def configuration(run: Run) -> dict[str, Any]:
 def read_configuration(database: sqlite3.Connection, path: Path) -> dict[str, Any]:
     text = read_meta(database, "config")
     try:
-        values = None if text is None else _parse_yaml(text)
+        return dict(_leaves(_parse_yaml(text or ""), ""))
     except Exception as error:  # hostile text makes the parser raise many types; all mean the same here
-        raise CheckpointError(f"{path}: holds no configuration that can be read ({_first_line(error)})") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: holds no configuration that can be read")
-    return dict(_leaves(values, ""))
+        reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+        raise CheckpointError(f"{path}: holds no configuration that can be read ({reason})") from None
 
 
 def read_meta(database: sqlite3.Connection, key: str) -> str | None:
@@ -88,6 +86,11 @@ def read_meta(database: sqlite3.Connection, key: str) -> str | None:
     return None if row is None else row["setting"]
 
 
+def placeholders(values: Sized) -> str:
+    """Return the question marks of an SQL list."""
+    return ", ".join("?" * len(values))
+
+
 def number_option(options: Mapping[str, Any], key: str) -> float | None:
     """Return the option if it is a number small enough to compute with, else None."""
     value = options.get(key)
@@ -95,7 +98,7 @@ def number_option(options: Mapping[str, Any], key: str) -> float | None:
     return value if is_number else None
 
 
-def _parse_yaml(text: str) -> Any:
+def _parse_yaml(text: str) -> dict[Any, Any]:
     """Parse like `yaml.safe_load`, but refuse alias bombs and unbounded nesting."""
     if len(text) > _LONGEST_CONFIG:
         raise ValueError(f"it has {len(text)} characters")
@@ -106,11 +109,10 @@ def _parse_yaml(text: str) -> Any:
             raise ValueError("it is nested too deeply")
         if isinstance(event, yaml.AliasEvent):  # a resolved configuration has none
             raise ValueError("it has an alias")
-    return yaml.load(text, _YamlLoader)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+    values = yaml.load(text, _YamlLoader)
+    if not isinstance(values, dict):
+        raise ValueError("it is empty, or not a mapping")
+    return values
 
 
 def _leaves(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:

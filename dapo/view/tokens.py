@@ -1,21 +1,27 @@
-"""Per-token data of one response: what was recorded for each token, and which tokens the loss clipped."""
+"""Per-token data of one response: its text, what was recorded for each token, and which tokens the loss clipped."""
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from dapo.algorithm.ratio import LossConfig, clip_marks, importance_ratio, surrogates
 from dapo.errors import CheckpointError
 from dapo.store.encoding import FLOATS, TOKENS, switches_from_json
 from dapo.types import token_versions
-from dapo.view.source import Run, number_option, read_configuration
+from dapo.view.source import Run, configuration, number_option, read_configuration
 
 Clip = Literal["low", "high", "dual"]
+Decode = Callable[[int], str]
+FindModel = Callable[[str], Path | None]  # from `model.path` to the model's folder, or None if it is not local
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +43,7 @@ class ResponseTokens:
 
 
 def tokens(
-    run: Run, serial: int, sample: int, decode: Callable[[int], str], start: int = 0, limit: int = 4096
+    run: Run, serial: int, sample: int, decode: Decode, start: int = 0, limit: int = 4096
 ) -> ResponseTokens | None:
     """Return up to `limit` tokens of a response from `start` on, or None if they were not stored.
 
@@ -68,7 +74,7 @@ def clips(ratio_T: np.ndarray, advantage: float, config: LossConfig) -> tuple[Cl
     return tuple(found)
 
 
-def _tokens(row: sqlite3.Row, config: LossConfig, decode: Callable[[int], str], part: slice) -> ResponseTokens:
+def _tokens(row: sqlite3.Row, config: LossConfig, decode: Decode, part: slice) -> ResponseTokens:
     ids_T = np.frombuffer(row["tokens"], TOKENS)[part]
     sampler_T = np.frombuffer(row["sampler_logprobs"], FLOATS)[part]
     policy_T, entropy_T = (
@@ -103,3 +109,51 @@ def _loss_config(options: Mapping[str, Any]) -> LossConfig:
     if low is None or high is None:
         raise ValueError(f"the configuration has no {prefix}low or {prefix}high")
     return LossConfig(low, high, dual)
+
+
+def decoder(root: Path, find_model: FindModel, run: Run) -> Decode:
+    """Return a function from token id to text, or to the id in brackets if there is no tokenizer.
+
+    It is that of the run's newest checkpoint, or else of the model that the run started from.
+    """
+    file = _checkpoint_tokenizer(root, run) or _model_tokenizer(find_model, run)
+    return _show_id if file is None else _load_decoder(file, os.path.getmtime(file))
+
+
+def _checkpoint_tokenizer(root: Path, run: Run) -> str | None:
+    home = Path(os.path.realpath(root))
+    saved = map(os.path.realpath, run.path.parent.glob("checkpoints/*/tokenizer.json"))
+    # Links that lead out of the folder are not followed, as for databases.
+    within = (path for path in saved if Path(path).is_relative_to(home) and os.path.isfile(path))
+    return max(within, key=os.path.getmtime, default=None)
+
+
+def _model_tokenizer(find_model: FindModel, run: Run) -> str | None:
+    path = str(configuration(run).get("model.path", ""))
+    try:
+        folder = find_model(path)
+        file = None if folder is None else folder / "tokenizer.json"
+        return str(file) if file is not None and file.is_file() else None
+    except (OSError, ValueError):  # not a valid path
+        return None
+
+
+def _show_id(token: int) -> str:
+    return f"⟨{token}⟩"
+
+
+@lru_cache(maxsize=4)
+def _load_decoder(path: str, changed: float) -> Decode:
+    """Load a tokenizer file. `changed` is part of the cache key, so a file that was rewritten is loaded again."""
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception:  # the library raises nothing narrower; with a broken file the view still shows token ids
+        return _show_id
+
+    def decode(token: int) -> str:
+        piece = tokenizer.decode([token], skip_special_tokens=False)
+        # Decoding a SentencePiece word alone drops its leading space.
+        has_space = (tokenizer.id_to_token(token) or "").startswith("▁")
+        return f" {piece}" if has_space and not piece.startswith(" ") else piece
+
+    return decode

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dapo.view.curves import Curve, curves
-from dapo.view.export import curves_csv, group_json
-from dapo.view.groups import group, groups
+from dapo.view.curves import Curve, curves, curves_csv
+from dapo.view.groups import group, group_json, groups
 from dapo.view.runs import find_run
 from dapo.view.source import Run
 from tests.view.made import HOSTILE, create, make_group, make_report

@@ -197,9 +197,9 @@ def test_a_search_for_a_very_long_text_finds_nothing(tmp_path: Path):
 
 
 def test_questions_over_all_responses_read_the_index_and_not_the_texts(generated: Run):
-    conditions, values = module._conditions(GroupFilter(min_accuracy=0.5))
+    condition, values = module._conditions(GroupFilter(min_accuracy=0.5))
     queries = [
-        (f"SELECT count(*) FROM groups WHERE {' AND '.join(conditions)}", values),
+        (f"SELECT count(*) FROM groups WHERE {condition}", values),
         ("SELECT sum(judged), sum(correct), avg(mean_score) FROM prompt_history", []),
     ]
     with generated.snapshot() as database:

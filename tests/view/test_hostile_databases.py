@@ -35,6 +35,7 @@ from dapo.types import EvalReport, Event
 from dapo.view import report, runs
 from dapo.view.curves import (
     curves,
+    curves_csv,
     differences,
     evaluations,
     metric_names,
@@ -42,10 +43,8 @@ from dapo.view.curves import (
     tokens_over_steps,
     verdicts_over_steps,
 )
-from dapo.view.export import curves_csv, group_json
-from dapo.view.groups import GroupFilter, count_groups, data_sources, extremes, group, groups, verdicts
+from dapo.view.groups import GroupFilter, count_groups, data_sources, extremes, group, group_json, groups, verdicts
 from dapo.view.health import event_kinds, events, unjudged
-from dapo.view.page import decode
 from dapo.view.page.charts import Look
 from dapo.view.page.health import _counters, _event
 from dapo.view.page.panels import all_charts, load
@@ -55,7 +54,7 @@ from dapo.view.page.server import register
 from dapo.view.page.tokens import color_values, tokens_html
 from dapo.view.prompts import history, prompts
 from dapo.view.source import Run, configuration, progress
-from dapo.view.tokens import tokens
+from dapo.view.tokens import decoder, tokens
 from tests.view.hostile import MAY_FAIL, MUST_FAIL, SAVED, SHOWN, endless_view
 from tests.view.made import create, make_group, make_report
 
@@ -137,7 +136,7 @@ def _listed(folder: Path) -> None:
 
 
 def _tokens(run: Run) -> None:
-    read = decode.decoder(run.path.parent.parent, lambda path: Path(path), run)
+    read = decoder(run.path.parent.parent, lambda path: Path(path), run)
     for serial in (2, 3):
         found = tokens(run, serial, 0, read)
         if found is not None:

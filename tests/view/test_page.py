@@ -20,13 +20,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from dapo.store.database import RunDatabase
+from dapo.store.encoding import visible
 from dapo.types import Event
 from dapo.view.curves import curves, spread
 from dapo.view.groups import GroupFilter, groups
 from dapo.view.page.charts import Line, Look, Zone, line_chart, points, smoothed, stacked_chart
 from dapo.view.page.panels import overlong_zone
 from dapo.view.page.runs import sparkline
-from dapo.view.page.text import display_text, visible
+from dapo.view.page.text import display_text
 from dapo.view.runs import find_run
 from dapo.view.source import Run
 from dapo.view.tokens import tokens
@@ -328,7 +329,7 @@ def test_the_choice_of_dark_mode_is_kept(page: Any, url: str):
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("empty", "is empty"), ("broken", "cannot be opened"), ("nothing", "there is no run database here"),
+    ("empty", "is empty"), ("broken", "cannot be read"), ("nothing", "there is no run database here"),
     ("..%5cx", "is not the name of a run"),
 ])  # fmt: skip
 def test_a_run_that_cannot_be_read_is_one_sentence(page: Any, url: str, name: str, words: str):

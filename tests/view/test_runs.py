@@ -18,7 +18,7 @@ from dapo import Trainer
 from dapo.errors import CheckpointError
 from dapo.store.database import RunDatabase
 from dapo.types import EvalReport, Event
-from dapo.view import locks
+from dapo.view import runs as module
 from dapo.view.curves import evaluations, metric_names, spread, verdicts_over_steps
 from dapo.view.groups import count_groups, groups
 from dapo.view.health import events, unjudged
@@ -112,9 +112,9 @@ def test_a_run_is_running_until_its_trainer_is_closed(tmp_path: Path):
 
 def test_a_held_lock_is_detected_without_taking_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / ".lock"
-    assert not locks.is_held(path)
+    assert not module.is_held(path)
     path.touch()
-    assert not locks.is_held(path)
+    assert not module.is_held(path)
     code = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, 2); print('held', flush=True); input()"
     holder = subprocess.Popen(
         [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -122,23 +122,23 @@ def test_a_held_lock_is_detected_without_taking_it(tmp_path: Path, monkeypatch: 
     assert holder.stdout.readline() == "held\n"
     with monkeypatch.context() as forbidden:
         forbidden.setattr(fcntl, "flock", None)
-        assert locks.is_held(path)
-        assert not locks.is_held(tmp_path)
-    monkeypatch.setattr(locks, "_TABLE", tmp_path / "no table of locks")
-    assert locks.is_held(path)
+        assert module.is_held(path)
+        assert not module.is_held(tmp_path)
+    monkeypatch.setattr(module, "_LOCKS", tmp_path / "no table of locks")
+    assert module.is_held(path)
     monkeypatch.undo()
     holder.communicate("go")
-    assert not locks.is_held(path)
-    monkeypatch.setattr(locks, "_TABLE", tmp_path / "no table of locks")
-    assert not locks.is_held(path)
+    assert not module.is_held(path)
+    monkeypatch.setattr(module, "_LOCKS", tmp_path / "no table of locks")
+    assert not module.is_held(path)
 
 
 def test_a_lock_with_the_same_inode_on_another_device_is_resolved_by_the_open_files(tmp_path: Path):
     path = tmp_path / ".lock"
     with path.open("w") as file:
         wanted = os.stat(file.fileno())
-        assert locks._has_open(os.getpid(), wanted)
-    assert not locks._has_open(os.getpid(), wanted)
+        assert module._has_open(os.getpid(), wanted)
+    assert not module._has_open(os.getpid(), wanted)
 
 
 def damage(path: Path, kind: str) -> None:

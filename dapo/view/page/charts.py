@@ -1,4 +1,7 @@
-"""Build ECharts options from curves: plain dictionaries, which tests can inspect without a browser."""
+"""Build ECharts options from curves: plain dictionaries, which tests can inspect without a browser.
+
+A key with a leading colon holds JavaScript; its functions are in page.js.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from dapo.view.page.scripts import LOW, RAW, SAVE_CSV, SAVE_SVG, TICK, TOOLTIP, WIDTH
-
 PALETTE = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#eab308", "#06b6d4", "#ec4899", "#84cc16", "#64748b")
 _DASHES = ("solid", "dashed", "dotted")
 _GRAY, _FAINT = "#8a8f98", "rgba(128,128,128,0.22)"  # readable on white and on black
 # On a 24 x 24 grid: two handles with a curve between them, and a table.
 _SVG_ICON = "path://M2 16h6v6h-6zM16 2h6v6h-6zM5 16C5 6 8 5 16 5"
 _CSV_ICON = "path://M2 3h20v18h-20zM2 9h20M2 15h20M9 3v18"
+
+# Series that are drawn but not listed, each followed by the name of the main series. page.js knows these prefixes.
+_RAW, _LOW, _WIDTH = "\u200braw ", "\u200blow ", "\u200bwidth "
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,13 +80,14 @@ def line_chart(title: str, unit: str, lines: Sequence[Line], look: Look, zone: Z
         if line.low is not None and line.high is not None and not look.is_log:
             series += _band(line, line.low, line.high)
         if look.smoothing > 0:
-            raw = _series(RAW + line.name, line.steps, line.values, line.color, look.is_log)
+            raw = _series(_RAW + line.name, line.steps, line.values, line.color, look.is_log)
             series.append({**raw, "silent": True, "lineStyle": {"width": 1, "opacity": 0.3}})
         values = smoothed(line.values, look.smoothing)
         drawn = _series(line.name, line.steps, values, line.color, look.is_log)
         series.append({**drawn, "lineStyle": {"width": 2, "type": line.dash}})
     if zone is not None and series:
-        series[-1]["markArea"] = _zone(zone)
+        area = [[{"yAxis": zone.low}, {"yAxis": zone.high}]]
+        series[-1]["markArea"] = {"silent": True, "itemStyle": {"color": "rgba(239,68,68,0.12)"}, "data": area}
         unit += f"; red: {zone.name}"  # in the subtitle, because a label inside the panel would cover a curve
     return _chart(title, unit, [line.name for line in lines], series, look.is_log)
 
@@ -90,13 +95,9 @@ def line_chart(title: str, unit: str, lines: Sequence[Line], look: Look, zone: Z
 def stacked_chart(title: str, unit: str, steps: np.ndarray, parts: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return a stacked area chart. Parts that are zero throughout are left out."""
     kept = {name: values for name, values in parts.items() if np.any(np.nan_to_num(values))}
+    area = {"stack": "all", "lineStyle": {"width": 0}, "areaStyle": {"opacity": 0.75}}
     series = [
-        {
-            **_series(name, steps, np.nan_to_num(values), PALETTE[index % len(PALETTE)], False),
-            "stack": "all",
-            "lineStyle": {"width": 0},
-            "areaStyle": {"opacity": 0.75},
-        }
+        {**_series(name, steps, np.nan_to_num(values), PALETTE[index % len(PALETTE)]), **area}
         for index, (name, values) in enumerate(kept.items())
     ]
     chart = _chart(title, unit, list(kept), series, False)
@@ -111,32 +112,27 @@ def points(steps: np.ndarray, values: np.ndarray, is_log: bool = False) -> list[
     return [[int(x), float(y) if fine else None] for x, y, fine in zip(steps, values, good, strict=True)]
 
 
-def _series(name: str, steps: np.ndarray, values: np.ndarray, color: str, is_log: bool) -> dict[str, Any]:
+def _series(name: str, steps: np.ndarray, values: np.ndarray, color: str, is_log: bool = False) -> dict[str, Any]:
     return {
-        "name": name,
-        "type": "line",
-        "data": points(steps, values, is_log),
-        # A curve of one point has no visible line.
-        "showSymbol": len(steps) < 3,
-        "symbolSize": 5,
-        "itemStyle": {"color": color},
-        "emphasis": {"disabled": True},
-        "animation": False,
-    }
+        "name": name, "type": "line", "data": points(steps, values, is_log), "symbolSize": 5,
+        "showSymbol": len(steps) < 3,  # a curve of one point has no visible line
+        "itemStyle": {"color": color}, "emphasis": {"disabled": True}, "animation": False,
+    }  # fmt: skip
 
 
 def _band(line: Line, low: np.ndarray, high: np.ndarray) -> list[dict[str, Any]]:
     """Return two stacked series: the invisible lower bound, and on top of it an area as high as the band."""
     steps = line.steps if line.band_steps is None else line.band_steps
     base = {"stack": f"band {line.name}", "stackStrategy": "all", "silent": True, "lineStyle": {"width": 0}}
-    bottom = {**_series(LOW + line.name, steps, low, line.color, False), **base, "showSymbol": False}
-    top = {**_series(WIDTH + line.name, steps, high - low, line.color, False), **base, "showSymbol": False}
-    return [bottom, {**top, "areaStyle": {"opacity": 0.15, "color": line.color}}]
-
-
-def _zone(zone: Zone) -> dict[str, Any]:
-    ends = [{"yAxis": zone.low}, {"yAxis": zone.high}]
-    return {"silent": True, "itemStyle": {"color": "rgba(239,68,68,0.12)"}, "data": [ends]}
+    base |= {"showSymbol": False}
+    return [
+        {**_series(_LOW + line.name, steps, low, line.color), **base},
+        {
+            **_series(_WIDTH + line.name, steps, high - low, line.color),
+            **base,
+            "areaStyle": {"opacity": 0.15, "color": line.color},
+        },
+    ]
 
 
 def _chart(title: str, unit: str, names: list[str], series: list[dict[str, Any]], is_log: bool) -> dict[str, Any]:
@@ -159,15 +155,15 @@ def _chart(title: str, unit: str, names: list[str], series: list[dict[str, Any]]
                    "itemWidth": 28, "itemHeight": 8, "textStyle": {"color": _GRAY}, "pageTextStyle": {"color": _GRAY},
                    "pageIconColor": _GRAY},
         "grid": {"left": 12, "right": 44, "top": 62, "bottom": 34 if len(names) > 1 else 12, "containLabel": True},
-        "tooltip": {"trigger": "axis", "confine": True, ":formatter": TOOLTIP, "backgroundColor": "rgba(30,34,42,.93)",
-                    "borderWidth": 0, "textStyle": {"color": "#fff", "fontSize": 12}},
+        "tooltip": {"trigger": "axis", "confine": True, ":formatter": "dapo.tooltip", "borderWidth": 0,
+                    "backgroundColor": "rgba(30,34,42,.93)", "textStyle": {"color": "#fff", "fontSize": 12}},
         "toolbox": {"right": 8, "top": 2, "padding": 5, "itemSize": 13, "itemGap": 10,
                     "iconStyle": {"borderColor": _GRAY},
                     "emphasis": {"iconStyle": {"borderColor": PALETTE[0], "textFill": PALETTE[0]}},
                     "feature": {"dataZoom": {"yAxisIndex": "none"}, "restore": {},
                                 "saveAsImage": {"name": title, "title": "PNG", "pixelRatio": 2},
-                                "mySvg": {"title": "SVG", "icon": _SVG_ICON, ":onclick": SAVE_SVG},
-                                "myCsv": {"title": "CSV", "icon": _CSV_ICON, ":onclick": SAVE_CSV}}},
+                                "mySvg": {"title": "SVG", "icon": _SVG_ICON, ":onclick": "dapo.saveSvg"},
+                                "myCsv": {"title": "CSV", "icon": _CSV_ICON, ":onclick": "dapo.saveCsv"}}},
         # Zoom needs the shift key, because the wheel alone scrolls the page.
         "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "shift", "moveOnMouseMove": False}],
         "xAxis": {"type": "value", "name": "step", "nameGap": 8, "nameTextStyle": {"color": _GRAY},
@@ -175,6 +171,6 @@ def _chart(title: str, unit: str, names: list[str], series: list[dict[str, Any]]
                   "axisLabel": {"color": _GRAY, "hideOverlap": True, "margin": 10}, "splitLine": {"show": False},
                   "axisLine": {"onZero": False, "lineStyle": {"color": _GRAY}}},
         "yAxis": {"type": "log" if is_log else "value", "scale": True, **axis,
-                  "axisLabel": {"color": _GRAY, ":formatter": TICK}},
+                  "axisLabel": {"color": _GRAY, ":formatter": "dapo.tick"}},
         "series": series,
     }  # fmt: skip

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from nicegui import ui
 
 from dapo.errors import CheckpointError
 from dapo.view import curves as read
-from dapo.view.export import curves_csv
 from dapo.view.page.charts import Look
-from dapo.view.page.frame import Live, ask, grid, link
+from dapo.view.page.frame import Live, ask, button, column, grid, link, offer
 from dapo.view.page.panels import Loaded, all_charts, load
 from dapo.view.runs import find_run
 from dapo.view.source import Run
@@ -31,8 +29,7 @@ def build(root: Path, run: Run, others: Sequence[str]) -> Live:
         ui.label(problem).classes("problem text-red-600")
     if len(runs) > 1:
         _differences(runs)
-    view = _Curves(runs)
-    return Live(view.refresh, runs)
+    return Live(_Curves(runs).refresh, runs)
 
 
 class _Curves:
@@ -42,37 +39,32 @@ class _Curves:
         self.charts: dict[str, ui.echart] = {}
         with ui.row().classes("items-center gap-6 w-full"):
             ui.label("smoothing").classes("quiet")
-            self.smoothing = ui.slider(min=0, max=0.99, step=0.01, value=0, on_change=lambda: self.draw()).classes(
-                "w-48"
-            )
-            self.smoothing.props('label aria-label="smoothing"')
+            self.smoothing = ui.slider(min=0, max=0.99, step=0.01, value=0, on_change=lambda: self.draw())
+            self.smoothing.classes("w-48").props('label aria-label="smoothing"')
             self.log = ui.switch("logarithmic", on_change=lambda: self.draw())
             self.chosen = ui.select([], label="more metrics", multiple=True, on_change=self.refresh)
             self.chosen.classes("w-64").props("use-input use-chips dense input-debounce=0")
             ui.label("shift + wheel zooms a panel").classes("quiet text-sm")
             ui.space()
-            ui.button("CSV of all metrics", on_click=self.download).props("outline dense no-caps")
-        self.place = ui.element("div").classes("w-full curves").style(
-            "display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 12px"
-        )  # fmt: skip
+            button("CSV of all metrics", self.download)
+        columns = "display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 12px"
+        self.place = ui.element("div").classes("w-full curves").style(columns)
         with self.place:
             # An empty chart makes the browser fetch the chart library while the database is read.
             self.charts[_WAITING] = ui.echart({"series": []}).classes("w-full h-64 waiting")
 
     async def refresh(self) -> None:
-        self.loaded = [await ask(load, run, self.chosen.value or ()) for run in self.runs]
+        self.loaded = [await ask(load, run, self.chosen.value) for run in self.runs]
         if _WAITING in self.charts:
             # Draw the top panels first: drawing all of them keeps a browser busy for a while.
             self.draw(_FIRST_PANELS)
             await asyncio.sleep(_HEAD_START)
         self.draw()
-        names = sorted({name for run in self.runs for name in await ask(read.metric_names, run)})
-        if names != self.chosen.options:
-            self.chosen.set_options(names)
+        offer(self.chosen, sorted({name for run in self.runs for name in await ask(read.metric_names, run)}))
 
     def draw(self, at_most: int | None = None) -> None:
-        look = Look(float(self.smoothing.value or 0), bool(self.log.value))
-        wanted = all_charts(self.loaded, look, self.chosen.value or ())
+        look = Look(self.smoothing.value or 0.0, bool(self.log.value))
+        wanted = all_charts(self.loaded, look, self.chosen.value)
         for key in self.charts.keys() - wanted.keys():
             self.charts.pop(key).delete()
         for index, (key, options) in enumerate(list(wanted.items())[:at_most]):
@@ -88,7 +80,7 @@ class _Curves:
     async def download(self) -> None:
         for run in self.runs:
             found = await ask(lambda run=run: read.curves(run, read.metric_names(run), max_points=10**9))
-            ui.download.content(curves_csv(found), f"{run.name}.csv", "text/csv")
+            ui.download.content(read.curves_csv(found), f"{run.name}.csv", "text/csv")
 
 
 def _find_runs(root: Path, run: Run, others: Sequence[str]) -> tuple[list[Run], list[str]]:
@@ -113,10 +105,11 @@ def _differences(runs: Sequence[Run]) -> None:
     except CheckpointError as error:
         ui.label(str(error)).classes("problem")
         return
-    columns: list[dict[str, Any]] = [{"field": "key", "headerName": "option", "flex": 1}]
-    columns += [{"field": f"run{index}", "headerName": run.name, "flex": 1} for index, run in enumerate(runs)]
+    columns = [column("key", "option", flex=1)]
+    columns += [column(f"run{index}", run.name, flex=1) for index, run in enumerate(runs)]
     rows = [
-        {"key": each.key, **{f"run{index}": value or "–" for index, value in enumerate(each.values)}} for each in found
+        {"key": key, **{f"run{index}": value or "–" for index, value in enumerate(values)}}
+        for key, values in found.items()
     ]
     # A long list starts collapsed, so that the curves stay in view.
     box = ui.expansion(f"{len(rows)} options in which these runs differ", value=len(rows) <= _OPEN_ROWS)

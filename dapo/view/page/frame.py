@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from nicegui import ui
+from nicegui import events, ui
 
 from dapo.errors import CheckpointError
 from dapo.view.runs import find_run
@@ -19,31 +19,16 @@ VIEWS = ("curves", "groups", "tokens", "prompts", "health")
 LIVE_S = 2.0  # seconds between looks for something new
 _DARK_COOKIE = "dapo_dark"
 
-_STYLE = """
-body { font-variant-numeric: tabular-nums; }
-.model-text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace;
-  font-size: 13px; line-height: 1.5; margin: 0; }
-.quiet { opacity: .65; }
-.name-values { display: grid; grid-template-columns: auto 1fr; gap: 0 12px; font-size: 13px; }
-.name-values > :nth-child(even) { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-.ag-right-aligned-cell { font-variant-numeric: tabular-nums; }
-.ag-cell { cursor: default; }
-.opens .ag-row { cursor: pointer; }
-.nicegui-aggrid { height: auto; }
-.ag-center-cols-viewport { min-height: 34px !important; }
-.q-btn--dense { padding: 2px 12px; }
-.nicegui-content { padding: 16px; gap: 12px; }
-"""
+ask = asyncio.to_thread  # for queries: one may take a second, and other pages must not wait for it
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Live:
     """A view that redraws while a run grows. `refresh` must query in threads (`ask`), not in the event loop."""
 
     refresh: Callable[[], Awaitable[None]]
-    watched: Sequence[Run] = ()  # redraw when one of these has made progress; empty: redraw every time
+    watched: Sequence[Run] = ()  # redraw when one of these has made progress; empty: the run of the page
     every: float = LIVE_S  # seconds
-    seen: Sequence[Progress] | None = None  # progress of the watched runs at the last redraw
 
 
 def link(run: str, *parts: object) -> str:
@@ -51,48 +36,49 @@ def link(run: str, *parts: object) -> str:
 
 
 def show_site(build: Callable[[], Live]) -> None:
-    _frame(None, None)
-    _live(build(), None)
+    _header(None, None)
+    _keep_live(build(), (), None)
 
 
 def show_run(root: Path, name: str, view: str, build: Callable[[Run], Live]) -> None:
-    step = _frame(name, view)
+    step = _header(name, view)
     try:
         run = find_run(root, name)
     except CheckpointError as error:
         _problem_box().set_text(str(error))
         return
     live = build(run)
-    live.watched = live.watched or (run,)
-    _live(live, step)
+    _keep_live(live, live.watched or (run,), step)
 
 
-async def ask(query: Callable[..., Any], *values: Any, **options: Any) -> Any:
-    """Run a query in a thread. It may take a second, and other pages must not wait for it."""
-    return await asyncio.to_thread(query, *values, **options)
-
-
-def grid(columns: list[dict[str, Any]], row_id: str, *, html_columns: Sequence[int] = (), **options: Any) -> ui.aggrid:
-    """Make an empty table; `fill` sets its rows.
+def grid(
+    columns: list[dict[str, Any]],
+    row_id: str,
+    on_click: Callable[[dict[str, Any]], Any] | None = None,
+    *,
+    html_columns: Sequence[int] = (),
+    **options: Any,
+) -> ui.aggrid:
+    """Make an empty table; `fill` sets its rows, and a click in one calls `on_click` with the row.
 
     Cells are text, except in `html_columns`. Text from a run must never get into an HTML column.
     """
-    return ui.aggrid(
-        {
-            "columnDefs": columns,
-            "rowData": [],
-            ":getRowId": f"params => String(params.data.{row_id})",
-            "suppressCellFocus": True,
-            "enableCellTextSelection": True,
-            "domLayout": "autoHeight",
-            "rowHeight": 34,
-            "headerHeight": 38,
-            "defaultColDef": {"sortable": True, "resizable": True, "suppressMovable": True},
-            "overlayNoRowsTemplate": "nothing here",
-            **options,
-        },
-        html_columns=list(html_columns),
-    ).classes("w-full")
+    shown = {
+        "columnDefs": columns, "rowData": [], ":getRowId": f"params => String(params.data.{row_id})",
+        "suppressCellFocus": True, "enableCellTextSelection": True, "domLayout": "autoHeight", "rowHeight": 34,
+        "headerHeight": 38, "defaultColDef": {"sortable": True, "resizable": True, "suppressMovable": True},
+        "overlayNoRowsTemplate": "nothing here", **options,
+    }  # fmt: skip
+    table = ui.aggrid(shown, html_columns=list(html_columns)).classes("w-full")
+    if on_click is not None:
+        fields = {column["field"] for column in columns}
+
+        def clicked(event: events.GenericEventArguments) -> Any:
+            # A click in the checkbox column selects the row and must not leave the page.
+            return on_click(event.args["data"]) if event.args.get("data") and event.args["colId"] in fields else None
+
+        table.classes("opens").on("cellClicked", clicked, ["data", "colId"])
+    return table
 
 
 def fill(table: ui.aggrid, rows: list[dict[str, Any]]) -> None:
@@ -100,28 +86,38 @@ def fill(table: ui.aggrid, rows: list[dict[str, Any]]) -> None:
     table.run_grid_method("setGridOption", "rowData", rows)
 
 
-def number_column(field_name: str, title: str, digits: int | None = None, **options: Any) -> dict[str, Any]:
-    column = {"field": field_name, "headerName": title, "type": "rightAligned", **options}
-    if digits is not None:
-        column[":valueFormatter"] = f"p => p.value == null ? '–' : p.value.toFixed({digits})"
-    return column
+def column(field: str, title: str, **options: Any) -> dict[str, Any]:
+    return {"field": field, "headerName": title, **options}
 
 
-def share_column(field_name: str, title: str, **options: Any) -> dict[str, Any]:
-    shown = "p => p.value == null ? '–' : (100 * p.value).toFixed(0) + ' %'"
-    return {"field": field_name, "headerName": title, "type": "rightAligned", ":valueFormatter": shown, **options}
+def number_column(field: str, title: str, digits: int | None = None, **options: Any) -> dict[str, Any]:
+    form = {} if digits is None else {":valueFormatter": f"p => p.value == null ? '–' : p.value.toFixed({digits})"}
+    return column(field, title, type="rightAligned", **form, **options)
 
 
-def name_values(rows: Sequence[tuple[str, str]]) -> None:
-    with ui.element("div").classes("name-values w-full"):
-        for name, value in rows:
-            ui.label(name).classes("quiet")
-            ui.label(value)
+def share_column(field: str, title: str, **options: Any) -> dict[str, Any]:
+    form = {":valueFormatter": "p => p.value == null ? '–' : (100 * p.value).toFixed(0) + ' %'"}
+    return number_column(field, title, **form, **options)
 
 
-def _frame(name: str | None, view: str | None) -> ui.label | None:
+def button(text: str, on_click: Callable[..., Any]) -> ui.button:
+    return ui.button(text, on_click=on_click).props("outline dense no-caps")
+
+
+def pager(back: Callable[..., Any], forth: Callable[..., Any]) -> tuple[ui.button, ui.button, ui.label]:
+    """Make the buttons for paging through a table, and a label that says what is shown."""
+    with ui.row().classes("items-center gap-3"):
+        return button("Previous", back), button("Next", forth), ui.label().classes("where")
+
+
+def offer(choice: ui.select, names: list[str]) -> None:
+    """Set what can be selected, if it has changed."""
+    if names != choice.options:
+        choice.set_options(names)
+
+
+def _header(name: str | None, view: str | None) -> ui.label | None:
     """Draw the header, and return its label for the run's current step."""
-    ui.add_css(_STYLE)
     request = ui.context.client.request
     chosen = request.cookies.get(_DARK_COOKIE) if request else None
     dark = ui.dark_mode(None if chosen is None else chosen == "1")
@@ -152,22 +148,24 @@ def _problem_box() -> ui.label:
     return ui.label().classes("w-full p-3 rounded bg-red-700 text-white problem")
 
 
-def _live(live: Live, step: ui.label | None) -> None:
+def _keep_live(live: Live, watched: Sequence[Run], step: ui.label | None) -> None:
+    """Redraw when a watched run has made progress. The list of runs watches none, and redraws every time."""
     box = _problem_box()
     box.set_visibility(False)
     box.move(target_index=0)
     busy = asyncio.Lock()
+    seen: Sequence[Progress] | None = None
 
     async def tick() -> None:
+        nonlocal seen
         if busy.locked():  # the previous tick still runs
             return
         async with busy:
             try:
-                now = [await ask(progress, run) for run in live.watched]
-                # The list of runs watches none, because any run may have changed: it redraws every time.
-                if now != live.seen or not live.watched:
+                now = [await ask(progress, run) for run in watched]
+                if now != seen or not watched:
                     await live.refresh()
-                    live.seen = now
+                    seen = now
                 if step is not None:
                     step.set_text(f"step {now[0].step:,}")
                 box.set_visibility(False)

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
 
-from nicegui import events, ui
+from nicegui import ui
 
 from dapo.store.encoding import to_json
 from dapo.types import Verdict
-from dapo.view.export import group_json
-from dapo.view.groups import (
-    GroupDetail,
-    GroupFilter,
-    GroupPage,
-    Response,
-    count_groups,
-    data_sources,
-    group,
-    groups,
-    verdicts,
-)
-from dapo.view.page.frame import Live, ask, fill, grid, link, name_values, number_column, share_column
+from dapo.view import groups as read
+from dapo.view.groups import GroupDetail, GroupFilter, GroupPage, Response
+from dapo.view.page.frame import Live, ask, button, column, fill, grid, link, number_column, offer, pager, share_column
 from dapo.view.page.text import display_text, format_number
 from dapo.view.source import Run
 
 PAGE = 25  # groups
 _QUESTION = 160  # characters
 _NAME = 200  # characters
+_SCROLLS = "model-text overflow-auto w-full"
 
 
 def build(run: Run, wanted: GroupFilter) -> Live:
@@ -42,33 +32,30 @@ class _Groups:
         self.next: int | None = None  # serial after which the next page starts
         self.queries = 0  # number of the latest query
         self._filters(wanted)
-        with ui.row().classes("items-center gap-3"):
-            self.back = ui.button("Previous", on_click=self._back).props("outline dense no-caps")
-            self.forth = ui.button("Next", on_click=self._forth).props("outline dense no-caps")
-            self.where = ui.label().classes("where")
+        self.back, self.forth, self.where = pager(self._back, self._forth)
         self.table = grid(
             [
                 number_column("serial", "group", width=80),
                 number_column("generated_step", "step", width=80),
-                {"field": "verdict", "headerName": "verdict", "width": 120},
+                column("verdict", "verdict", width=120),
                 share_column("accuracy", "accuracy", width=100),
                 number_column("reward", "reward", 3, width=100),
                 number_column("length", "mean tokens", 1, width=115),
                 number_column("responses", "responses", width=100),
                 number_column("judged", "judged", width=90),
-                {"field": "data_source", "headerName": "source", "width": 150},
-                {"field": "question", "headerName": "question", "flex": 1, "minWidth": 200},
+                column("data_source", "source", width=150),
+                column("question", "question", flex=1, minWidth=200),
             ],
             "serial",
-        ).classes("opens groups")
-        self.table.on("cellClicked", self._open, ["data"])
+            lambda row: ui.navigate.to(link(run.name, "groups", int(row["serial"]))),
+        ).classes("groups")
 
     def _filters(self, wanted: GroupFilter) -> None:
         with ui.row().classes("items-center gap-4 w-full"):
-            self.first = (
-                ui.number("from step", value=wanted.first_step, min=0, precision=0).classes("w-24").props("dense")
+            self.first, self.last = (
+                ui.number(label, value=step, min=0, precision=0).classes("w-24").props("dense")
+                for label, step in (("from step", wanted.first_step), ("to step", wanted.last_step))
             )
-            self.last = ui.number("to step", value=wanted.last_step, min=0, precision=0).classes("w-24").props("dense")
             chosen = list(wanted.verdicts)
             self.verdicts = ui.select(chosen, label="verdict", value=chosen, multiple=True)
             self.verdicts.classes("w-48").props("use-chips dense")
@@ -93,7 +80,7 @@ class _Groups:
             self.fixed,
             first_step=_whole(self.first.value),
             last_step=_whole(self.last.value),
-            verdicts=tuple(self.verdicts.value or ()),
+            verdicts=tuple(self.verdicts.value),
             # A slider at its end means no condition: unjudged groups have no accuracy and should be listed, too.
             min_accuracy=None if low == 0 else low / 100,
             max_accuracy=None if high == 100 else high / 100,
@@ -102,23 +89,18 @@ class _Groups:
         )
 
     async def refresh(self) -> None:
-        found = await ask(verdicts, self.run)
+        found = await ask(read.verdicts, self.run)
         # Keep verdicts from the URL selectable, even if no group has them.
-        names = list(dict.fromkeys([*found, *(self.verdicts.value or ())]))
-        if names != self.verdicts.options:
-            self.verdicts.set_options(names)
-        sources = await ask(data_sources, self.run)
-        if sources != self.source.options:
-            self.source.set_options(sources)
+        offer(self.verdicts, list(dict.fromkeys([*found, *self.verdicts.value])))
+        offer(self.source, await ask(read.data_sources, self.run))
         await self._show()
 
     async def _show(self) -> None:
         self.queries += 1
         mine, wanted = self.queries, self.wanted()
-        page: GroupPage = await ask(
-            groups, self.run, wanted, self.starts[-1], PAGE, newest_first=bool(self.newest.value)
-        )
-        total = await ask(count_groups, self.run, wanted)
+        is_newest_first = bool(self.newest.value)
+        page = await ask(read.groups, self.run, wanted, self.starts[-1], PAGE, newest_first=is_newest_first)
+        total = await ask(read.count_groups, self.run, wanted)
         if mine != self.queries:  # another filter was set meanwhile
             return
         self.next = page.after
@@ -129,7 +111,7 @@ class _Groups:
         fill(self.table, rows)
         start = (len(self.starts) - 1) * PAGE
         self.where.set_text(_where(start, page, total))
-        self.back.set_enabled(len(self.starts) > 1)
+        self.back.set_enabled(start > 0)
         self.forth.set_enabled(page.after is not None and (total is None or start + PAGE < total))
 
     async def _filter(self) -> None:
@@ -146,10 +128,6 @@ class _Groups:
             self.starts.pop()
             await self._show()
 
-    def _open(self, event: events.GenericEventArguments) -> None:
-        if event.args.get("data"):
-            ui.navigate.to(link(self.run.name, "groups", int(event.args["data"]["serial"])))
-
 
 def _where(start: int, page: GroupPage, total: int | None) -> str:
     if total is not None:
@@ -159,23 +137,23 @@ def _where(start: int, page: GroupPage, total: int | None) -> str:
     return f"{len(page.rows)} groups with this text{rest}"
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
 def build_one(run: Run, serial: int) -> Live:
     place = ui.column().classes("w-full gap-3")
-    seen: list[GroupDetail] = []
+    seen: GroupDetail | None = None
 
     async def refresh() -> None:
-        found = await ask(group, run, serial)
+        nonlocal seen
+        found = await ask(read.group, run, serial)
         # Redraw only if the group changed (its verdict came), so that the page does not jump while it is read.
-        if seen == [found]:
-            return
-        seen[:] = [found]
-        place.clear()
-        with place:
-            _group(run, found)
+        if found != seen:
+            seen = found
+            place.clear()
+            with place:
+                _group(run, found)
 
     return Live(refresh)
 
@@ -184,61 +162,58 @@ def _group(run: Run, found: GroupDetail) -> None:
     decided = "" if found.decided_step in (None, found.generated_step) else f", decided in step {found.decided_step}"
     with ui.row().classes("items-center gap-4 w-full"):
         ui.label(f"Group {found.serial}").classes("text-xl")
-        ui.badge(
-            display_text(found.verdict, _NAME), color="green-8" if found.verdict == Verdict.KEPT else "grey-8"
-        ).classes("text-sm px-2")
+        color = "green-8" if found.verdict == Verdict.KEPT else "grey-8"
+        ui.badge(display_text(found.verdict, _NAME), color=color).classes("text-sm px-2")
         ui.label(f"sampled in step {found.generated_step}{decided} · source {display_text(found.data_source, 100)}")
         ui.link("all of this step", link(run.name, "groups") + f"?step={found.generated_step}")
         ui.space()
-        download = ui.button("JSON", on_click=lambda: _download(run, found.serial))
-        download.props("outline dense no-caps")
+        button("JSON", lambda: _download(run, found.serial))
     with ui.element("div").classes("w-full").style("display: grid; grid-template-columns: 3fr 1fr; gap: 12px"):
         with ui.card().classes("gap-1 p-3"):
             for message in found.messages:
                 ui.label(display_text(str(message.get("role", "")), 100)).classes("quiet text-xs")
-                ui.label(display_text(str(message.get("content", "")))).classes(
-                    "model-text max-h-64 overflow-auto w-full"
-                )
+                ui.label(display_text(str(message.get("content", "")))).classes(f"{_SCROLLS} max-h-64")
         with ui.card().classes("gap-1 p-3"):
             ui.label("ground truth").classes("quiet text-xs")
             answer = found.answer if isinstance(found.answer, str) else to_json(found.answer)
-            ui.label(display_text(answer)).classes("model-text max-h-64 overflow-auto w-full")
-    with (
-        ui.element("div")
-        .classes("w-full responses")
-        .style("display: grid; grid-template-columns: repeat(auto-fill, minmax(290px, 1fr)); gap: 12px")
-    ):
+            ui.label(display_text(answer)).classes(f"{_SCROLLS} max-h-64")
+    columns = "display: grid; grid-template-columns: repeat(auto-fill, minmax(290px, 1fr)); gap: 12px"
+    with ui.element("div").classes("w-full responses").style(columns):
         for response in found.responses:
             _response(run, found, response)
 
 
 def _response(run: Run, found: GroupDetail, response: Response) -> None:
-    judgment = {True: "correct", False: "wrong", None: "not judged"}[response.acc]
+    judgments = {True: ("correct", "green-8"), False: ("wrong", "red-8"), None: ("not judged", "grey-8")}
+    judgment, color = judgments[response.acc]
+    rows = [
+        ("reward", format_number(response.reward)),
+        ("score", format_number(response.score)),
+        ("advantage", format_number(response.advantage)),
+        ("extracted answer", "–" if response.extracted is None else display_text(response.extracted, 200)),
+        ("length", f"{response.length:,} tokens"),
+        ("ended by", display_text(response.finish_reason, _NAME)),
+        ("weights", f"version {response.weight_version}"),
+    ]
+    if response.error is not None:
+        rows.append(("not judged because", display_text(response.error, 500)))
+    if not response.trains:
+        rows.append(("in the loss", "no"))
     with ui.card().classes("gap-2 p-3 w-full"):
         with ui.row().classes("items-center w-full gap-2"):
             ui.label(f"Response {response.sample}").classes("font-semibold")
-            ui.badge(judgment, color={"correct": "green-8", "wrong": "red-8"}.get(judgment, "grey-8"))
+            ui.badge(judgment, color=color)
             ui.space()
             if response.has_tokens:
                 ui.link("tokens", link(run.name, "tokens", found.serial, response.sample))
-        rows = [
-            ("reward", format_number(response.reward)),
-            ("score", format_number(response.score)),
-            ("advantage", format_number(response.advantage)),
-            ("extracted answer", "–" if response.extracted is None else display_text(str(response.extracted), 200)),
-            ("length", f"{response.length:,} tokens"),
-            ("ended by", display_text(response.finish_reason, _NAME)),
-            ("weights", f"version {response.weight_version}"),
-        ]
-        if response.error is not None:
-            rows.append(("not judged because", display_text(response.error, 500)))
-        if not response.trains:
-            rows.append(("in the loss", "no"))
-        name_values(rows)
+        with ui.element("div").classes("name-values w-full"):
+            for name, value in rows:
+                ui.label(name).classes("quiet")
+                ui.label(value)
         ui.separator()
-        ui.label(display_text(response.text)).classes("model-text max-h-96 overflow-auto w-full")
+        ui.label(display_text(response.text)).classes(f"{_SCROLLS} max-h-96")
 
 
 async def _download(run: Run, serial: int) -> None:
-    text = await ask(lambda: group_json(group(run, serial)))
+    text = await ask(lambda: read.group_json(read.group(run, serial)))
     ui.download.content(text, f"{run.name}-group-{serial}.json", "application/json")

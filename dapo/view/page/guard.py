@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import urlencode, urlsplit
 
-from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -58,28 +57,25 @@ class Guard:
 
     def refusal(self, scope: Scope) -> Response | None:
         """Return the response to send instead of the page, or None if the request is allowed."""
-        headers = Headers(scope=scope)
+        request = HTTPConnection(scope)
+        headers = request.headers
         if self.token is None and _name(headers.get("host", "")) not in self.names:
             return PlainTextResponse("open this page under a name of its own machine, such as 127.0.0.1", 403)
         if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
             return PlainTextResponse("requests from other sites are refused", 403)
         if scope["type"] == "http" and not _is_reading(scope):
             return PlainTextResponse("this page is read-only", 405)
-        return self._check_token(scope, headers)
-
-    def _check_token(self, scope: Scope, headers: Headers) -> Response | None:
-        if self.token is None or self._matches(_cookie(headers, self.cookie)):
+        if self.token is None or self._matches(request.cookies.get(self.cookie, "")):
             return None
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        if scope["type"] == "http" and self._matches(dict(query).get("token", "")):
-            return self._welcome(scope, query)
+        if scope["type"] == "http" and self._matches(request.query_params.get("token", "")):
+            return self._welcome(request)
         return PlainTextResponse("open this page at the address that `dapo view` printed, which has the token", 403)
 
-    def _welcome(self, scope: Scope, query: list[tuple[str, str]]) -> Response:
+    def _welcome(self, request: HTTPConnection) -> Response:
         """Move the token from the URL, which ends up in histories and screenshots, into a cookie."""
-        rest = urlencode([(key, value) for key, value in query if key != "token"])
+        rest = urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"])
         # Exactly one leading slash: two would name another host.
-        path = "/" + scope["path"].lstrip("/\\")
+        path = "/" + request.scope["path"].lstrip("/\\")
         response = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
         response.set_cookie(self.cookie, self.token or "", httponly=True, samesite="strict")
         return response
@@ -97,14 +93,6 @@ def _name(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-def _cookie(headers: Headers, name: str) -> str:
-    try:
-        found = SimpleCookie(headers.get("cookie", "")).get(name)
-    except CookieError:
-        return ""
-    return found.value if found else ""
 
 
 def _with_headers(send: Send) -> Send:

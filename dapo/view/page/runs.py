@@ -7,45 +7,39 @@ from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
-from nicegui import events, ui
+from nicegui import ui
 
-from dapo.view.page.frame import Live, ask, fill, grid, link, number_column
+from dapo.view.page.frame import Live, ask, button, column, fill, grid, link, number_column
 from dapo.view.page.text import display_text, format_time
 from dapo.view.runs import RunSummary, summaries
 
 _LIMIT = 200
 _WIDTH, _HEIGHT = 120, 24  # of a sparkline, in pixels
-_COLUMNS = ("name", "status", "step", "planned", "reward", "curve", "model", "recipe", "changed")
 
 
 def build(root: Path) -> Live:
     ui.label(f"Runs in {root}").classes("text-xl")
+    # An unreadable run has no recipe and no time: its problem spans these columns.
+    span = {":colSpan": "p => p.data.status === 'unreadable' ? 3 : 1"}
     table = grid(
         [
-            {"field": "name", "headerName": "run", "width": 190},
-            {"field": "status", "headerName": "status", "width": 110},
+            column("name", "run", width=190),
+            column("status", "status", width=110),
             number_column("step", "step", width=80),
             number_column("planned", "of", width=80),
             number_column("reward", "reward", 3, width=100),
-            {"field": "curve", "headerName": "reward curve", "width": 160, "sortable": False},
-            {
-                "field": "model",
-                "headerName": "model",
-                "width": 260,
-                "tooltipField": "model",
-                # An unreadable run has no recipe and no time: its problem spans these columns.
-                ":colSpan": "p => p.data.status === 'unreadable' ? 3 : 1",
-            },
-            {"field": "recipe", "headerName": "recipe", "width": 120},
-            {"field": "changed", "headerName": "last change (UTC)", "width": 160},
+            column("curve", "reward curve", width=160, sortable=False),
+            column("model", "model", width=260, tooltipField="model", **span),
+            column("recipe", "recipe", width=120),
+            column("changed", "last change (UTC)", width=160),
         ],
         "name",
+        lambda row: ui.navigate.to(link(row["name"], "curves")),
         html_columns=[5],
         rowSelection={"mode": "multiRow", "enableClickSelection": False},
-    ).classes("opens")
-    table.on("cellClicked", _open, ["data", "colId"])
+    )
     with ui.row():
-        ui.button("Compare selected runs", on_click=lambda: _compare(table)).props("outline dense no-caps")
+        button("Compare selected runs", lambda: _compare(table))
         more = ui.label().classes("quiet self-center")
 
     async def refresh() -> None:
@@ -88,16 +82,10 @@ def _row(found: RunSummary) -> dict[str, Any]:
     }
 
 
-def _open(event: events.GenericEventArguments) -> None:
-    # A click in the checkbox column selects the run and must not leave the page.
-    if event.args.get("data") and event.args.get("colId") in _COLUMNS:
-        ui.navigate.to(link(event.args["data"]["name"], "curves"))
-
-
 async def _compare(table: ui.aggrid) -> None:
     names = [row["name"] for row in await table.get_selected_rows() if row["status"] != "unreadable"]
     if not names:
         ui.notify("select runs with the checkboxes on the left first")
         return
-    query = urlencode([("other", name) for name in names[1:]])
-    ui.navigate.to(link(names[0], "curves") + (f"?{query}" if query else ""))
+    others = [("other", name) for name in names[1:]]
+    ui.navigate.to(link(names[0], "curves") + (f"?{urlencode(others)}" if others else ""))

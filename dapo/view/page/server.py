@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 import threading
@@ -19,10 +20,10 @@ from nicegui import app, ui
 from dapo.errors import ConfigError
 from dapo.view.groups import GroupFilter
 from dapo.view.page import curves, groups, health, prompts, runs, tokens
-from dapo.view.page.decode import FindModel, decoder
 from dapo.view.page.frame import show_run, show_site
 from dapo.view.page.guard import Guard, is_loopback
 from dapo.view.runs import run_names
+from dapo.view.tokens import FindModel, decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def outward_address() -> str:
 
 def address(host: str, port: int, token: str | None) -> Address:
     """Return where the server will listen. Port 0 picks a free port; a host that others can reach gets a token."""
-    if token is not None and not token.isalnum() and not token.replace("-", "").replace("_", "").isalnum():
+    if token is not None and not re.fullmatch(r"[\w-]+", token):
         raise ConfigError("--token: use only letters, digits, - and _, because the token is part of a URL")
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(24)
@@ -103,6 +104,9 @@ def _when_listening(where: Address, actions: Sequence[Callable[[], object]]) -> 
 def register(root: Path, find_model: FindModel) -> None:
     """Register one route per view. Runs are looked up by name only, with `find_run`."""
     decoder_of = partial(decoder, root, find_model)
+    here = Path(__file__).parent
+    ui.add_css(here / "page.css", shared=True)
+    ui.add_head_html(f"<script>{(here / 'page.js').read_text(encoding='utf-8')}</script>", shared=True)
 
     @ui.page("/")
     def _runs() -> None:

@@ -6,8 +6,6 @@ import time
 
 from dapo.store.encoding import visible
 
-__all__ = ["MAX_CHARACTERS", "display_text", "format_number", "format_time", "visible"]
-
 MAX_CHARACTERS = 20_000
 
 

@@ -10,43 +10,18 @@ from typing import Literal, get_args
 import numpy as np
 from nicegui import ui
 
+from dapo.store.encoding import visible
 from dapo.types import Verdict
 from dapo.view.groups import GroupFilter, groups
-from dapo.view.page.decode import Decode
 from dapo.view.page.frame import Live, ask, link
-from dapo.view.page.text import format_number, visible
+from dapo.view.page.text import format_number
 from dapo.view.source import Run
-from dapo.view.tokens import ResponseTokens, tokens
+from dapo.view.tokens import Decode, ResponseTokens, tokens
 
 ColorBy = Literal["log-probability", "ratio", "entropy", "advantage"]
 LIMIT = 4096  # tokens per page
 
 _BLUE, _RED, _ORANGE, _VIOLET, _GREEN = (59, 130, 246), (239, 68, 68), (249, 115, 22), (168, 85, 247), (16, 185, 129)
-_STYLE = """
-.tokens { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: 14px;
-  line-height: 2; }
-.tokens span { border-radius: 2px; cursor: default; }
-.tokens span:hover { outline: 1px solid currentColor; }
-.clip-low, .clip-high, .clip-dual { font-weight: 700; }
-.clip-low { border-bottom: 3px solid #2563eb; }
-.clip-high { border-bottom: 3px solid #dc2626; }
-.clip-dual { border-bottom: 3px double #9333ea; }
-#token-tip { position: fixed; display: none; z-index: 9000; white-space: pre; pointer-events: none; padding: 6px 10px;
-  border-radius: 4px; background: rgba(30,34,42,.95); color: #fff; font: 12px/1.5 ui-monospace, monospace; }
-"""
-# The tooltip's text is in an attribute and is set as text, never as HTML.
-_OVER = """(event) => {
-  const tip = document.getElementById('token-tip'), token = event.target.closest('[data-tip]');
-  if (!tip) return;
-  tip.style.display = token ? 'block' : 'none';
-  if (!token) return;
-  tip.textContent = token.dataset.tip;
-  const place = token.getClientRects()[0];
-  tip.style.left = Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 8)) + 'px';
-  tip.style.top = (place.bottom + tip.offsetHeight + 8 > innerHeight
-    ? place.top - tip.offsetHeight - 4 : place.bottom + 4) + 'px';
-}"""
-_OUT = "() => { const tip = document.getElementById('token-tip'); if (tip) tip.style.display = 'none'; }"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +49,6 @@ def build_newest(run: Run) -> Live:
 
 
 def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run], Decode]) -> Live:
-    ui.add_css(_STYLE)
     with ui.row().classes("items-center gap-4 w-full"):
         ui.label(f"Response {sample} of group {serial}").classes("text-xl")
         ui.link("the group", link(run.name, "groups", serial))
@@ -84,28 +58,28 @@ def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run
         choice = ui.toggle(list(get_args(ColorBy)), value="log-probability").props("no-caps dense")
         legend = ui.html("", sanitize=False).props("id=token-legend")
     body = ui.html("", sanitize=False).classes("tokens w-full p-4 border rounded border-gray-500/30")
-    body.on("mouseover", js_handler=_OVER).on("mouseleave", js_handler=_OUT)
+    body.on("mouseover", js_handler="dapo.showTip").on("mouseleave", js_handler="dapo.hideTip")
     ui.element("div").props("id=token-tip")
     pages = ui.row().classes("gap-4")
-    found: list[ResponseTokens] = []
+    found: ResponseTokens | None = None
 
     def draw() -> None:
-        if found:
-            values, scale = color_values(found[0], choice.value)
-            body.set_content(tokens_html(found[0], values, scale))
-            legend.set_content(legend_html(scale, found[0].clips is not None))
+        if found is not None:
+            values, scale = color_values(found, choice.value)
+            body.set_content(tokens_html(found, values, scale))
+            legend.set_content(legend_html(scale, found.clips is not None))
 
     async def refresh() -> None:
-        answer = await ask(lambda: tokens(run, serial, sample, decoder(run), start, LIMIT))
-        if answer is None:
+        nonlocal found
+        found = await ask(lambda: tokens(run, serial, sample, decoder(run), start, LIMIT))
+        if found is None:
             summary.set_text("the tokens of this response were not stored (option run.store_tokens)")
             return
-        found[:] = [answer]
-        summary.set_text(_summary(answer))
+        summary.set_text(_summary(found))
         draw()
         pages.clear()
         with pages:
-            _pages(run, serial, sample, answer)
+            _pages(run, serial, sample, found)
 
     choice.on_value_change(draw)
     return Live(refresh)
@@ -116,21 +90,19 @@ def color_values(found: ResponseTokens, color_by: ColorBy) -> tuple[np.ndarray |
     if color_by == "log-probability":
         logprobs = found.sampler_logprobs if found.policy_logprobs is None else found.policy_logprobs
         return np.clip(-logprobs / 5, 0, 1), Scale("0 (certain)", "-5 nats", _ORANGE)
+    if color_by == "advantage":
+        # All tokens of a response share one advantage.
+        values = None if found.advantage is None else np.full(len(found.ids), np.clip(found.advantage / 2, -1, 1))
+        return values, Scale("-2", "+2", _GREEN, _RED)
     if color_by == "ratio":
         if found.ratio is None:
             return None, Scale("lower", "higher", _RED, _BLUE)
         size = max(float(np.nanmax(np.abs(np.log(found.ratio)), initial=0.0)), 1e-3)
-        labels = f"{np.exp(-size):.3g}", f"{np.exp(size):.3g}"
-        return np.log(found.ratio) / size, Scale(*labels, _RED, _BLUE)
-    if color_by == "entropy":
-        if found.entropy is None:
-            return None, Scale("0", "high", _VIOLET)
-        largest = max(float(np.nanmax(found.entropy, initial=0.0)), 1e-6)
-        return found.entropy / largest, Scale("0", f"{largest:.2f} nats", _VIOLET)
-    if found.advantage is None:
-        return None, Scale("-2", "+2", _GREEN, _RED)
-    # All tokens of a response share one advantage.
-    return np.full(len(found.ids), np.clip(found.advantage / 2, -1, 1)), Scale("-2", "+2", _GREEN, _RED)
+        return np.log(found.ratio) / size, Scale(f"{np.exp(-size):.3g}", f"{np.exp(size):.3g}", _RED, _BLUE)
+    if found.entropy is None:
+        return None, Scale("0", "high", _VIOLET)
+    largest = max(float(np.nanmax(found.entropy, initial=0.0)), 1e-6)
+    return found.entropy / largest, Scale("0", f"{largest:.2f} nats", _VIOLET)
 
 
 def tokens_html(found: ResponseTokens, values: np.ndarray | None, scale: Scale) -> str:
@@ -141,21 +113,21 @@ def tokens_html(found: ResponseTokens, values: np.ndarray | None, scale: Scale) 
         clip = found.clips[index] if found.clips else None
         mark = f' class="clip-{clip}"' if clip else ""
         tip = html.escape(_tip(found, index), quote=True)
-        parts.append(f'<span{mark} style="{style}" data-tip="{tip}">{html.escape(_piece(piece))}</span>')
+        text = html.escape(visible(piece).replace("\n", "⏎\n") or "∅")
+        parts.append(f'<span{mark} style="{style}" data-tip="{tip}">{text}</span>')
     return "".join(parts)
 
 
 def legend_html(scale: Scale, has_clips: bool) -> str:
     ends = [_rgba(scale.low_color, 0.7), "transparent"] if scale.low_color else ["transparent"]
     colors = ",".join([*ends, _rgba(scale.high_color, 0.7)])
-    clips = "".join(f'<span class="clip-{name}" style="margin-left:14px">{name} clip</span>' for name in _CLIPS)
+    clips = "".join(
+        f'<span class="clip-{name}" style="margin-left:14px">{name} clip</span>' for name in ("low", "high", "dual")
+    )
     return (
         f'{html.escape(scale.low)} <span style="display:inline-block;width:110px;height:12px;vertical-align:middle;'
         f'background:linear-gradient(90deg,{colors})"></span> {html.escape(scale.high)}' + (clips if has_clips else "")
     )
-
-
-_CLIPS = ("low", "high", "dual")
 
 
 def _background(value: float, scale: Scale) -> str:
@@ -169,21 +141,17 @@ def _rgba(color: tuple[int, int, int], opacity: float) -> str:
     return f"rgba({color[0]},{color[1]},{color[2]},{opacity:.2f})"
 
 
-def _piece(piece: str) -> str:
-    return visible(piece).replace("\n", "⏎\n") or "∅"
-
-
 def _tip(found: ResponseTokens, index: int) -> str:
-    def at(values: np.ndarray | None, digits: int) -> str:
-        return format_number(None if values is None else float(values[index]), digits)
+    def at(values: np.ndarray | None) -> str:
+        return format_number(None if values is None else float(values[index]), 4)
 
     clip = found.clips[index] if found.clips else None
     rows = [
         ("token", f"{found.start + index} (id {found.ids[index]})"),
-        ("sampler log-prob", at(found.sampler_logprobs, 4)),
-        ("trainer log-prob", at(found.policy_logprobs, 4)),
-        ("ratio", at(found.ratio, 4)),
-        ("entropy", at(found.entropy, 4)),
+        ("sampler log-prob", at(found.sampler_logprobs)),
+        ("trainer log-prob", at(found.policy_logprobs)),
+        ("ratio", at(found.ratio)),
+        ("entropy", at(found.entropy)),
         ("advantage", format_number(found.advantage, 4)),
         ("weights", f"version {found.versions[index]}"),
         ("clipped", clip or "no"),
