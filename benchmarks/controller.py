@@ -90,14 +90,14 @@ def measure(workers: int, rate: float, groups: int, marks: int) -> list[tuple[in
 
     A row has the groups so far, the groups per minute since the last mark, the driver's CPU share and its MiB.
     """
-    from dapo.cluster.joining import join
+    from dapo.cluster.ray_connection import join
 
     join()
     import ray
 
     from benchmarks import controller  # not __main__: the actors must be able to import it
-    from dapo.cluster.actor import Restarts, RolloutWorker
-    from dapo.cluster.engine import RayEngine
+    from dapo.cluster.remote_engine import RayEngine
+    from dapo.cluster.rollout_worker import Restarts, RolloutWorker
 
     build = partial(controller.simulated, rate)
     engine = RayEngine(

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 from torch import Tensor
 
-from dapo.cluster.actor import explain
+from dapo.cluster.rollout_worker import explain
 from dapo.engine.vllm.engine import nccl_sender
 
 

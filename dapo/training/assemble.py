@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dapo.cluster import ranks
-from dapo.cluster.joining import check_room, join, needs_ray, prepare, starts_here
-from dapo.cluster.parts import Parts
+from dapo.cluster import torchrun
+from dapo.cluster.ray_connection import check_room, join, needs_ray, prepare, starts_here
+from dapo.cluster.run_parts import Parts
 from dapo.config import Config
 from dapo.engine.embedded.build import embedded_engine
 from dapo.model.loading import LoadedModel, resolve_path
@@ -38,13 +38,13 @@ def assemble(
         if config.uses_vllm:
             _check_placed_vllm(config, saved)
         has_joined = join()
-        from dapo.cluster.place import place
+        from dapo.cluster.ray_parts import ray_parts
 
-        return place(config, saved, has_joined, on_event, is_stopping)
-    if (channel := ranks.channel()) is not None:
-        from dapo.cluster.member import assemble_ranks
+        return ray_parts(config, saved, has_joined, on_event, is_stopping)
+    if (channel := torchrun.channel()) is not None:
+        from dapo.cluster.torchrun_parts import torchrun_parts
 
-        return assemble_ranks(config, saved, channel)
+        return torchrun_parts(config, saved, channel)
     if config.rollout.engine == "vllm":
         _check_vllm(config, saved)
     loaded, policy = build_policy(config, saved)

@@ -14,13 +14,13 @@ from tests.engine.test_contract import *  # noqa: F403
 from tests.tiny import tiny_tokenizer
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-placed = pytest.importorskip("dapo.cluster.engine")
-actor = pytest.importorskip("dapo.cluster.actor")
+placed = pytest.importorskip("dapo.cluster.remote_engine")
+actor = pytest.importorskip("dapo.cluster.rollout_worker")
 
 
 def build(directory, weights):
     """Build the engine inside a worker."""
-    from dapo.cluster.place import Follower
+    from dapo.cluster.ray_parts import Follower
 
     model = load_model(ModelConfig(path=directory, device="cpu")).model
     engine = EmbeddedEngine(model, tiny_tokenizer(), STOP, SEED, MAX_CONCURRENT, max_length=MAX_LENGTH)

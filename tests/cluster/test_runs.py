@@ -20,8 +20,8 @@ from dapo.terminal.console import Reporter
 from tests import runs
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-LearnerGroup = pytest.importorskip("dapo.cluster.learners").LearnerGroup
-Restarts = pytest.importorskip("dapo.cluster.actor").Restarts
+LearnerGroup = pytest.importorskip("dapo.cluster.ray_learners").LearnerGroup
+Restarts = pytest.importorskip("dapo.cluster.rollout_worker").Restarts
 
 ROOT = Path(__file__).parent.parent.parent
 

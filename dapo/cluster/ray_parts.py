@@ -11,12 +11,12 @@ from typing import Any
 
 import ray
 
-from dapo.cluster.actor import Restarts, RolloutWorker, Weights
-from dapo.cluster.engine import RayEngine
-from dapo.cluster.judges import PlacedJudge, RewardWorker
-from dapo.cluster.learners import LearnerGroup, LearnerRank
-from dapo.cluster.parts import Parts
 from dapo.cluster.placement import Bundle, Demand, Placement, wants_gpus
+from dapo.cluster.ray_learners import LearnerGroup, LearnerRank
+from dapo.cluster.remote_engine import RayEngine
+from dapo.cluster.remote_judge import PlacedJudge, RewardWorker
+from dapo.cluster.rollout_worker import Restarts, RolloutWorker, Weights
+from dapo.cluster.run_parts import Parts
 from dapo.config import Config, EngineName
 from dapo.engine.embedded.build import embedded_engine
 from dapo.engine.embedded.engine import EmbeddedEngine
@@ -77,7 +77,7 @@ class _Site:
         return {"missing": missing, "on_event": self.on_event, "is_stopping": self.is_stopping}
 
 
-def place(
+def ray_parts(
     config: Config,
     saved: Path | None,
     has_joined: bool,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from torch import Tensor
 
-from dapo.cluster.actor import Restarts, explain
+from dapo.cluster.rollout_worker import Restarts, explain
 from dapo.config import Config
 from dapo.engine.packed import packed, unpacked
 from dapo.errors import ClusterLost, DapoError, LearnerLost

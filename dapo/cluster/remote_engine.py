@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from dapo.cluster.actor import Restarts, explain
+from dapo.cluster.rollout_worker import Restarts, explain
 from dapo.errors import ClusterLost, DapoError, EngineError, LearnerLost
 from dapo.system.progress import progress
 from dapo.types import Request, Rollout

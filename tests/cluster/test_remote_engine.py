@@ -16,8 +16,8 @@ from dapo.errors import ClusterLost, EngineError, LearnerLost, ModelError
 from dapo.types import Request, SamplingParams
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-placed = pytest.importorskip("dapo.cluster.engine")
-actor = pytest.importorskip("dapo.cluster.actor")
+placed = pytest.importorskip("dapo.cluster.remote_engine")
+actor = pytest.importorskip("dapo.cluster.rollout_worker")
 RayEngine, Restarts, RolloutWorker = placed.RayEngine, actor.Restarts, actor.RolloutWorker
 
 RATE = 400.0  # tokens per second

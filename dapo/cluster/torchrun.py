@@ -129,7 +129,7 @@ def _is_broken_connection(error: BaseException) -> bool:
 
 def _serve(channel: Channel) -> NoReturn:
     """Execute commands until rank 0 ends the run. The main loop of every rank but 0."""
-    from dapo.cluster.member import Member  # here, since it is slow to import
+    from dapo.cluster.torchrun_parts import Member  # here, since it is slow to import
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 finishes the step, then ends the run

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayTaskError
 
-from dapo.cluster.actor import Restarts, explain
+from dapo.cluster.rollout_worker import Restarts, explain
 from dapo.config import REWARD_TOKEN, RewardConfig
 from dapo.errors import ClusterLost, DapoError
 from dapo.rewards.function import CLOSED, unjudged

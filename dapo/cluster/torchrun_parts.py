@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dapo.cluster.parts import Parts
-from dapo.cluster.ranks import Channel
+from dapo.cluster.run_parts import Parts
+from dapo.cluster.torchrun import Channel
 from dapo.config import Config
 from dapo.engine.embedded.build import embedded_engine
 from dapo.engine.embedded.engine import EmbeddedEngine
@@ -175,7 +175,7 @@ class RanksEngine:
             self.channel.call("close")
 
 
-def assemble_ranks(config: Config, saved: Path | None, channel: Channel) -> Parts:
+def torchrun_parts(config: Config, saved: Path | None, channel: Channel) -> Parts:
     """Have every rank build its policy and engine. Called on rank 0."""
     world, asked = torch.distributed.get_world_size(), config.cluster.learners
     if asked not in (1, world):

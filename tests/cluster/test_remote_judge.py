@@ -22,8 +22,8 @@ from tests.cluster.test_runs import assert_accounts_balance, assert_same_run, ev
 from tests.rewards.test_reward_model import save
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-judges = pytest.importorskip("dapo.cluster.judges")
-actor = pytest.importorskip("dapo.cluster.actor")
+judges = pytest.importorskip("dapo.cluster.remote_judge")
+actor = pytest.importorskip("dapo.cluster.rollout_worker")
 
 # Scores depend only on the text. The order of `set(completion)` depends on the hash seed, which must be equal too.
 REWARD = """
