@@ -15,7 +15,7 @@ from dapo.config import Config
 from dapo.engine.embedded.build import embedded_engine
 from dapo.model.loading import LoadedModel, resolve_path
 from dapo.policy.build import build_policy, model_source
-from dapo.policy.protocol import Learner
+from dapo.policy.policy import Policy
 from dapo.system.progress import progress
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _check_placed_vllm(config: Config, saved: Path | None) -> None:
             check_vllm(config, resolve_path(model_source(config, saved).path), transport="memory")
 
 
-def _vllm(config: Config, saved: Path | None, loaded: LoadedModel, policy: Learner) -> VllmEngine:
+def _vllm(config: Config, saved: Path | None, loaded: LoadedModel, policy: Policy) -> VllmEngine:
     from dapo.engine.vllm.engine import open_vllm
 
     directory = resolve_path(model_source(config, saved).path)

@@ -133,7 +133,7 @@ def poll(self):
     raise ModelError("there is no room for this")
 
 if os.environ["RANK"] in sys.argv.pop(1):
-    torchrun_parts.Member.poll = poll
+    torchrun_parts.TorchrunRank.poll = poll
 torchrun.run(main)
 """
 
