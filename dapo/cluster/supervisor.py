@@ -208,9 +208,12 @@ class Supervisor(Generic[W]):
         """Wait for the pending calls of these workers and handle the answers."""
         for worker in workers:
             for call in [*worker.calls]:
-                if call in worker.calls:  # else the worker was lost in an earlier one
-                    ready, _ = ray.wait([call], timeout=self.timeout)
-                    self._handle(worker, call) if ready else self._time_out(worker)
+                if call not in worker.calls:
+                    continue  # the worker was lost in an earlier one
+                if ray.wait([call], timeout=self.timeout)[0]:
+                    self._handle(worker, call)
+                else:
+                    self._time_out(worker)
 
     def _handle(self, worker: W, call: Any) -> None:
         then = worker.calls.pop(call).then

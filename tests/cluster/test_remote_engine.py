@@ -36,12 +36,12 @@ class Watched:
         self.events = []
         self.actors = []
         self.build = build or partial(simulated, rate)
-        rules = Rules(Restarts(restarts), 60.0, on_event=lambda kind, message: self.events.append((kind, message)))
+        rules = Rules(Restarts(restarts), 600.0, on_event=lambda kind, message: self.events.append((kind, message)))
         self.engine = RemoteEngine(self.start, count, lambda: ray.put({}), rules, limit=limit, broadcast=broadcast)
 
     def start(self, slot):
         if len(self.actors) > slot:
-            self.engine.timeout = 60.0  # a replacement gets time to start
+            self.engine.timeout = 600.0  # a replacement gets time to start
         self.actors.append(ray.remote(RolloutWorker).options(num_cpus=0).remote(self.build))
         return self.actors[-1]
 
@@ -231,7 +231,7 @@ def test_without_resources_for_a_worker_the_run_waits_reports_them_and_stops_on_
         return actors[-1]
 
     rules = Rules(
-        Restarts(3), 60.0, lambda: lacking[0], lambda kind, message: events.append((kind, message)), stopping.is_set
+        Restarts(3), 600.0, lambda: lacking[0], lambda kind, message: events.append((kind, message)), stopping.is_set
     )
     engine = RemoteEngine(start, 1, lambda: None, rules, limit=16)
     engine.submit(requests(1))

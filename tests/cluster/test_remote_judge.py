@@ -46,7 +46,7 @@ class Watched:
     def __init__(self, use, count=2, restarts=3, **options):
         self.events, self.actors, self.room = [], [], {"num_cpus": 0}
         report = {"on_event": lambda kind, message: self.events.append((kind, message))}
-        rules = supervisor.Rules(supervisor.Restarts(restarts), 60.0, **report, **options)
+        rules = supervisor.Rules(supervisor.Restarts(restarts), 600.0, **report, **options)
         self.judge = remote.RemoteJudge(self.start, count, RewardConfig(use=use, timeout=2.0), rules)
 
     def start(self, slot, concurrency):

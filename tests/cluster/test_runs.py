@@ -14,14 +14,12 @@ import torch
 
 from dapo import Config, Trainer
 from dapo.checkpoint import folder as checkpoint
-from dapo.errors import ClusterLost, LearnerLost
+from dapo.errors import ClusterLost
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Reporter
 from tests import runs
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-RayRanks = pytest.importorskip("dapo.cluster.ray_learners").RayRanks
-supervisor = pytest.importorskip("dapo.cluster.supervisor")
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -193,28 +191,6 @@ def test_a_learner_killed_during_an_update_returns_the_run_to_its_start_or_newes
     ]
     assert runs.verdicts(config.run_dir) == runs.verdicts(local.run_dir)
     assert_close(local.run_dir, config.run_dir, step=6)
-
-
-class FailsTwice(RayRanks):
-    """Opens the first time, then fails twice, then opens."""
-
-    def _open(self, saved):
-        self.tries = [*getattr(self, "tries", ()), saved]
-        if len(self.tries) in (2, 3):
-            raise LearnerLost(f"learner {len(self.tries)} died")
-
-
-@pytest.mark.parametrize("limit", [3, 2])
-def test_learners_lost_while_restarting_are_retried_up_to_max_restarts(tmp_path, limit):
-    learners = FailsTwice(None, 1, runs.load(tmp_path), None, supervisor.Rules(supervisor.Restarts(limit), 60.0))
-    if limit == 2:
-        with pytest.raises(
-            ClusterLost, match=r"^learner 3 died; .* more processes than cluster\.max_restarts = 2 allows$"
-        ):
-            learners.restart(LearnerLost("learner 1 died"), tmp_path)
-    else:
-        learners.restart(LearnerLost("learner 1 died"), tmp_path)
-        assert learners.tries == [None, tmp_path, tmp_path, tmp_path]
 
 
 def test_without_restarts_left_the_run_saves_the_last_whole_step_and_can_resume(tmp_path, driver):
