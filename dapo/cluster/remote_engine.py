@@ -92,7 +92,7 @@ class RemoteEngine(Supervisor[_Worker]):
         gone = set(serials)
         with self.changed:
             # Finish pending calls first: afterwards no rollout of a canceled group can still arrive.
-            self._finish_calls([worker for worker in self._open_workers if gone & worker.groups.keys()])
+            self._finish_calls([worker for worker in self.open_workers if gone & worker.groups.keys()])
             self.queue = deque(group for group in self.queue if group.request.serial not in gone)
             dropped = [rollout for rollout in self.finished if rollout.serial in gone]
             self.finished = [rollout for rollout in self.finished if rollout.serial not in gone]
@@ -126,7 +126,7 @@ class RemoteEngine(Supervisor[_Worker]):
         """
         self._attend()
         with self.changed:
-            calls = [worker.actor.call.remote("figures") for worker in self._open_workers if not worker.calls]
+            calls = [worker.actor.call.remote("figures") for worker in self.open_workers if not worker.calls]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=self.timeout) if calls else ([], [])
         found = [self._value_or(call, {}) for call in ready]
         names = sorted({name for metrics in found for name in metrics})
@@ -135,17 +135,13 @@ class RemoteEngine(Supervisor[_Worker]):
 
     def close(self) -> None:
         self._stop_thread()
-        idle = [worker.actor.call.remote("close") for worker in self._open_workers if not worker.groups]
+        idle = [worker.actor.call.remote("close") for worker in self.open_workers if not worker.groups]
         if idle:
             ray.wait(idle, num_returns=len(idle), timeout=CLOSE_TIMEOUT)
         super().close()
         self.on_close()
 
     # Called by the caller's thread
-
-    @property
-    def _open_workers(self) -> list[_Worker]:
-        return [worker for worker in self.workers if worker.is_open]
 
     def _attend(self) -> None:
         """Report events, and store the newest weights on demand: learners take one call at a time."""
@@ -159,7 +155,10 @@ class RemoteEngine(Supervisor[_Worker]):
 
     def _broadcast_weights(self, version: int, broadcast: Callable[[Sequence[Any], int], None]) -> None:
         with self.changed:  # held throughout: the collective needs all workers at once, all of them idle
-            workers = self._finish_all_calls()
+            for worker in self.open_workers:  # the death of an idle worker shows only in a call
+                self._call(worker, worker.actor.__ray_ready__.remote(), lambda _: None)
+            self._finish_calls(self.open_workers)
+            workers = self.open_workers
             try:
                 if workers:
                     broadcast([worker.actor for worker in workers], version)
@@ -176,14 +175,6 @@ class RemoteEngine(Supervisor[_Worker]):
             for worker in workers:
                 worker.version, worker.weights = version, self.newest
             self._dispatch()
-
-    def _finish_all_calls(self) -> list[_Worker]:
-        """Return the live workers, all idle. Each is pinged, since the death of an idle worker shows only in a call."""
-        self._finish_calls(self._open_workers)
-        for worker in self._open_workers:
-            self._call(worker, worker.actor.__ray_ready__.remote(), lambda _: None)
-        self._finish_calls(self._open_workers)
-        return self._open_workers
 
     def _drop_groups(self, worker: _Worker, serials: set[int]) -> int:
         """Remove these groups from the worker and return the number of tokens generated for them so far."""
@@ -224,7 +215,7 @@ class RemoteEngine(Supervisor[_Worker]):
 
         A group is never split. One that is larger than `limit` waits for a worker that has no other group.
         """
-        ready = self._open_workers
+        ready = self.open_workers
         while self.queue and ready:
             group, worker = self.queue[0], min(ready, key=lambda worker: (worker.load, worker.slot))
             if worker.load and worker.load + group.request.n > self.limit:

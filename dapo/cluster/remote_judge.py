@@ -115,13 +115,12 @@ class RemoteJudge(Supervisor[_Worker]):
 
     def _dispatch(self) -> None:
         """Assign the oldest groups to the least loaded workers, and ping those whose time it is."""
-        ready = [worker for worker in self.workers if worker.is_open]
-        while self.queue and (free := [worker for worker in ready if len(worker.groups) < self.limit]):
+        while self.queue and (free := [worker for worker in self.open_workers if len(worker.groups) < self.limit]):
             worker, group = min(free, key=lambda worker: (len(worker.groups), worker.slot)), self.queue.popleft()
             worker.groups.append(group)
             call = worker.actor.judge.remote(group.prompt, group.rollouts)
             self._call(worker, call, partial(self._deliver, worker, group), has_timeout=False)
-        for worker in ready:
+        for worker in self.open_workers:
             if worker.next_ping < time.monotonic():
                 worker.next_ping = math.inf
                 self._call(worker, worker.actor.__ray_ready__.remote(), partial(self._opened, worker))

@@ -98,6 +98,10 @@ class Supervisor(Generic[W]):
         self.changed = threading.Condition(threading.RLock())
         self.thread: threading.Thread | None = None
 
+    @property
+    def open_workers(self) -> list[W]:
+        return [worker for worker in self.workers if worker.is_open]
+
     def close(self) -> None:
         self._stop_thread()
         for worker in self.workers:
@@ -133,7 +137,7 @@ class Supervisor(Generic[W]):
                 self.thread = threading.Thread(target=self._run, name=f"dapo {self.role}s", daemon=True)
                 self.thread.start()
             with progress(f"{message} {count} {self.role}{'s' * (count > 1)}"):
-                self._wait(lambda: all(worker.is_open for worker in self.workers))
+                self._wait(lambda: len(self.open_workers) == count)
         except BaseException:
             self.close()
             raise
@@ -147,8 +151,7 @@ class Supervisor(Generic[W]):
                     raise self.failure
                 if is_done():
                     return
-                none_is_open = not any(worker.is_open for worker in self.workers)
-                if none_is_open and self.waiting_for and self.is_stopping():
+                if self.waiting_for and not self.open_workers and self.is_stopping():
                     raise ClusterLost(f"stopped while waiting for {self.waiting_for}")
                 if self.thread is not None:
                     self.changed.wait(2 * TICK)

@@ -50,6 +50,8 @@ class Watched:
         self.judge = remote.RemoteJudge(self.start, count, RewardConfig(use=use, timeout=2.0), rules)
 
     def start(self, slot, concurrency):
+        if len(self.actors) > slot and "num_cpus" in self.room:
+            self.judge.timeout = 600.0  # a replacement gets time to start
         options = {**self.room, "max_concurrency": concurrency}
         self.actors.append(ray.remote(remote.RewardWorker).options(**options).remote())
         return self.actors[-1]
