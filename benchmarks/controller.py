@@ -90,23 +90,23 @@ def measure(workers: int, rate: float, groups: int, marks: int) -> list[tuple[in
 
     A row has the groups so far, the groups per minute since the last mark, the driver's CPU share and its MiB.
     """
-    from dapo.cluster.joining import join
+    from dapo.cluster.ray_connection import join
 
     join()
     import ray
 
     from benchmarks import controller  # not __main__: the actors must be able to import it
-    from dapo.cluster.actor import Restarts, RolloutWorker
-    from dapo.cluster.engine import RayEngine
+    from dapo.cluster.remote_engine import RemoteEngine
+    from dapo.cluster.rollout_worker import RolloutWorker
+    from dapo.cluster.supervisor import Restarts, Rules
 
     build = partial(controller.simulated, rate)
-    engine = RayEngine(
+    engine = RemoteEngine(
         lambda slot: ray.remote(RolloutWorker).options(num_cpus=0).remote(build),
         workers,
         lambda: ray.put({}),
+        Rules(Restarts(0), 600.0),
         limit=LIMIT,
-        restarts=Restarts(0),
-        timeout=600.0,
     )
     sampler = _sampler(engine)
     rows, version, began, busy = [], 0, time.perf_counter(), time.process_time()
@@ -137,9 +137,9 @@ def _sampler(engine: Any) -> Any:
         """Scores every second response as correct, immediately."""
 
         def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
-            promise: Future[list[Score]] = Future()
-            promise.set_result([Score(float(r.index % 2), bool(r.index % 2)) for r in rollouts])
-            return promise
+            future: Future[list[Score]] = Future()
+            future.set_result([Score(float(r.index % 2), bool(r.index % 2)) for r in rollouts])
+            return future
 
         def close(self) -> None: ...
 

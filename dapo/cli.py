@@ -316,7 +316,7 @@ def doctor() -> None:
 
 def _check_cluster(config: Config) -> None:
     """Raise what is wrong with the run directory or the cluster's resources, before seconds are spent on imports."""
-    from dapo.cluster.joining import check_room, check_run_dir, needs_ray
+    from dapo.cluster.ray_connection import check_room, check_run_dir, needs_ray
 
     check_run_dir(config)
     if needs_ray(config):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Self
@@ -232,3 +232,6 @@ class Event:
     kind: EventKind
     message: str
     step: int
+
+
+OnEvent = Callable[[EventKind, str], None]  # reports an event: its kind and message

@@ -61,8 +61,8 @@ class Scripted:
         self.judge = judge
 
     def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
-        promise: Future[list[Score]] = Future()
-        promise.set_result([self.judge(prompt, rollout) for rollout in rollouts])
-        return promise
+        future: Future[list[Score]] = Future()
+        future.set_result([self.judge(prompt, rollout) for rollout in rollouts])
+        return future
 
     def close(self) -> None: ...

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from dapo.cluster import ranks
-from dapo.cluster.joining import check_room, join, needs_ray, prepare, starts_here
-from dapo.cluster.parts import Parts
+from dapo.cluster import torchrun
+from dapo.cluster.ray_connection import check_room, join, needs_ray, prepare, starts_here
+from dapo.cluster.run_parts import Parts
 from dapo.config import Config
 from dapo.engine.build import build_engine, saved_weights
 from dapo.engine.embedded.build import embedded_engine
@@ -21,9 +21,8 @@ from dapo.policy.build import build_policy, model_source
 from dapo.rewards.judge import build_judge
 from dapo.rewards.protocol import Judge
 from dapo.system.progress import progress
-from dapo.types import EventKind
+from dapo.types import OnEvent
 
-OnEvent = Callable[[EventKind, str], None]
 _MOST_AT_ONCE = 1024  # of Config.concurrent
 
 
@@ -40,13 +39,13 @@ def assemble(
     source = config.model_copy(update={"model": model_source(config, saved)})
     if needs_ray(config):
         has_joined = _join(source)
-        from dapo.cluster.place import place
+        from dapo.cluster.ray_parts import ray_parts
 
-        return place(config, saved, has_joined, on_event, is_stopping)
-    if (channel := ranks.channel()) is not None:
-        from dapo.cluster.member import assemble_ranks
+        return ray_parts(config, saved, has_joined, on_event, is_stopping)
+    if (channel := torchrun.channel()) is not None:
+        from dapo.cluster.torchrun_parts import torchrun_parts
 
-        return assemble_ranks(config, saved, channel)
+        return torchrun_parts(config, saved, channel)
     if config.rollout.engine == "vllm":  # before any weights are read
         check_vllm(config, resolve_path(source.model.path))
     loaded, policy = build_policy(config, saved)
@@ -72,9 +71,9 @@ def assemble_samplers(config: Config, folder: Callable[[], Path], on_event: OnEv
             undo.callback(judge.close)
         if needs_ray(config):
             has_joined = _join(alone, has_learners=False)
-            from dapo.cluster.place import place_samplers
+            from dapo.cluster.ray_parts import ray_samplers
 
-            engine, placed = place_samplers(alone, folder, has_joined, on_event)
+            engine, placed = ray_samplers(alone, folder, has_joined, on_event)
             judge = judge or placed
         else:
             engine = build_engine(alone, alone.rollout.engine, lambda: saved_weights(alone.model, folder()))

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 from torch import Tensor
 
-from dapo.cluster.actor import explain
+from dapo.cluster.supervisor import explain
 from dapo.engine.vllm.engine import nccl_sender
 
 
@@ -58,7 +58,8 @@ class _Workers:
     def _all(self, call: str, arguments: Sequence[Any] | None = None) -> None:
         each = [(argument,) for argument in arguments] if arguments else [()] * len(self.actors)
         left = [
-            actor.receive.remote(call, *own, version=self.version) for actor, own in zip(self.actors, each, strict=True)
+            actor.call.remote("receive", call, *own, version=self.version)
+            for actor, own in zip(self.actors, each, strict=True)
         ]
         while left:
             ready, left = ray.wait(left)

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dapo.cluster.assemble import check_samplers
-from dapo.cluster.joining import check_run_dir
+from dapo.cluster.ray_connection import check_run_dir
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets
 from dapo.errors import RewardError

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from dapo.cluster.assemble import assemble_samplers
-from dapo.cluster.joining import needs_ray
+from dapo.cluster.ray_connection import needs_ray
 from dapo.config import Config
 from dapo.engine.protocol import Engine
 from dapo.model.loading import resolve_device, resolve_path
 from dapo.rewards.protocol import Judge
-from dapo.types import EventKind
+from dapo.types import OnEvent
 
 
 class SharedParts:
@@ -24,7 +23,7 @@ class SharedParts:
     Starting vLLM or the workers of a cluster takes a minute or more, and loading other weights seconds.
     """
 
-    def __init__(self, on_event: Callable[[EventKind, str], None]) -> None:
+    def __init__(self, on_event: OnEvent) -> None:
         self.on_event = on_event
         self.opened = ExitStack()
         self.parts: tuple[Engine, Judge] | None = None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from dapo.types import Group, TokenStats
 
@@ -40,10 +39,6 @@ class Learner(Protocol):
 
     def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
         """Return, for each group, the reference's log-probabilities of each rollout's tokens."""
-        ...
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all current weights, one by one, with the names and the precision of the saved model."""
         ...
 
     def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:

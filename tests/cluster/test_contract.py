@@ -14,8 +14,8 @@ from tests.engine.test_contract import *  # noqa: F403
 from tests.tiny import tiny_tokenizer
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-placed = pytest.importorskip("dapo.cluster.engine")
-actor = pytest.importorskip("dapo.cluster.actor")
+remote = pytest.importorskip("dapo.cluster.remote_engine")
+supervisor = pytest.importorskip("dapo.cluster.supervisor")
 
 
 def build(directory, weights):
@@ -37,16 +37,16 @@ def connected(cluster):
 
 @pytest.fixture(scope="module")
 def subject(connected, tmp_path_factory):
+    from dapo.cluster.rollout_worker import RolloutWorker
     from dapo.engine.packed import packed
 
     directory, model = tiny_pair(tmp_path_factory.mktemp("placed"))
-    engine = placed.RayEngine(
-        lambda slot: ray.remote(actor.RolloutWorker).options(num_cpus=1).remote(partial(build, str(directory))),
+    engine = remote.RemoteEngine(
+        lambda slot: ray.remote(RolloutWorker).options(num_cpus=1).remote(partial(build, str(directory))),
         2,
         lambda: ray.put(packed(model.state_dict().items())),
+        supervisor.Rules(supervisor.Restarts(0), 300.0),
         limit=2 * MAX_CONCURRENT,
-        restarts=actor.Restarts(0),
-        timeout=300.0,
     )
     yield Subject(engine, model)
     engine.close()

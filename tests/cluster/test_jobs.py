@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.cluster.joining import check_address
+from dapo.cluster.ray_connection import check_address
 from dapo.errors import ClusterError
 from dapo.store.database import RunDatabase
 from tests import runs

@@ -95,7 +95,7 @@ def test_a_placed_reward_model_may_not_name_a_gpu_by_number(tmp_path):
 
 
 def test_a_relative_model_path_is_made_absolute_for_actors(tmp_path, monkeypatch):
-    from dapo.cluster.place import with_absolute_path
+    from dapo.cluster.ray_parts import with_absolute_path
 
     config = runs.load(tmp_path, "model.path=model")
     monkeypatch.chdir(tmp_path)

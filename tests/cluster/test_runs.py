@@ -14,14 +14,12 @@ import torch
 
 from dapo import Config, Trainer
 from dapo.checkpoint import folder as checkpoint
-from dapo.errors import ClusterLost, LearnerLost
+from dapo.errors import ClusterLost
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Reporter
 from tests import runs
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-LearnerGroup = pytest.importorskip("dapo.cluster.learners").LearnerGroup
-Restarts = pytest.importorskip("dapo.cluster.actor").Restarts
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -124,7 +122,7 @@ def test_a_run_survives_the_loss_of_a_node(tmp_path, driver):
     config = runs.load(tmp_path, "run.name=left", "cluster.rollout_workers=2")
 
     def prepare(trainer):
-        home = node(trainer.policy.ranks[0])
+        home = node(trainer.policy.ranks.workers[0].actor)
         gone = next(
             found for found in driver.worker_nodes
             if found.node_id != home and found.node_id in [node(worker.actor) for worker in trainer.engine.workers]
@@ -171,7 +169,9 @@ class KillInUpdate(Reporter):
         if name == "training":
             self.begun += 1
             if self.begun in self.updates:
-                threading.Timer(0.005, os.kill, (pid(self.trainer.policy.ranks[-1]), signal.SIGKILL)).start()
+                threading.Timer(
+                    0.005, os.kill, (pid(self.trainer.policy.ranks.workers[-1].actor), signal.SIGKILL)
+                ).start()
 
 
 def test_a_learner_killed_during_an_update_returns_the_run_to_its_start_or_newest_checkpoint(tmp_path, driver):
@@ -191,28 +191,6 @@ def test_a_learner_killed_during_an_update_returns_the_run_to_its_start_or_newes
     ]
     assert runs.verdicts(config.run_dir) == runs.verdicts(local.run_dir)
     assert_close(local.run_dir, config.run_dir, step=6)
-
-
-class FailsTwice(LearnerGroup):
-    """Opens the first time, then fails twice, then opens."""
-
-    def _open(self, saved):
-        self.tries = [*getattr(self, "tries", ()), saved]
-        if len(self.tries) in (2, 3):
-            raise LearnerLost(f"learner {len(self.tries)} died")
-
-
-@pytest.mark.parametrize("limit", [3, 2])
-def test_learners_lost_while_restarting_are_retried_up_to_max_restarts(tmp_path, limit):
-    learners = FailsTwice(lambda rank: None, 1, runs.load(tmp_path), None, Restarts(limit))
-    if limit == 2:
-        with pytest.raises(
-            ClusterLost, match=r"^learner 3 died; .* more processes than cluster\.max_restarts = 2 allows$"
-        ):
-            learners.restart(LearnerLost("learner 1 died"), tmp_path)
-    else:
-        learners.restart(LearnerLost("learner 1 died"), tmp_path)
-        assert learners.tries == [None, tmp_path, tmp_path, tmp_path]
 
 
 def test_without_restarts_left_the_run_saves_the_last_whole_step_and_can_resume(tmp_path, driver):

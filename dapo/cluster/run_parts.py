@@ -14,9 +14,6 @@ from dapo.policy.protocol import Learner
 from dapo.rewards.protocol import Judge
 
 
-def _nothing() -> None: ...
-
-
 def _give_up(lost: LearnerLost, saved: Path | None) -> None:
     raise lost
 
@@ -28,6 +25,6 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: frozenset[int]
     cache_bytes: int = 0  # size of the engine's cache on the policy's GPU
-    release_cache: Callable[[], None] = _nothing  # frees the cache until the next sampling
+    release_cache: Callable[[], None] = lambda: None  # frees the cache until the next sampling
     restart: Callable[[LearnerLost, Path | None], None] = _give_up  # restarts the policy from a checkpoint
     judge: Judge | None = None  # None: the trainer builds a local one

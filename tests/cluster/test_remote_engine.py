@@ -12,13 +12,14 @@ from functools import partial
 import pytest
 
 from benchmarks.controller import SimulatedEngine, length_of
+from dapo.cluster.rollout_worker import RolloutWorker
 from dapo.errors import ClusterLost, EngineError, LearnerLost, ModelError
 from dapo.types import Request, SamplingParams
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-placed = pytest.importorskip("dapo.cluster.engine")
-actor = pytest.importorskip("dapo.cluster.actor")
-RayEngine, Restarts, RolloutWorker = placed.RayEngine, actor.Restarts, actor.RolloutWorker
+RemoteEngine = pytest.importorskip("dapo.cluster.remote_engine").RemoteEngine
+supervisor = pytest.importorskip("dapo.cluster.supervisor")
+Restarts, Rules = supervisor.Restarts, supervisor.Rules
 
 RATE = 400.0  # tokens per second
 PARAMS = SamplingParams(max_tokens=100)
@@ -31,22 +32,16 @@ def simulated(rate, weights):
 class Watched:
     """An engine over simulated workers, with its events and actors."""
 
-    def __init__(self, count=2, rate=RATE, build=None, **options):
+    def __init__(self, count=2, rate=RATE, build=None, limit=16, restarts=3, broadcast=None):
         self.events = []
         self.actors = []
         self.build = build or partial(simulated, rate)
-        options = {"limit": 16, "restarts": Restarts(3), "timeout": 60.0} | options
-        self.engine = RayEngine(
-            self.start,
-            count,
-            lambda: ray.put({}),
-            on_event=lambda kind, message: self.events.append((kind, message)),
-            **options,
-        )
+        rules = Rules(Restarts(restarts), 600.0, on_event=lambda kind, message: self.events.append((kind, message)))
+        self.engine = RemoteEngine(self.start, count, lambda: ray.put({}), rules, limit=limit, broadcast=broadcast)
 
     def start(self, slot):
         if len(self.actors) > slot:
-            self.engine.timeout = 60.0  # a replacement gets time to start
+            self.engine.timeout = 600.0  # a replacement gets time to start
         self.actors.append(ray.remote(RolloutWorker).options(num_cpus=0).remote(self.build))
         return self.actors[-1]
 
@@ -148,7 +143,7 @@ def test_a_worker_that_stops_answering_is_replaced(watched):
 
 
 def test_more_losses_than_max_restarts_stop_with_one_sentence(watched):
-    one = watched(restarts=Restarts(0))
+    one = watched(restarts=0)
     one.engine.submit(requests(4))
     one.kill(0)
     with pytest.raises(
@@ -221,7 +216,7 @@ class FailsInConstructor:
 def test_an_actor_whose_constructor_fails_is_explained_in_one_line(driver):
     with pytest.raises(ray.exceptions.RayError) as caught:
         ray.get(ray.remote(FailsInConstructor).remote().ask.remote())
-    assert actor.explain(caught.value) == "its constructor failed: AttributeError: no such attribute"
+    assert supervisor.explain(caught.value) == "its constructor failed: AttributeError: no such attribute"
 
 
 def test_without_resources_for_a_worker_the_run_waits_reports_them_and_stops_on_request(driver):
@@ -235,17 +230,10 @@ def test_without_resources_for_a_worker_the_run_waits_reports_them_and_stops_on_
         actors.append(ray.remote(RolloutWorker).options(**next(options)).remote(partial(simulated, RATE)))
         return actors[-1]
 
-    engine = RayEngine(
-        start,
-        1,
-        lambda: None,
-        limit=16,
-        restarts=Restarts(3),
-        timeout=60.0,
-        missing=lambda: lacking[0],
-        on_event=lambda kind, message: events.append((kind, message)),
-        is_stopping=stopping.is_set,
+    rules = Rules(
+        Restarts(3), 600.0, lambda: lacking[0], lambda kind, message: events.append((kind, message)), stopping.is_set
     )
+    engine = RemoteEngine(start, 1, lambda: None, rules, limit=16)
     engine.submit(requests(1))
     engine.timeout = 2.0
     lacking[0] = "1 GPU that left the cluster"
@@ -315,8 +303,8 @@ def test_after_a_broadcast_all_workers_continue_also_if_the_thread_had_just_coll
     engine = watched(rate=50.0, broadcast=broadcast).engine
     collect, collected, may_continue = engine._collect, threading.Event(), threading.Event()
 
-    def collect_and_pause(calls):
-        collect(calls)
+    def collect_and_pause():
+        collect()
         collected.set()
         may_continue.wait(10)
 
@@ -325,7 +313,7 @@ def test_after_a_broadcast_all_workers_continue_also_if_the_thread_had_just_coll
     collected.wait()
     engine.sync_weights(1)
     with engine.changed:
-        assert all(worker.groups and worker.call is not None for worker in engine.workers)
+        assert all(worker.groups and worker.calls for worker in engine.workers)
     may_continue.set()
     assert_each_once(drain(engine), 6)
 
@@ -351,7 +339,7 @@ def test_learners_lost_during_a_broadcast_replace_the_workers_and_the_store_take
         tried.append(version)
         raise LearnerLost("learner 0 died")
 
-    one = watched(broadcast=broadcast, restarts=Restarts(0))
+    one = watched(broadcast=broadcast, restarts=0)
     one.engine.submit(requests(6))
     found = one.engine.poll()
     with pytest.raises(LearnerLost, match=r"^learner 0 died while weights were sent to the rollout workers, which now"):

@@ -125,7 +125,7 @@ def test_a_stopped_run_finishes_its_step_saves_and_resumes_in_one_process(tmp_pa
 
 FAULTY = """
 import os, sys
-from dapo.cluster import member, ranks
+from dapo.cluster import torchrun, torchrun_parts
 from dapo.cli import main
 from dapo.errors import ModelError
 
@@ -133,8 +133,8 @@ def poll(self):
     raise ModelError("there is no room for this")
 
 if os.environ["RANK"] in sys.argv.pop(1):
-    member.Member.poll = poll
-ranks.run(main)
+    torchrun_parts.TorchrunRank.poll = poll
+torchrun.run(main)
 """
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.cluster.joining import check_address, check_room, check_run_dir, join, needs_ray
+from dapo.cluster.ray_connection import check_address, check_room, check_run_dir, join, needs_ray
 from dapo.errors import ClusterError, DapoError
 from dapo.evaluation.compare import evaluate_models
 from tests import runs
@@ -147,7 +147,7 @@ def test_a_run_directory_in_a_jobs_copy_of_the_working_directory_is_refused(tmp_
 def test_a_local_start_listens_on_loopback_only():
     """Every listening socket of the process and its children is on loopback."""
     program = (
-        "import os, psutil\nos.environ.pop('RAY_ADDRESS', None)\nfrom dapo.cluster.joining import join\njoin()\n"
+        "import os, psutil\nos.environ.pop('RAY_ADDRESS', None)\nfrom dapo.cluster.ray_connection import join\njoin()\n"
         "for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:\n"
         "    for c in process.net_connections('inet'):\n"
         "        if c.status == 'LISTEN': print(c.laddr.ip)\n"
@@ -162,7 +162,7 @@ def test_a_local_start_listens_on_loopback_only():
 def test_ray_prints_nothing_about_a_killed_worker(cluster):
     """Ray's own long message would interrupt the run's output, which reports the loss in one line."""
     program = (
-        "from dapo.cluster.joining import join\njoin()\nimport os, ray, time\n"
+        "from dapo.cluster.ray_connection import join\njoin()\nimport os, ray, time\n"
         "@ray.remote(max_restarts=0)\nclass Worker:\n"
         "    def pid(self): return os.getpid()\n    def wait(self): time.sleep(60)\n"
         "worker = Worker.remote()\npid = ray.get(worker.pid.remote())\ncall = worker.wait.remote()\n"

@@ -63,18 +63,22 @@ class Channel:
     def __init__(self, store: Any, rank: int) -> None:
         self.store, self.rank = store, rank
         self.group: Any = dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT)
-        self.member: Any = None
+        self.own: Any = None  # what this rank holds: a `TorchrunRank`
         self.is_broken = False
 
-    def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Call this method of every rank's member, and return the answers by rank."""
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call this method of every rank's `own`. Return the answer of rank 0."""
+        return self.call_each(name, *arguments)[0]
+
+    def call_each(self, name: str, *arguments: Any) -> list[Any]:
+        """Call this method of every rank's `own`, and return the answers by rank."""
         if self.is_broken:
             raise ClusterError("the processes of this run have lost their connection; resume with --resume")
         try:
             dist.broadcast_object_list([(name, arguments)], group=self.group)
-            own = getattr(self.member, name)(*arguments)
+            answer = getattr(self.own, name)(*arguments)
             answers: list[Any] = [None] * dist.get_world_size()
-            dist.gather_object(own, answers, group=self.group)
+            dist.gather_object(answer, answers, group=self.group)
         except BaseException as error:
             self.is_broken = True
             self._explain(error)
@@ -129,19 +133,19 @@ def _is_broken_connection(error: BaseException) -> bool:
 
 def _serve(channel: Channel) -> NoReturn:
     """Execute commands until rank 0 ends the run. The main loop of every rank but 0."""
-    from dapo.cluster.member import Member  # here, since it is slow to import
+    from dapo.cluster.torchrun_parts import TorchrunRank  # here, since it is slow to import
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 finishes the step, then ends the run
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # only rank 0 prints
-    channel.member = Member()
+    channel.own = TorchrunRank()
     while True:
         try:
             name, arguments = channel.receive()
             if name == "end":
                 dist.destroy_process_group()
                 sys.exit(0)
-            channel.answer(getattr(channel.member, name)(*arguments))
+            channel.answer(getattr(channel.own, name)(*arguments))
         except Exception as error:
             if _is_broken_connection(error):
                 os._exit(1)  # the rank that broke it prints why

@@ -22,8 +22,8 @@ from tests.cluster.test_runs import assert_accounts_balance, assert_same_run, ev
 from tests.rewards.test_reward_model import save
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-judges = pytest.importorskip("dapo.cluster.judges")
-actor = pytest.importorskip("dapo.cluster.actor")
+remote = pytest.importorskip("dapo.cluster.remote_judge")
+supervisor = pytest.importorskip("dapo.cluster.supervisor")
 
 # Scores depend only on the text. The order of `set(completion)` depends on the hash seed, which must be equal too.
 REWARD = """
@@ -45,18 +45,15 @@ class Watched:
 
     def __init__(self, use, count=2, restarts=3, **options):
         self.events, self.actors, self.room = [], [], {"num_cpus": 0}
-        self.judge = judges.PlacedJudge(
-            self.start,
-            count,
-            RewardConfig(use=use, timeout=2.0),
-            restarts=actor.Restarts(restarts),
-            on_event=lambda kind, message: self.events.append((kind, message)),
-            **({"timeout": 60.0} | options),
-        )
+        report = {"on_event": lambda kind, message: self.events.append((kind, message))}
+        rules = supervisor.Rules(supervisor.Restarts(restarts), 600.0, **report, **options)
+        self.judge = remote.RemoteJudge(self.start, count, RewardConfig(use=use, timeout=2.0), rules)
 
     def start(self, slot, concurrency):
+        if len(self.actors) > slot and "num_cpus" in self.room:
+            self.judge.timeout = 600.0  # a replacement gets time to start
         options = {**self.room, "max_concurrency": concurrency}
-        self.actors.append(ray.remote(judges.RewardWorker).options(**options).remote())
+        self.actors.append(ray.remote(remote.RewardWorker).options(**options).remote())
         return self.actors[-1]
 
 
@@ -93,7 +90,7 @@ def fields(score) -> dict:
 def test_scores_equal_those_of_a_judge_in_this_process(watched, tmp_path):
     asked = groups(12, seconds=0.05)
     judge = watched().judge
-    scores = [promise.result() for promise in [judge.submit(*one) for one in asked]]
+    scores = [future.result() for future in [judge.submit(*one) for one in asked]]
     with closing(build_judge(RewardConfig(use="mine.py:reward", workers=1))) as local:
         expected = [local.submit(*one).result() for one in asked]
     assert [list(map(fields, one)) for one in scores] == [list(map(fields, one)) for one in expected]
@@ -123,28 +120,28 @@ def test_a_reward_model_beside_a_rule_is_loaded_by_each_worker_from_a_relative_f
     with closing(build_judge(RewardConfig(use=use, workers=1))) as local:
         expected = [score.value for score in local.submit(*group(0, *texts)).result()]
     assert expected[0] != expected[1]
-    for serial, promise in enumerate(placed):
-        assert [score.value - 0.5 * serial for score in promise.result()] == pytest.approx(expected)
+    for serial, future in enumerate(placed):
+        assert [score.value - 0.5 * serial for score in future.result()] == pytest.approx(expected)
 
 
 def test_a_worker_gets_only_what_keeps_it_busy_and_other_groups_wait(watched):
     judge = watched().judge
-    promises = [judge.submit(*one) for one in groups(9, seconds=0.2)]
+    futures = [judge.submit(*one) for one in groups(9, seconds=0.2)]
     deadline = time.monotonic() + 10
-    while len(judge.waiting) != 5 and time.monotonic() < deadline:
+    while len(judge.queue) != 5 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [len(worker.groups) for worker in judge.workers] == [2, 2]
-    assert len(judge.waiting) == 5
-    assert all(len(promise.result()) == 4 for promise in promises)
+    assert len(judge.queue) == 5
+    assert all(len(future.result()) == 4 for future in futures)
 
 
 def test_groups_of_a_killed_worker_are_judged_again_and_an_event_reports_it(watched):
     one = watched()
-    promises = [one.judge.submit(*asked) for asked in groups(6, seconds=0.3)]
+    futures = [one.judge.submit(*asked) for asked in groups(6, seconds=0.3)]
     os.kill(pid(one.actors[0]), signal.SIGKILL)
-    for (_, rollouts), promise in zip(groups(6), promises, strict=True):
+    for (_, rollouts), future in zip(groups(6), futures, strict=True):
         serial = rollouts[0].serial
-        assert [score.value for score in promise.result()] == [len(r.text) + serial for r in rollouts]
+        assert [score.value for score in future.result()] == [len(r.text) + serial for r in rollouts]
     ((kind, message),) = one.events
     assert kind == "reward worker"
     assert message == "reward worker 0 died: its worker process has died; replaced, 2 groups are judged again"
@@ -152,37 +149,37 @@ def test_groups_of_a_killed_worker_are_judged_again_and_an_event_reports_it(watc
 
 
 def test_a_worker_that_stops_answering_is_replaced_but_not_one_that_judges_for_long(watched, monkeypatch):
-    monkeypatch.setattr(judges, "PULSE", 0.2)
+    monkeypatch.setattr(remote, "PULSE", 0.2)
     one = watched()
     one.judge.timeout = 3.0
     long = one.judge.submit(*group(0, *"abcd", seconds=1.5))  # 6 s in all
     assert [score.value for score in long.result()] == [1.0] * 4
     assert one.events == []
     victim = pid(one.actors[1])
-    promises = [one.judge.submit(*asked) for asked in groups(2, seconds=0.2)]
+    futures = [one.judge.submit(*asked) for asked in groups(2, seconds=0.2)]
     os.kill(victim, signal.SIGSTOP)
     one.judge.timeout = 3.0
-    assert all(len(promise.result()) == 4 for promise in promises)
+    assert all(len(future.result()) == 4 for future in futures)
     assert "reward worker 1 did not answer for 3 s (cluster.timeout); replaced" in one.events[0][1]
 
 
 def test_more_losses_than_max_restarts_fail_pending_and_later_groups(watched):
     one = watched(restarts=0)
-    promise = one.judge.submit(*group(0, "a", seconds=5))
+    future = one.judge.submit(*group(0, "a", seconds=5))
     os.kill(pid(one.actors[0]), signal.SIGKILL)
     with pytest.raises(
         ClusterLost, match=r"reward worker 0 died.*more processes than cluster\.max_restarts = 0 allows$"
     ):
-        promise.result()
+        future.result()
     with pytest.raises(ClusterLost):
         one.judge.submit(*group(1, "a")).result()
 
 
 def test_groups_pending_at_close_are_returned_unjudged(watched):
     judge = watched().judge
-    promise = judge.submit(*group(0, "a", seconds=1.5))
+    future = judge.submit(*group(0, "a", seconds=1.5))
     judge.close()
-    assert "closed" in promise.result()[0].error
+    assert "closed" in future.result()[0].error
     assert "closed" in judge.submit(*group(1, "a")).result()[0].error
 
 
@@ -192,7 +189,7 @@ def test_without_resources_for_a_worker_the_run_waits_reports_them_and_stops_on_
     stopping = threading.Event()
     one = watched(count=1, missing=lambda: lacking[0], is_stopping=stopping.is_set)
     victim = pid(one.actors[0])
-    promise = one.judge.submit(*group(0, "a", seconds=1.5))
+    future = one.judge.submit(*group(0, "a", seconds=1.5))
     one.room = {"resources": {"no such thing": 1.0}}
     one.judge.timeout = 2.0
     lacking[0] = "1 CPU that left the cluster"
@@ -200,7 +197,7 @@ def test_without_resources_for_a_worker_the_run_waits_reports_them_and_stops_on_
     threading.Timer(5.0, stopping.set).start()
     began = time.monotonic()
     with pytest.raises(ClusterLost, match=r"^stopped while waiting for 1 CPU that left the cluster"):
-        promise.result()
+        future.result()
     assert time.monotonic() - began > 3.0, "a worker without resources must not time out"
     assert ("waiting", "reward workers wait for 1 CPU that left the cluster") in one.events
 
@@ -266,7 +263,7 @@ def test_a_run_survives_the_loss_of_a_node_with_reward_workers(tmp_path, driver)
     extra = driver.add_node(num_cpus=2)  # room for the workers of the lost node
 
     def prepare(trainer):
-        home = node(trainer.policy.ranks[0])
+        home = node(trainer.policy.ranks.workers[0].actor)
         judging = [node(worker.actor) for worker in trainer.judge.workers]
         gone = next(found for found in driver.worker_nodes if found.node_id != home and found.node_id in judging)
         once_in_step(trainer, 2, lambda: driver.remove_node(gone))

@@ -1,0 +1,123 @@
+"""A run under torchrun: what each rank holds, and on rank 0 the engine protocol over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from dapo.cluster.remote_learner import LearnerRank, RemoteLearner
+from dapo.cluster.run_parts import Parts
+from dapo.cluster.torchrun import Channel
+from dapo.config import Config
+from dapo.engine.embedded.build import embedded_engine
+from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.errors import ConfigError
+from dapo.policy.build import build_policy
+from dapo.policy.sharding import uninitialized_copy
+from dapo.types import Request, Rollout
+
+_POLL_DIVISOR = 4  # `poll` returns when a quarter of a rank's responses is finished: all ranks wait for the slowest
+
+
+class TorchrunRank(LearnerRank):
+    """The policy shard and the engine of one rank. Every method is called on all ranks with the same arguments."""
+
+    engine: EmbeddedEngine
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: frozenset[int]
+
+    def open(self, options: str, saved: Path | None) -> None:
+        config = Config.model_validate_json(options)
+        loaded, self.policy = build_policy(config, saved)
+        self.tokenizer, self.stop_ids = loaded.tokenizer, loaded.stop_ids
+        self.model = uninitialized_copy(loaded.model, self.policy.like.device)
+        self._copy_weights()
+        reserved = self.policy.optimizer.pending_bytes if not config.cluster.offload else 0
+        self.engine = embedded_engine(config, replace(loaded, model=self.model), self.model, reserved)
+        if config.rollout.mode == "strict":  # in flight the cache is never empty
+            self.policy.cache_bytes = self.engine.cache_bytes
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.engine.submit([r for r in requests if r.serial % self.policy.ranks == self.policy.rank])
+
+    def poll(self) -> list[Rollout]:
+        """Decode until a quarter of this rank's responses is finished.
+
+        Counts decide, never the clock: the order of results must not depend on the speed of a rank.
+        """
+        enough = (len(self.engine.active) + len(self.engine.waiting)) // _POLL_DIVISOR
+        finished = self.engine.poll()
+        while len(finished) < enough:
+            finished += self.engine.poll()
+        return finished
+
+    def sync_weights(self, version: int) -> None:
+        self._copy_weights()
+        self.engine.sync_weights(version)
+
+    def sample(self, name: str, *arguments: Any) -> Any:
+        """Call any other method of the engine."""
+        return getattr(self.engine, name)(*arguments)
+
+    @torch.no_grad()
+    def _copy_weights(self) -> None:
+        """Gather the weights from all ranks' shards into the model that this rank samples from."""
+        own = self.model.state_dict()
+        for name, tensor in self.policy.weights():
+            own[name].copy_(tensor)
+
+
+class TorchrunEngine:
+    """The engine protocol over all ranks: rank r of n samples the groups whose serial mod n is r."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.channel.call("submit", list(requests))
+
+    def poll(self) -> list[Rollout]:
+        return [rollout for rollouts in self.channel.call_each("poll") for rollout in rollouts]
+
+    def cancel(self, serials: Iterable[int]) -> int:
+        return sum(self.channel.call_each("sample", "cancel", list(serials)))
+
+    def sync_weights(self, version: int) -> None:
+        self.channel.call("sync_weights", version)
+
+    def figures(self) -> dict[str, float]:
+        """Return the mean of each metric over the ranks."""
+        found = self.channel.call_each("sample", "figures")
+        return {name: sum(metrics.get(name, 0.0) for metrics in found) / len(found) for name in found[0]}
+
+    def release_cache(self) -> None:
+        self.channel.call("sample", "release_cache")
+
+    def close(self) -> None:
+        if not self.channel.is_broken:
+            self.channel.call("sample", "close")
+
+
+def torchrun_parts(config: Config, saved: Path | None, channel: Channel) -> Parts:
+    """Have every rank build its policy and engine. Called on rank 0."""
+    world, asked = torch.distributed.get_world_size(), config.cluster.learners
+    if asked not in (1, world):
+        raise ConfigError(
+            f"cluster.learners is {asked}, but torchrun has started {world} processes; remove it, or set it to {world}"
+        )
+    if config.rollout.engine != "embedded":
+        raise ConfigError(
+            f"rollout.engine is {config.rollout.engine}, but under torchrun every process samples with the embedded "
+            "engine; remove it, or train on Ray"
+        )
+    channel.own = own = TorchrunRank()
+    channel.call("open", config.model_dump_json(), saved.absolute() if saved else None)
+    engine = TorchrunEngine(channel)
+    return Parts(
+        RemoteLearner(channel), engine, own.tokenizer, own.stop_ids, own.engine.cache_bytes, engine.release_cache
+    )
