@@ -185,7 +185,7 @@ Extraction = Literal["answer_line", "boxed", "tag", "last_number", "whole"]
 class RewardConfig(Section):
     use: str | dict[str, float] = Field(
         default="auto",
-        description="The judge: `math`, `math_dapo`, `exact`, `integer`, `choice`, `regex`, `gym`, "
+        description="The judge: `math`, `math_dapo`, `exact`, `integer`, `choice`, `regex`, `gym`, `code`, "
         "path/to/file.py:function, model:PATH for a reward model, or the URL of an endpoint; or a mapping of these to "
         "weights for a weighted sum. `auto`: the task's scorer for reasoning-gym questions, `math` for all others.",
     )
@@ -197,6 +197,10 @@ class RewardConfig(Section):
         description="For `regex`: the pattern that a response must match; a first group must equal the answer.",
     )
     threshold: float = Field(default=1.0, gt=0, description="For `gym`: the lowest score of a right answer.")
+    code_score: Literal["all", "share"] = Field(
+        default="all", description="For `code`: 1 if all tests pass, else 0; or the share of tests that pass."
+    )
+    code_unsafe: bool = Field(default=False, description="For `code`: run programs even where there is no sandbox.")
     workers: int = Field(default=0, ge=0, le=1024, description="Processes that judge; 0: one per core, at most 8.")
     timeout: float = Field(
         default=10.0, gt=0, le=MOST_SECONDS, description="Seconds after which a response counts as unjudged."
