@@ -128,9 +128,13 @@ def _run(source: str, namespace: dict[str, Any], program: Program | None) -> lis
     """Run code. Names that it does not define are looked up in the program, if there is one."""
     try:
         tree = ast.parse(source)
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        nodes = [*ast.walk(tree)]
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        modules = {
+            node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
         for name in sorted(names - namespace.keys() - vars(builtins).keys()):
-            if name in sys.stdlib_module_names:
+            if name in modules & sys.stdlib_module_names:
                 namespace[name] = importlib.import_module(name)  # never the program's `math`, which can lie
             elif program is not None:
                 with suppress(KeyError):  # the tests define it themselves, or fail with a NameError

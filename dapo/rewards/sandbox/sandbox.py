@@ -317,6 +317,8 @@ class Sandbox:
                 program = children.start({"role": "functions", "source": source}, cpu, peer=ours.fileno())
                 checker = children.start({"role": "tests", **tests}, cpu, peer=theirs.fileno())
             children.attend([checker.job], MAX_OUTPUT, wall)
+        if program.exit_code == -signal.SIGKILL:
+            program.exit_code = 0  # it was still there at the end of the tests
         results = [json.loads(line) for line in bytes(checker.received[checker.job]).splitlines()]
         return results, children.ending(program)
 
