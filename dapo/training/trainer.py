@@ -22,7 +22,7 @@ from dapo.evaluation.evaluate import evaluate
 from dapo.model.loading import load_tokenizer
 from dapo.policy.build import model_source
 from dapo.policy.protocol import UpdateResult
-from dapo.rewards.judge import build_judge
+from dapo.rewards.judge import build_judge, isolation_note
 from dapo.rewards.protocol import Judge
 from dapo.sampling.accounting import Sampled
 from dapo.sampling.inflight import InflightSampler
@@ -93,6 +93,8 @@ class Trainer:
             self.is_open = True
             for note in self.notes:
                 self._event("data", note)
+            if own_judge is not None and (note := isolation_note(config.reward)):
+                self._event("sandbox", note)
             if plan := self.policy.memory_plan(self.parts.cache_bytes):
                 self._event("plan", plan)
             if resume:

@@ -4,6 +4,8 @@ FUNCTION_HACKS = {
     "exit": "import os\nos._exit(0)",
     "exit in the function": "import os\ndef NAME(*a): os._exit(0)",
     "sys.exit": "import sys\ndef NAME(*a): sys.exit(0)",
+    "do not load": "raise ValueError",
+    "do not parse": "I do not know",
     "raise StopIteration": "def NAME(*a): raise StopIteration",
     "raise AssertionError": "def NAME(*a): raise AssertionError",
     "equal to everything": """

@@ -4,6 +4,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from dapo.config import RewardConfig
 from dapo.errors import RewardError
 from dapo.rewards.code import CodeRule, begun_code, find_program, is_same_output, read_tests
 from dapo.rewards.pool import WorkerPool
+from dapo.rewards.sandbox.sandbox import DESCRIPTIONS
+from dapo.store.database import RunDatabase
+from dapo.training.trainer import Trainer
 from dapo.types import Prompt
-from tests import make
+from tests import make, runs
 from tests.rewards.code_hacks import FUNCTION_HACKS, SCRIPT_HACKS
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -220,6 +224,7 @@ THIRD = [
     "assert math.isclose(root(4), 2)",
     "assert all(map(lambda n: root(n * n) == n, [2, 3]))",
     "x = [2, 1]\nassert root(x) == sorted(x)",
+    "try:\n    root('x')\nexcept TypeError:\n    pass\nassert root(4) == 2",
 ]
 VICTIMS = {"swap": MBPP, "scale": HUMANEVAL, "root": {"test_list": THIRD}}
 
@@ -289,6 +294,32 @@ def test_in_a_pool_a_hanging_program_is_wrong_and_others_are_judged() -> None:
     assert [score.acc for score in scores] == [False, True, False, False]
     assert [score.extras["reason"] for score in scores] == ["timeout", None, "timeout", "wrong answer"]
     assert "the gold answer is 5" in str(unreadable[0].error)
+
+
+def test_a_program_that_dies_does_not_pass_a_test_that_expects_an_exception(rule: CodeRule) -> None:
+    tests = ["try:\n    f(1)\nexcept Exception:\n    pass"]
+    assert judge(rule, "def f(x): raise ValueError", tests)["acc"]
+    for program in ("def f(x): raise SystemExit", "import os\ndef f(x): os._exit(0)", "f = 1 / 0", "f ="):
+        assert not judge(rule, program, tests)["acc"], program
+
+
+def test_a_run_says_which_isolation_is_in_force(tmp_path: Path, rule: CodeRule) -> None:
+    (tmp_path / "tests.jsonl").write_text(json.dumps({"prompt": "Add two numbers.", "answer": SUM}), encoding="utf-8")
+    config = runs.load(
+        tmp_path,
+        "run.steps=1",
+        f"data.train={tmp_path / 'tests.jsonl'}",
+        "algorithm.filter_groups.enable=false",
+        "reward.use=code",
+        "reward.workers=1",
+    )
+    Trainer(config).run()
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        messages = [event["message"] for event in database.events() if event["kind"] == "sandbox"]
+        reasons = {rollout["extras"]["reason"] for rollout in database.rollouts(0)}
+    assert messages == [DESCRIPTIONS[rule.sandbox.isolation]]
+    assert reasons <= {"raised", "wrong answer", "no program"}
+    assert reasons
 
 
 # HumanEval

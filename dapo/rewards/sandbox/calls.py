@@ -19,6 +19,7 @@ from numbers import Integral, Real
 from typing import Any
 
 MAX_MESSAGE = 16 * 2**20  # bytes
+ENDED = "the program ended, or returned too much"
 _SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -84,6 +85,7 @@ class Program:
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
+        self.has_ended = False
         self.lines = os.fdopen(peer, "rb", closefd=False)
 
     def function(self, name: str) -> Callable[..., Any]:
@@ -93,7 +95,8 @@ class Program:
         _send(self.peer, [operation, number, *(encode(value, _refuse) for value in arguments)])
         line = self.lines.readline(MAX_MESSAGE)
         if not line.endswith(b"\n"):
-            raise RuntimeError("the program ended, or returned too much")
+            self.has_ended = True
+            raise RuntimeError(ENDED)
         kind, first, second = json.loads(line)
         if kind == "error":
             raise _exception(first)(second)
@@ -114,6 +117,8 @@ def check(job: Mapping[str, Any], peer: int, results: int) -> None:
     """
     program, names = Program(peer), job["names"]
     namespace: dict[str, Any] = {"__name__": "tests"}
+    with suppress(RuntimeError, OSError):
+        program.ask("get", 0, "__name__")  # answered when the program has been loaded
     failure = _run(job["setup"], namespace, program if names is None else None)
     if failure is not None and names is not None:
         failure[0] = "impossible"  # the setup does not know the program yet
@@ -121,7 +126,9 @@ def check(job: Mapping[str, Any], peer: int, results: int) -> None:
         # What the tests mean is the program's function, and not its head in the setup.
         namespace[name] = program.function(name)
     for test in job["tests"]:
-        _send(results, failure or _run(test, namespace, program if names is None else None))
+        result = failure or _run(test, namespace, program if names is None else None)
+        # A test that expects an exception must not take the end of the program for one.
+        _send(results, ["failed", ENDED] if result is None and program.has_ended else result)
 
 
 def _run(source: str, namespace: dict[str, Any], program: Program | None) -> list[str] | None:
