@@ -46,7 +46,7 @@ def mutate(program: str, name: str, rng: random.Random) -> str | None:
     if isinstance(node, ast.Constant):
         node.value = not node.value if isinstance(node.value, bool) else node.value + 1  # pyright: ignore[reportOperatorIssue]
     elif isinstance(node, ast.Compare):
-        node.ops[0] = _SWAPS[type(node.ops[0])]()  # pyright: ignore[reportArgumentType]
+        node.ops = [_SWAPS[type(node.ops[0])](), *node.ops[1:]]  # pyright: ignore[reportAttributeAccessIssue]
     else:
         node.op = _SWAPS[type(node.op)]()
     return ast.unparse(ast.fix_missing_locations(tree))

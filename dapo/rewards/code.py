@@ -11,6 +11,7 @@ import ast
 import json
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,7 @@ from dapo.rewards.sandbox.sandbox import WALL_FACTOR, Ending, Sandbox
 
 _PYTHON = ("python", "python3", "py")
 _FENCE = re.compile(r"\s*(```+|~~~+)\s*([\w+-]*)")
-_DECIMAL = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
+_DECIMAL = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?")  # never backtracks far: outputs can be long
 _TOLERANCE = 1e-6  # relative or absolute, where the expected output has a decimal fraction
 # Arguments are JSON values in such rows, where a tuple is a list; some rows put the result into a list of its own.
 _CALL = """
@@ -81,15 +82,17 @@ class CodeRule:
         return self._run_assertions(program, tests, prompt)
 
     def _run_pairs(self, program: str, tests: Pairs) -> dict[str, Any]:
-        passed, reason, detail, left = 0, None, "", self.timeout
+        passed, reason, detail = 0, None, ""
+        # All tests share the time. Otherwise a program could spend it again in each, until the pool gives up on it.
+        cpu, deadline = self.timeout, time.monotonic() + self.timeout * WALL_FACTOR
         for stdin, expected in zip(tests.inputs, tests.outputs, strict=True):
-            ending = self.sandbox.run_script(program, stdin, len(expected), left, left * WALL_FACTOR)
-            left = left - ending.cpu
+            ending = self.sandbox.run_script(program, stdin, len(expected), cpu, deadline - time.monotonic())
+            cpu -= ending.cpu
             if ending.reason is None and is_same_output(ending.output.decode(errors="replace"), expected):
                 passed += 1
             elif reason is None:
                 reason, detail = ending.reason or "wrong answer", ending.detail
-            if ending.reason == "timeout" or left <= 0 or (reason is not None and self.scoring == "all"):
+            if cpu <= 0 or ending.reason == "timeout" or (reason is not None and self.scoring == "all"):
                 break
         if passed < len(tests) and reason is None:
             reason, detail = "timeout", f"its tests used more than {self.timeout:g} s of CPU time"
@@ -210,8 +213,14 @@ def _defines(code: str, name: str) -> bool:
 
 
 def complete(begun: str, program: str, entry_point: str) -> str:
-    """Return the whole program: after the begun code if it defines the function itself, else as the function's body."""
-    return f"{begun}\n\n{program}" if _defines(program, entry_point) else begun + program
+    """Return the whole program: after the begun code if it defines the function itself, else as the function's body.
+
+    The program is not parsed here: that can crash Python, and has to happen in the sandbox.
+    """
+    is_whole = re.search(
+        rf"^(?:async[ \t]+)?(?:def|class)[ \t]+{entry_point}\b|^{entry_point}[ \t]*=", program, re.MULTILINE
+    )
+    return f"{begun}\n\n{program}" if is_whole else begun + program
 
 
 def read_tests(answer: Any, row: Mapping[str, Any]) -> Pairs | Assertions:

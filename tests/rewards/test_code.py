@@ -218,6 +218,29 @@ def test_all_tests_together_share_the_time(rule: CodeRule) -> None:
     assert (outcome["passed"], outcome["reason"]) == (1, "timeout")
 
 
+def test_sleeping_in_every_test_is_a_timeout_and_not_unjudged() -> None:
+    answer = {"inputs": [""] * 6, "outputs": ["1"] * 6}
+    prompt = Prompt("u", (), (1,), answer=answer)
+    with closing(WorkerPool(["code"], RewardConfig(timeout=0.5, workers=1, code_score="share"))) as pool:
+        text = "import time\ntime.sleep(0.7)\nprint(1)"
+        (score,) = pool.submit("code", prompt, [make.rollout([1], text=text)]).result()
+    assert score.error is None
+    assert score.extras["reason"] == "timeout"
+
+
+@pytest.mark.parametrize(
+    "text", ["-" * 200_000 + "1", "(" * 100_000, "x" + ".x" * 100_000, "print(1" + "+1" * 99_999 + ")"]
+)
+def test_a_program_that_python_cannot_parse_is_wrong(rule: CodeRule, text: str) -> None:
+    assert judge(rule, text, None, **HUMANEVAL)["acc"] is False
+    assert judge(rule, text, SUM)["reason"] in ("raised", "crashed", "memory", "wrong answer")
+
+
+def test_long_outputs_are_compared_quickly() -> None:
+    assert not is_same_output("1" * 10**6 + "x", "0.5")
+    assert not is_same_output("1" * 10**6 + ".", "0.5")
+
+
 # Hacks
 
 THIRD = [

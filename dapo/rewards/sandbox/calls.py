@@ -117,7 +117,7 @@ def check(job: Mapping[str, Any], peer: int, results: int) -> None:
     """
     program, names = Program(peer), job["names"]
     namespace: dict[str, Any] = {"__name__": "tests"}
-    with suppress(RuntimeError, OSError):
+    with suppress(Exception):
         program.ask("get", 0, "__name__")  # answered when the program has been loaded
     failure = _run(job["setup"], namespace, program if names is None else None)
     if failure is not None and names is not None:

@@ -33,11 +33,11 @@ _CALLS: dict[str, tuple[int, int | None]] = {
     "read": (0, 63), "write": (1, 64), "open": (2, None), "close": (3, 57), "stat": (4, None), "fstat": (5, 80),
     "lstat": (6, None), "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226),
     "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139), "ioctl": (16, 29), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65),
+    "rt_sigreturn": (15, 139), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65),
     "writev": (20, 66), "access": (21, None), "pipe": (22, None), "select": (23, None), "sched_yield": (24, 124),
     "mremap": (25, 216), "madvise": (28, 233), "dup": (32, 23), "dup2": (33, None), "nanosleep": (35, 101),
     "alarm": (37, None), "setitimer": (38, 103), "getpid": (39, 172), "exit": (60, 93), "uname": (63, 160),
-    "fcntl": (72, 25), "ftruncate": (77, 46), "getcwd": (79, 17), "chdir": (80, 49), "rename": (82, None),
+    "ftruncate": (77, 46), "getcwd": (79, 17), "chdir": (80, 49), "rename": (82, None),
     "mkdir": (83, None), "rmdir": (84, None), "unlink": (87, None), "readlink": (89, None), "umask": (95, 166),
     "gettimeofday": (96, 169), "getrlimit": (97, 163), "getrusage": (98, 165), "sysinfo": (99, 179),
     "times": (100, 153), "getuid": (102, 174), "getgid": (104, 176), "geteuid": (107, 175), "getegid": (108, 177),
@@ -51,8 +51,17 @@ _CALLS: dict[str, tuple[int, int | None]] = {
     "pipe2": (293, 59), "renameat2": (316, 276), "getrandom": (318, 278), "statx": (332, 291), "rseq": (334, 293),
     "close_range": (436, 436), "faccessat2": (439, 439),
 }  # fmt: skip
-# What differs between the machines: (column of _CALLS, AUDIT_ARCH, clone, tgkill, prlimit64, pivot_root).
-_MACHINES = {"x86_64": (0, 0xC000003E, 56, 234, 302, 155), "aarch64": (1, 0xC00000B7, 220, 131, 261, 41)}
+# Calls that depend on an argument: its place, and the values or the bit that are allowed. Without a value: our own id.
+_CONDITIONS: dict[str, tuple[tuple[int, int], int, tuple[int, ...]]] = {
+    "clone": ((56, 220), 0, (0x10000,)),  # CLONE_THREAD, a bit: threads, but no processes
+    "tgkill": ((234, 131), 0, ()),  # signals to itself, which abort() needs
+    "prlimit64": ((302, 261), 0, (0,)),  # its own limits; raising them needs a capability
+    # Neither owners nor signals (F_SETOWN, F_SETSIG, FIOSETOWN): a pipe could be made to kill another process.
+    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),
+    "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)),  # TCGETS, window size, FIONREAD, close on exec
+}
+# What else differs between the machines: (column of the tables, AUDIT_ARCH, pivot_root).
+_MACHINES = {"x86_64": (0, 0xC000003E, 155), "aarch64": (1, 0xC00000B7, 41)}
 
 
 class Confinement:
@@ -131,7 +140,7 @@ class Confinement:
         os.makedirs(root + SCRATCH, exist_ok=True)
         os.chdir(root)
         # With "." twice the old root ends up on top of the new one, and is detached from there.
-        self._syscall(_MACHINES[platform.machine()][5], b".", b".")
+        self._syscall(_MACHINES[platform.machine()][2], b".", b".")
         self._call("umount2", b".", 2)
         os.chdir("/")
         self._mount(None, "/", None, _REMOUNT | _RDONLY | _NOSUID | _NODEV)
@@ -143,7 +152,8 @@ class Confinement:
         version = self._syscall(444, None, 0, 1)  # landlock_create_ruleset
         # All rights of the kernel's version: 13 at first, then refer, truncate and ioctl on devices.
         rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
-        ruleset = self._syscall(444, struct.pack("=Q", rights), 8, 0)
+        attributes = struct.pack("=QQQ", rights, 3, 3)  # newer kernels: no TCP, no signals or sockets to the outside
+        ruleset = self._syscall(444, attributes, 24 if version >= 6 else 8, 0)
         self.ruleset = fcntl.fcntl(ruleset, fcntl.F_DUPFD_CLOEXEC, 100)  # out of the way of a child's descriptors
         for path in readable:
             target = os.open(path, os.O_PATH)
@@ -155,28 +165,20 @@ class Confinement:
 
     def _filter_calls(self) -> None:
         """Let the kernel refuse every system call that is not in _CALLS, as if it did not exist."""
-        column, arch, clone, tgkill, prlimit, _ = _MACHINES[platform.machine()]
+        column, arch, _ = _MACHINES[platform.machine()]
         numbers = [call for found in _CALLS.values() if (call := found[column]) is not None]
         load, equal, any_bit, give = 0x20, 0x15, 0x45, 0x06  # instructions of classic BPF
-        number, machine, first_argument = 0, 4, 16  # offsets in struct seccomp_data
+        number, machine, arguments = 0, 4, 16  # offsets in struct seccomp_data
+        allow, refuse, kill = (give, 0x7FFF0000, 0, 0), (give, 0x00050000 | 38, 0, 0), (give, 0, 0, 0)  # 38: ENOSYS
         # Each entry is (instruction, value, instructions to skip if true, if false).
-        program: list[tuple[int, int, int, int]] = [(load, machine, 0, 0), (equal, arch, 1, 0), (give, 0, 0, 0)]
-        program.append((load, number, 0, 0))
-        conditions = (  # on the first argument of a call
-            (clone, any_bit, 0x10000),  # CLONE_THREAD: threads, but no processes
-            (tgkill, equal, os.getpid()),  # signals to itself only, which abort() needs
-            (prlimit, equal, 0),  # its own limits; raising them needs a capability
-        )
-        for call, test, value in conditions:
-            program += [
-                (equal, call, 0, 4),
-                (load, first_argument, 0, 0),
-                (test, value, 0, 1),
-                (give, 0x7FFF0000, 0, 0),
-            ]
-            program.append((give, 0x00050000 | 38, 0, 0))  # ENOSYS
-        program += [(equal, call, len(numbers) - place, 0) for place, call in enumerate(numbers)]
-        program += [(give, 0x00050000 | 38, 0, 0), (give, 0x7FFF0000, 0, 0)]
+        program = [(load, machine, 0, 0), (equal, arch, 1, 0), kill, (load, number, 0, 0)]
+        for name, (calls, place, values) in _CONDITIONS.items():
+            test, values = any_bit if name == "clone" else equal, values or (os.getpid(),)
+            program += [(equal, calls[column], 0, len(values) + 3), (load, arguments + 8 * place, 0, 0)]
+            program += [(test, value, len(values) - index, 0) for index, value in enumerate(values)]
+            program += [refuse, allow]
+        program += [(equal, call, len(numbers) - index, 0) for index, call in enumerate(numbers)]
+        program += [refuse, allow]
         code = b"".join(struct.pack("=HBBI", kind, true, false, value) for kind, value, true, false in program)
         buffer = ctypes.create_string_buffer(code)
         self._prctl(_SECCOMP, 2, struct.pack("@HP", len(program), ctypes.addressof(buffer)))

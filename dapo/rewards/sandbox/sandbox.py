@@ -319,7 +319,8 @@ class Sandbox:
             children.attend([checker.job], MAX_OUTPUT, wall)
         if program.exit_code == -signal.SIGKILL:
             program.exit_code = 0  # it was still there at the end of the tests
-        results = [json.loads(line) for line in bytes(checker.received[checker.job]).splitlines()]
+        *lines, _ = bytes(checker.received[checker.job]).split(b"\n")  # whole lines
+        results = [json.loads(line) for line in lines]
         return results, children.ending(program)
 
     @contextmanager
