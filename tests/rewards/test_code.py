@@ -221,8 +221,8 @@ def test_all_tests_together_share_the_time(rule: CodeRule) -> None:
 def test_sleeping_in_every_test_is_a_timeout_and_not_unjudged() -> None:
     answer = {"inputs": [""] * 6, "outputs": ["1"] * 6}
     prompt = Prompt("u", (), (1,), answer=answer)
-    with closing(WorkerPool(["code"], RewardConfig(timeout=0.5, workers=1, code_score="share"))) as pool:
-        text = "import time\ntime.sleep(0.7)\nprint(1)"
+    with closing(WorkerPool(["code"], RewardConfig(timeout=1.0, workers=1, code_score="share"))) as pool:
+        text = "import time\ntime.sleep(1.4)\nprint(1)"
         (score,) = pool.submit("code", prompt, [make.rollout([1], text=text)]).result()
     assert score.error is None
     assert score.extras["reason"] == "timeout"

@@ -86,11 +86,11 @@ class Confinement:
 
     def apply(self, cpu_seconds: int) -> None:
         """Confine this process. The order matters: each step needs rights that a later one takes away."""
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (SCRATCH_BYTES, SCRATCH_BYTES))
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))  # SIGXCPU, a second later SIGKILL
+        _limit(resource.RLIMIT_CORE, 0)
+        _limit(resource.RLIMIT_FSIZE, SCRATCH_BYTES)
+        _limit(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)  # SIGXCPU, a second later SIGKILL
         if sys.platform == "linux":
-            resource.setrlimit(resource.RLIMIT_AS, (self.memory, self.memory))
+            _limit(resource.RLIMIT_AS, self.memory)
         if self.kind != NONE:
             self._prctl(_PDEATHSIG, signal.SIGKILL)  # die with the process that started this one
             if self.kind == NAMESPACES:
@@ -105,7 +105,7 @@ class Confinement:
                 self._syscall(446, self.ruleset, 0)  # landlock_restrict_self
                 os.close(self.ruleset)
             self._filter_calls()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
+        _limit(resource.RLIMIT_NOFILE, MAX_FILES)
 
     # Files, seen through a root of our own
 
@@ -202,3 +202,11 @@ class Confinement:
             code = ctypes.get_errno()
             raise OSError(code, f"{name}: {os.strerror(code)}")
         return result
+
+
+def _limit(kind: int, soft: int, hard: int | None = None) -> None:
+    """Set a limit, or keep a lower one that was set from outside."""
+    _, most = resource.getrlimit(kind)
+    hard = soft if hard is None else hard
+    hard = hard if most == resource.RLIM_INFINITY else min(hard, most)
+    resource.setrlimit(kind, (min(soft, hard), hard))

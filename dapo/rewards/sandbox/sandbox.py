@@ -43,8 +43,6 @@ DESCRIPTIONS = {
     LANDLOCK: "programs run behind Landlock (files) and a filter of system calls (seccomp), without scratch files",
     NONE: "programs run WITHOUT isolation (reward.code_unsafe): they can do everything that you can",
 }
-
-
 SAFE = (NAMESPACES, LANDLOCK)
 
 
