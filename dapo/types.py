@@ -50,6 +50,7 @@ class EventKind(StrEnum):
 
     DATA = "data", "info"
     PLAN = "plan", "info"
+    SANDBOX = "sandbox", "info"
     CONFIGURATION = "configuration", "info"
     RESUMED = "resumed", "info"
     FINISHED = "finished", "info"

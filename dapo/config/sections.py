@@ -186,7 +186,7 @@ Extraction = Literal["answer_line", "boxed", "tag", "last_number", "whole"]
 class RewardConfig(Section):
     use: str | dict[str, float] = Field(
         default="auto",
-        description="The judge: `math`, `math_dapo`, `exact`, `integer`, `choice`, `regex`, `gym`, "
+        description="The judge: `math`, `math_dapo`, `exact`, `integer`, `choice`, `regex`, `gym`, `code`, "
         "path/to/file.py:function, model:PATH for a reward model, or the URL of an endpoint; or a mapping of these to "
         "weights for a weighted sum. `auto`: the task's scorer for reasoning-gym questions, `math` for all others.",
     )
@@ -198,6 +198,10 @@ class RewardConfig(Section):
         description="For `regex`: the pattern that a response must match; a first group must equal the answer.",
     )
     threshold: float = Field(default=1.0, gt=0, description="For `gym`: the lowest score of a right answer.")
+    code_score: Literal["all", "share"] = Field(
+        default="all", description="For `code`: 1 if all tests pass, else 0; or the share of tests that pass."
+    )
+    code_unsafe: bool = Field(default=False, description="For `code`: run programs even where there is no sandbox.")
     workers: int = Field(
         default=0, ge=0, le=1024, description=f"Processes that judge; 0: one per core, at most {AUTO_WORKERS}."
     )

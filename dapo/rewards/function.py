@@ -90,6 +90,7 @@ class Reward:
         self.is_batched = "completions" in self.names
         self.is_verl = "solution_str" in self.names and not self.is_batched
         self.is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+        self.patience = float(getattr(function, "patience", 1.0))
         self.wants_tokens = self.is_batched and (self.takes_everything or "completion_ids" in self.names)
         if not (self.is_batched or self.is_verl or self.takes_everything or "completion" in self.names):
             raise RewardError(

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
@@ -21,6 +21,7 @@ from dapo.rewards.pool import WorkerPool
 from dapo.rewards.protocol import Judge
 from dapo.rewards.reward_model import RewardModelJudge
 from dapo.rewards.rules import RULES
+from dapo.rewards.sandbox.sandbox import DESCRIPTIONS, Sandbox
 from dapo.types import Prompt, Rollout, Score
 
 AUTO = "auto"
@@ -52,6 +53,15 @@ def build_judge(options: RewardConfig, function: RewardFunction | None = None) -
 
 def judge_specs(options: RewardConfig) -> list[str]:
     return [options.use] if isinstance(options.use, str) else [*options.use]
+
+
+def isolation_note(options: RewardConfig) -> str | None:
+    """Say how programs are isolated on this machine, if the options run any."""
+    if "code" not in judge_specs(options):
+        return None
+    with closing(Sandbox(is_unsafe_allowed=options.code_unsafe)) as sandbox:
+        sandbox.open()
+        return DESCRIPTIONS[sandbox.isolation]
 
 
 def uses_reward_model(options: RewardConfig) -> bool:

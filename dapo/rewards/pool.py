@@ -240,7 +240,7 @@ class WorkerPool:
         if not task.indices:
             worker.task, worker.has_begun, worker.deadline = None, False, math.inf
         elif task.job.kind.is_sequential:
-            worker.deadline = time.monotonic() + self.options.timeout  # the next response begins
+            worker.deadline = time.monotonic() + task.time_limit(self.options.timeout)  # the next response begins
 
     # Losing workers
 

@@ -10,13 +10,14 @@ from typing import Any
 
 from dapo.config import Extraction, RewardConfig
 from dapo.errors import RewardError
+from dapo.rewards.code import CodeRule, read_tests
 from dapo.rewards.extract import extract
 from dapo.rewards.math_dapo import gold_text, math_dapo_reward
 from dapo.rewards.math_verifier import POLICIES, math_reward, read_gold
 
 Rule = Callable[..., dict[str, Any]]
 
-RULES = ("math", "math_dapo", "exact", "integer", "choice", "regex", "gym")
+RULES = ("math", "math_dapo", "exact", "integer", "choice", "regex", "gym", "code")
 
 
 def make_rule(name: str, options: RewardConfig) -> Rule:
@@ -25,10 +26,9 @@ def make_rule(name: str, options: RewardConfig) -> Rule:
     A response without an answer is wrong. A gold answer that the rule cannot read raises ValueError: the response is
     unjudged.
     """
-    if name not in RULES:
-        close = difflib.get_close_matches(name, RULES, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise RewardError(f"reward.use: there is no rule '{name}', the rules are {', '.join(RULES)}{hint}")
+    _require_rule(name)
+    if name == "code":
+        return CodeRule(options)
     if name == "math_dapo":
         return math_dapo_reward
     if name == "regex":
@@ -53,9 +53,16 @@ def make_rule(name: str, options: RewardConfig) -> Rule:
     return lambda completion, answer, **row: judge(completion, answer, policies)
 
 
+def _require_rule(name: str) -> None:
+    if name not in RULES:
+        close = difflib.get_close_matches(name, RULES, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise RewardError(f"reward.use: there is no rule '{name}', the rules are {', '.join(RULES)}{hint}")
+
+
 def can_read_gold(name: str, answer: Any, options: RewardConfig) -> bool:
     """Return whether the rule can read this gold answer."""
-    make_rule(name, options)
+    _require_rule(name)
     if name == "gym" or (name == "regex" and not _compile(options.regex).groups):
         return True  # a task's own scorer and a pattern without a group ignore the gold answer
     try:
@@ -168,6 +175,7 @@ def _read_choice_gold(answer: Any) -> str:
 
 
 _GOLD_READERS: dict[str, Callable[[Any], Any]] = {
+    "code": lambda answer: read_tests(answer, {}),
     "math": read_gold,
     "math_dapo": gold_text,
     "exact": _read_text_gold,

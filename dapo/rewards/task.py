@@ -19,6 +19,7 @@ class Kind:
     is_batched: bool = False
     is_async: bool = False
     wants_tokens: bool = False
+    patience: float = 1.0  # the pool waits this many times reward.timeout; more for a reward that limits itself
 
     @property
     def is_sequential(self) -> bool:
@@ -84,12 +85,12 @@ class Task:
 
     def time_limit(self, timeout: float) -> float:
         """Return the seconds allowed from the begin message to the first score."""
-        own = timeout * len(self.indices) if self.job.kind.is_batched else timeout
+        own = timeout * self.job.kind.patience * (len(self.indices) if self.job.kind.is_batched else 1)
         return own + GRACE if self.job.kind.is_async else own
 
     def timeout_reason(self, timeout: float) -> str:
         if not self.job.kind.is_batched:
-            return f"timed out after {timeout:g} s"
+            return f"timed out after {timeout * self.job.kind.patience:g} s"
         return f"timed out after {timeout * len(self.indices):g} s for {len(self.indices)} responses"
 
     def mark_unjudged(self, indices: list[int], reason: str) -> None:

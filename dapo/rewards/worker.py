@@ -25,6 +25,7 @@ from typing import Any
 
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
+from dapo.rewards.code import CodeRule
 from dapo.rewards.function import Reward, RewardFunction, Sample, load_function, unjudged
 from dapo.rewards.rules import RULES, make_rule
 from dapo.types import Prompt, Score
@@ -67,7 +68,8 @@ class Worker:
         except RewardError as error:
             self.send({"refused": f"{error}{self._memory_hint(str(error))}"})
             return False
-        self.send({"ready": {spec: [r.is_batched, r.is_async, r.wants_tokens] for spec, r in rewards.items()}})
+        kinds = {spec: [r.is_batched, r.is_async, r.wants_tokens, r.patience] for spec, r in rewards.items()}
+        self.send({"ready": kinds})
         return True
 
     def handle(self, task: Mapping[str, Any]) -> None:
@@ -134,7 +136,10 @@ def _find_function(spec: str, options: RewardConfig) -> RewardFunction:
     if spec in _SLOW_IMPORTS:
         with suppress(ImportError):  # the rule itself reports what to install
             importlib.import_module(_SLOW_IMPORTS[spec])
-    return make_rule(spec, options)
+    rule = make_rule(spec, options)
+    if isinstance(rule, CodeRule):
+        rule.sandbox.open()  # refuses to run without isolation
+    return rule
 
 
 def _die_with_parent(lifeline: int) -> None:

@@ -21,7 +21,7 @@ from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
 from dapo.policy.build import model_source
 from dapo.policy.protocol import UpdateResult
-from dapo.rewards.judge import build_judge
+from dapo.rewards.judge import build_judge, isolation_note
 from dapo.rewards.protocol import Judge
 from dapo.sampling.accounting import Sampled
 from dapo.sampling.inflight import InflightSampler
@@ -88,6 +88,8 @@ class Trainer:
             self.seconds = self.recorder.training_seconds()
             for note in self.data.notes:
                 self.recorder.event(EventKind.DATA, note)
+            if judge is not None and (note := isolation_note(config.reward)):
+                self.recorder.event(EventKind.SANDBOX, note)
             if plan := self.policy.memory_plan(self.parts.cache_bytes):
                 self.recorder.event(EventKind.PLAN, plan)
             undo.pop_all()

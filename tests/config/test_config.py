@@ -33,7 +33,8 @@ OPTIONS = [
     "data.overlong_prompts", "data.prompt_template", "data.system_prompt",
     "rollout.n", "rollout.temperature", "rollout.max_concurrent",
     "rollout.kv_memory_fraction", "rollout.mode", "rollout.engine", "rollout.tensor_parallel", "rollout.vllm",
-    "reward.use", "reward.extract", "reward.regex", "reward.threshold", "reward.workers", "reward.timeout",
+    "reward.use", "reward.extract", "reward.regex", "reward.threshold", "reward.code_score",
+    "reward.code_unsafe", "reward.workers", "reward.timeout",
     "reward.memory_gb", "reward.model.device", "reward.model.batch_size", "reward.length_shaping",
     "reward.target_length", "reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor",
     "algorithm.adv_norm", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c",
@@ -390,7 +391,7 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
     # The options of reward models, vLLM and clusters are tested in tests/rewards, tests/engine and tests/cluster.
     assert unread == {
         "run.store_tokens",
-        "reward.memory_gb", "reward.model.device", "reward.model.batch_size",
+        "reward.model.device", "reward.model.batch_size",
         "rollout.tensor_parallel", "rollout.vllm",
         "cluster.offload", "cluster.max_restarts", "cluster.timeout",
     }  # fmt: skip
