@@ -244,7 +244,7 @@ def _response(row: sqlite3.Row) -> Response:
         sample=row["sample"],
         text=row["text"],
         score=row["score"],
-        acc=None if row["acc"] is None else bool(row["acc"]),
+        acc=None if row["acc"] is None else row["acc"] == 1,
         reward=row["reward"],
         advantage=row["advantage"],
         trains=bool(row["trains"]),
