@@ -162,6 +162,9 @@ class GymDeck:
     def questions(self) -> list[Prompt]:
         raise DataError(f"{self.gym.name} is endless, so it cannot be evaluated as a whole; set eval.data")
 
+    def columns(self) -> set[str]:
+        return {"gym"}
+
 
 def fingerprint(question: str) -> str:
     """Return a hash of the question, by which the judge checks that it generated the same item again."""

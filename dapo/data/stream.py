@@ -25,6 +25,10 @@ class Deck(Protocol):
         """Return all prompts, in the order of the files. Raise DataError for an endless source."""
         ...
 
+    def columns(self) -> set[str]:
+        """Return the names of the extra columns that some of its prompts have."""
+        ...
+
 
 class Shuffled:
     """A finite dataset, shuffled again for each epoch."""
@@ -47,6 +51,9 @@ class Shuffled:
 
     def questions(self) -> list[Prompt]:
         return list(self.prompts)
+
+    def columns(self) -> set[str]:
+        return set().union(*(prompt.extra for prompt in self.prompts))
 
 
 class PromptStream:
@@ -82,6 +89,9 @@ class PromptStream:
 
     def questions(self) -> list[Prompt]:
         return [prompt for deck in self.decks for prompt in deck.questions()]
+
+    def columns(self) -> set[str]:
+        return set().union(*(deck.columns() for deck in self.decks))
 
     def _next(self) -> Prompt:
         """Draw from the source that is furthest behind its share; the first one if several are."""

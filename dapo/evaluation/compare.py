@@ -24,8 +24,8 @@ from dapo.errors import RewardError
 from dapo.evaluation.evaluate import differences, evaluate
 from dapo.evaluation.subjects import Subject, differing_settings, resolve
 from dapo.model.forward import check_model
-from dapo.model.loading import load_model, resolve_path
-from dapo.rewards.judge import build_judge
+from dapo.model.loading import load_model, load_tokenizer, resolve_path
+from dapo.rewards.judge import build_judge, check_columns, columns_seen, judge_kinds
 from dapo.store.database import RunDatabase, versions
 from dapo.terminal.evaltable import DifferenceRow, EvalRow, differences_table, models_table, summary
 from dapo.types import EvalReport, SamplingParams
@@ -124,11 +124,14 @@ def _evaluate(subject: Subject, console: Console) -> list[Result]:
     config, options = subject.config, subject.config.eval
     results = []
     with closing(build_judge(config.reward)) as judge:
+        notes: list[str] = []
+        kinds = judge_kinds(config.reward, judge)
+        # Before the weights, so that errors in the data or the reward's signature show at once.
+        sets = load_eval_sets(config, load_tokenizer(config.model.path), notes, columns_seen(kinds))
+        check_columns(kinds, {"data_source"}.union(*(prompt.extra for prompts in sets.values() for prompt in prompts)))
         loaded = load_model(config.model)
         loaded.model.requires_grad_(False)
         check_model(loaded.model, config.data.max_prompt_length + config.data.max_response_length)
-        notes: list[str] = []
-        sets = load_eval_sets(config, loaded.tokenizer, notes)
         for note in notes:
             console.print(note, style="dim", markup=False, highlight=False)
         engine = EmbeddedEngine(
