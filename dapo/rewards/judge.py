@@ -109,7 +109,7 @@ def check_columns(kinds: Iterable[tuple[str, Kind]], columns: Collection[str], *
     for name, kind in kinds:
         for column in kind.needs:
             if column == TOKENS and not has_tokens:
-                raise RewardError(f"reward.use: {name} takes '{TOKENS}', which only a model's tokenizer can give")
+                raise RewardError(f"reward.use: {name} takes '{TOKENS}'; give them, or name the --model to count with")
             if column != TOKENS and column not in columns:
                 raise RewardError(
                     f"reward.use: {name} takes '{column}', which is not a column of the data (columns: "
