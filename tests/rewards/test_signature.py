@@ -47,7 +47,7 @@ def test_trl_functions_may_take_only_tokens_only_prompts_or_only_keywords():
 
 
 def test_what_a_trl_function_logs_becomes_extras_and_nan_is_none():
-    def reward(completions, log_extra=None, log_metric=None, **kwargs):
+    def reward(completions, log_extra, log_metric, **kwargs):
         log_extra("length", [len(c[0]["content"]) for c in completions])
         log_extra("acc", ["x", "y"])
         log_metric("share", 0.25)
