@@ -12,9 +12,10 @@ os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
 from dapo.config import Config
 
 if TYPE_CHECKING:
+    from dapo.evaluation.judging import Judgment, judge
     from dapo.training.trainer import RunResult, Trainer
 
-__all__ = ["Config", "RunResult", "Trainer"]
+__all__ = ["Config", "Judgment", "RunResult", "Trainer", "judge"]
 __version__ = "0.1.0"
 
 
@@ -24,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from dapo.training import trainer
 
         return getattr(trainer, name)
+    if name in ("Judgment", "judge"):
+        from dapo.evaluation import judging
+
+        return getattr(judging, name)
     raise AttributeError(f"module 'dapo' has no attribute '{name}'")

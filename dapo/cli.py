@@ -1,4 +1,4 @@
-"""The command line: dapo train | resume | eval | data | metrics | view | report | plan | profile | export | doctor."""
+"""The command line: dapo train | resume | eval | judge | data | metrics | view | report | plan | profile | ..."""
 
 from __future__ import annotations
 
@@ -179,6 +179,44 @@ def evaluate(
     print_comparison(console, found)
     if as_json is not None:
         write_text(as_json, comparison_json(found))
+
+
+@app.command()
+def judge(
+    response: Annotated[str, typer.Argument(help="A response; or a .jsonl file of rows with a column `completion`.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Options to change, for example reward.timeout=60.")
+    ] = None,
+    use: Annotated[str, typer.Option("--use", help="The judge, as reward.use.")] = "auto",
+    answer: Annotated[str | None, typer.Option("--answer", help="The gold answer, where a row has none.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The question, for judges that read it.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Count tokens as this model does.")] = None,
+) -> None:
+    """Judge a response, or a file of responses, without a run: score, verdict, extracted answer and reason."""
+    from dapo.evaluation import judging
+
+    options = judging.reward_options({}, [f"reward.use={use}", *(overrides or ())])
+    is_file = response.endswith((".jsonl", ".parquet"))
+    if is_file:
+        places, responses = judging.read_responses(response, answer)
+    else:
+        places, responses = [""], [judging.response_to(response, prompt, answer)]
+        options = options.model_copy(update={"workers": 1})
+    if model is not None:
+        from dapo.model.loading import load_tokenizer
+
+        tokenizer = load_tokenizer(model)
+        responses = [r._replace(tokens=r.tokens or tokenizer(r.text)["input_ids"]) for r in responses]
+    judgments = []
+    for where, given, found in zip(places, responses, judging.judge_all(responses, options), strict=True):
+        judgments.append(found)
+        shown = judging.describe(found, given.prompt.answer)
+        if is_file:
+            typer.echo(f"{where}: " + ", ".join(f"{name} {text}" for name, text in shown.items()))
+        else:
+            typer.echo("\n".join(f"{name + ':':<12}{text}" for name, text in shown.items()))
+    if is_file:
+        typer.echo(judging.summary(judgments))
 
 
 @app.command()

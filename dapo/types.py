@@ -75,6 +75,11 @@ def event_severity(kind: str) -> Severity:
         return "info"
 
 
+# Prefixes of a score's extras: the score of one term of a weighted sum, and a metric that a reward function logged.
+TERM = "score/"
+METRIC = "metric/"
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One question with the gold answer that its responses are judged against."""
@@ -141,13 +146,22 @@ class Score:
     """The judge's result for one rollout. If `error` is set, the rollout could not be judged and has no reward."""
 
     value: float | None
-    acc: bool | None = None  # right or wrong, if the judge says so
+    acc: float | None = None  # right (True) or wrong (False), or a share, if the judge says so
     error: str | None = None  # why it could not be judged
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def judged(self) -> bool:
         return self.error is None
+
+    @property
+    def components(self) -> dict[str, float]:
+        """The scores of a weighted sum's terms, and the other numbers that the reward returned, by name."""
+        return {
+            name.removeprefix(TERM): float(value)
+            for name, value in self.extras.items()
+            if isinstance(value, int | float) and name != "extracted" and not name.startswith(METRIC)
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -77,7 +77,7 @@ class _RolloutData(TypedDict):
 
 class _ScoreData(TypedDict):
     value: float | None
-    acc: bool | None
+    acc: bool | float | None
     error: str | None
     extras: dict[str, Any]
 

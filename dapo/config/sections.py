@@ -107,6 +107,12 @@ class DataConfig(Section):
     overlong_prompts: Literal["drop", "raise"] = Field(
         default="drop", description="Prompts longer than max_prompt_length: drop them, or raise an error."
     )
+    deduplicate: bool = Field(
+        default=True,
+        description="Leave out rows that equal an earlier one in everything the judge sees, and questions whose rows "
+        "have different answers; false: keep every row.",
+        json_schema_extra=FIXED,
+    )
     prompt_template: str | None = Field(
         default=None,
         description="Text with {question}, into which bare questions are put, or the name of a template: `dapo` is "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dapo.config import Config, Source
-from dapo.data.distinct import Distinct, answer_key, counted, question_key
+from dapo.data.distinct import Distinct, answer_key, columns_key, counted, question_key
 from dapo.data.encode import encode, progress
 from dapo.data.gym import MAX_ATTEMPTS, Gym, GymSource
 from dapo.data.prompt_format import PromptFormat
@@ -30,13 +30,21 @@ class RunData:
     eval_sets: Mapping[str, Sequence[Prompt]]  # by name; empty if the run does not evaluate
     notes: tuple[str, ...]  # messages for the user: how many rows were left out, and why
 
+    def columns(self) -> set[str]:
+        """Return the columns that a reward function can take by name, besides the prompt and the gold answer."""
+        prompts = (prompt for members in self.eval_sets.values() for prompt in members)
+        return self.stream.columns().union({"data_source"}, *(prompt.extra for prompt in prompts))
 
-def load_run_data(config: Config, tokenizer: Any) -> RunData:
-    """Load what the run trains and evaluates on. Without `eval.data` it evaluates on the training questions."""
+
+def load_run_data(config: Config, tokenizer: Any, seen: Collection[str] | None = ()) -> RunData:
+    """Load what the run trains and evaluates on. Without `eval.data` it evaluates on the training questions.
+
+    Two rows are duplicates if question, answer and the columns that the judge sees are equal (`seen` None: all).
+    """
     notes: list[str] = []
-    sets = load_eval_sets(config, tokenizer, notes)
+    sets = load_eval_sets(config, tokenizer, notes, seen)
     # Evaluation questions are never trained on, even if this run does not evaluate.
-    stream = load_train_stream(config, tokenizer, [prompt for prompts in sets.values() for prompt in prompts])
+    stream = load_train_stream(config, tokenizer, [prompt for prompts in sets.values() for prompt in prompts], seen)
     if config.eval.k == 0:
         sets = {}
     elif not sets:
@@ -44,9 +52,11 @@ def load_run_data(config: Config, tokenizer: Any) -> RunData:
     return RunData(stream, sets, (*stream.notes, *notes))
 
 
-def load_train_stream(config: Config, tokenizer: Any, held_out: Collection[Prompt] = ()) -> PromptStream:
+def load_train_stream(
+    config: Config, tokenizer: Any, held_out: Collection[Prompt] = (), seen: Collection[str] | None = ()
+) -> PromptStream:
     """Return the training questions as one endless stream, without those held out for evaluation."""
-    loader = _Loader(config, tokenizer, ("train",), held_out)
+    loader = _Loader(config, tokenizer, ("train",), held_out, seen)
     sources = config.data.train
     finite = {i: loader.read(i, source) for i, source in enumerate(sources) if not _is_endless(source)}
     prompt_sources: list[PromptSource] = [
@@ -58,11 +68,13 @@ def load_train_stream(config: Config, tokenizer: Any, held_out: Collection[Promp
     return PromptStream(prompt_sources, [source.weight for source in sources], loader.notes)
 
 
-def load_eval_sets(config: Config, tokenizer: Any, notes: list[str] | None = None) -> dict[str, list[Prompt]]:
+def load_eval_sets(
+    config: Config, tokenizer: Any, notes: list[str] | None = None, seen: Collection[str] | None = ()
+) -> dict[str, list[Prompt]]:
     """Return the prompts of eval.data by set name. Messages about rows that were left out are appended to `notes`."""
     sets = {}
     for name, sources in (config.eval.data or {}).items():
-        loader = _Loader(config, tokenizer, ("eval", name))
+        loader = _Loader(config, tokenizer, ("eval", name), (), seen)
         found = [loader.read(i, source) for i, source in enumerate(sources)]
         sets[name] = [p for i, source in enumerate(sources) for p in loader.finish(i, source, found[i])]
         if notes is not None:
@@ -81,7 +93,12 @@ class _Loader:
     """
 
     def __init__(
-        self, config: Config, tokenizer: Any, scope: tuple[Phase] | tuple[Phase, str], held_out: Collection[Prompt] = ()
+        self,
+        config: Config,
+        tokenizer: Any,
+        scope: tuple[Phase] | tuple[Phase, str],
+        held_out: Collection[Prompt],
+        seen: Collection[str] | None,
     ) -> None:
         self.data = config.data
         self.tokenizer = tokenizer
@@ -90,6 +107,7 @@ class _Loader:
         self.is_training = scope[0] == "train"
         self.prompt_format = PromptFormat.of(config.data.prompt_template, config.data.system_prompt)
         self.held_out = frozenset(question_key(prompt.messages) for prompt in held_out)
+        self.seen = seen
         self.rows = Distinct()
         self.items = Distinct()  # gym questions, by question only: they can have several right answers
         self.failed_items: Counter[int] = Counter()  # by source: gym items without a question or an answer
@@ -104,8 +122,11 @@ class _Loader:
             if isinstance(row, DataError):
                 raise row
             question = read_question(where, row, self.prompt_format)
-            if self.rows.add(question_key(question.messages), answer_key(question.answer), index):
-                questions.append(question)
+            key, columns = question_key(question.messages), columns_key(question.data_source, question.extra, self.seen)
+            is_new = self.rows.add(key, answer_key(question.answer), index, columns)
+            if is_new or not self.data.deduplicate:
+                is_variant = self.rows.is_variant(key, columns)
+                questions.append(replace(question, variant=columns.hex()) if is_variant else question)
         if not self.rows.counts(index).rows:
             raise DataError(f"{source.path}: no rows; expected one question with its answer per row")
         return questions
@@ -117,11 +138,13 @@ class _Loader:
         """
         is_gym = source.path.startswith(GYM)
         row_counts = (self.items if is_gym else self.rows).counts(index)
-        summary = [f"{source.path}: {row_counts.summary('item' if is_gym else 'row')}"]
+        counts = row_counts.summary("item" if is_gym else "row", are_left_out=self.data.deduplicate)
+        summary = [f"{source.path}: {counts}"]
         if self.failed_items[index]:
             summary.append(f"{counted(self.failed_items[index], 'item')} that the task failed to generate left out")
         keyed = [(question_key(question.messages), question) for question in found]
-        agreed = [(key, question) for key, question in keyed if is_gym or not self.rows.is_conflict(key)]
+        keeps_all = is_gym or not self.data.deduplicate
+        agreed = [(key, question) for key, question in keyed if keeps_all or not self.rows.is_conflict(key)]
         questions = [question for key, question in agreed if key not in self.held_out]
         if len(questions) < len(agreed):
             summary.append(f"{counted(len(agreed) - len(questions), 'question')} held out for evaluation left out")
@@ -162,7 +185,7 @@ class _Loader:
                 self.failed_items[index] += 1
                 reason = str(error)
             else:
-                if self.items.add(question_key(question.messages), b"", index):
+                if self.items.add(question_key(question.messages), b"", index) or not self.data.deduplicate:
                     questions.append(question)
                     last_new = position
             if position - last_new >= MAX_ATTEMPTS and not self.is_training:

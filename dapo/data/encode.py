@@ -40,7 +40,7 @@ def _prompt(question: Question, tokens: Sequence[int]) -> Prompt:
     if not tokens:
         raise DataError(f"{question.where}: the prompt has no tokens")
     return Prompt(
-        uid=_uid(question.messages, question.answer if question.has_one_answer else None),
+        uid=_uid(question.messages, question.answer if question.has_one_answer else None, question.variant),
         messages=question.messages,
         tokens=tuple(tokens),
         answer=question.answer,
@@ -50,9 +50,9 @@ def _prompt(question: Question, tokens: Sequence[int]) -> Prompt:
     )
 
 
-def _uid(messages: Sequence[Mapping[str, str]], answer: Any) -> str:
+def _uid(messages: Sequence[Mapping[str, str]], answer: Any, variant: str) -> str:
     """Return a hash of the messages and the answer, stable across runs and machines."""
-    identity = json.dumps([messages, answer], ensure_ascii=False, sort_keys=True)
+    identity = json.dumps([messages, answer, *filter(None, [variant])], ensure_ascii=False, sort_keys=True)
     return text_digest(identity)
 
 

@@ -172,6 +172,9 @@ class GymSource:
     def questions(self) -> list[Prompt]:
         raise DataError(f"{self.gym.name} is endless, so it cannot be evaluated as a whole; set eval.data")
 
+    def columns(self) -> set[str]:
+        return {"gym"}
+
 
 def _import_factory(name: str) -> Any:
     try:

@@ -13,7 +13,7 @@ from typing import Any
 from dapo.data.prompt_format import PromptFormat
 from dapo.errors import DataError
 
-_QUESTION_COLUMNS = ("prompt", "question", "problem")
+QUESTION_COLUMNS = ("prompt", "question", "problem")
 _ANSWER_COLUMNS = ("answer", "ground_truth", "solution")
 _JSON_SCALARS = (str, bool, int)
 _MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
@@ -30,6 +30,7 @@ class Question:
     extra: Mapping[str, Any]
     is_text: bool
     has_one_answer: bool = True  # False: `answer` is one of several right ones, and not part of the uid
+    variant: str = ""  # part of the uid: a key of the columns by which it differs from an earlier row
 
 
 def layout_of(row: Mapping[str, Any]) -> str:
@@ -43,7 +44,7 @@ def layout_of(row: Mapping[str, Any]) -> str:
 
 def read_question(where: str, row: Mapping[str, Any], prompt_format: PromptFormat) -> Question:
     """Return the row's question and gold answer, with every other column as JSON values in `extra`."""
-    question_column = next((name for name in _QUESTION_COLUMNS if row.get(name) is not None), None)
+    question_column = next((name for name in QUESTION_COLUMNS if row.get(name) is not None), None)
     if question_column is None:
         raise DataError(f"{where}: {_missing(row, 'prompt')} (and there is no 'question' or 'problem'{_columns(row)})")
     for name in _MEDIA_COLUMNS:

@@ -25,6 +25,10 @@ class PromptSource(Protocol):
         """Return all prompts, in the order of the files. Raise DataError for an endless source."""
         ...
 
+    def columns(self) -> set[str]:
+        """Return the names of the extra columns that some of its prompts have."""
+        ...
+
 
 class ShuffledSource:
     """A finite dataset, shuffled again for each epoch."""
@@ -47,6 +51,9 @@ class ShuffledSource:
 
     def questions(self) -> list[Prompt]:
         return list(self.prompts)
+
+    def columns(self) -> set[str]:
+        return set().union(*(prompt.extra for prompt in self.prompts))
 
 
 class PromptStream:
@@ -84,6 +91,9 @@ class PromptStream:
 
     def questions(self) -> list[Prompt]:
         return [prompt for source in self.sources for prompt in source.questions()]
+
+    def columns(self) -> set[str]:
+        return set().union(*(source.columns() for source in self.sources))
 
     def _next(self) -> Prompt:
         """Draw from the source that is furthest behind its share; the first one if several are."""

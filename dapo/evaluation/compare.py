@@ -24,6 +24,7 @@ from dapo.evaluation.evaluate import differences, evaluate
 from dapo.evaluation.parts import SharedParts
 from dapo.evaluation.subjects import Subject, differing_settings, resolve
 from dapo.model.loading import load_tokenizer, resolve_path
+from dapo.rewards.judge import check_columns, columns_seen, judge_kinds
 from dapo.store.database import RunDatabase, versions
 from dapo.system.files import write_text
 from dapo.terminal.evaltable import DifferenceRow, EvalRow, differences_table, models_table, summary
@@ -123,8 +124,10 @@ def comparison_json(comparison: Comparison) -> str:
 def _evaluate(subject: Subject, parts: SharedParts, console: Console) -> list[Result]:
     config, options = subject.config, subject.config.eval
     notes: list[str] = []
-    # Load the data before the weights, so that its errors show at once.
-    sets = load_eval_sets(config, load_tokenizer(config.model.path), notes)
+    # Before the weights, so that errors in the data or the reward's signature show at once.
+    kinds = judge_kinds(config.reward, None)
+    sets = load_eval_sets(config, load_tokenizer(config.model.path), notes, columns_seen(kinds))
+    check_columns(kinds, {"data_source"}.union(*(prompt.extra for prompts in sets.values() for prompt in prompts)))
     for note in notes:
         _note(console, note)
     engine, judge = parts.open(config)

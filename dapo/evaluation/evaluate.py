@@ -83,11 +83,11 @@ def metrics_by_problem(samples: Iterable[EvalSample], k: int) -> MetricsByProble
         metrics[f"avg@{k}"] = {uid: _mean(s.acc for s in members) for uid, members in judged.items()}
         for j in ks(k):
             metrics[f"pass@{j}"] = {
-                uid: pass_at_k(len(members), sum(bool(s.acc) for s in members), j) for uid, members in judged.items()
+                uid: pass_at_k(len(members), sum(s.acc == 1 for s in members), j) for uid, members in judged.items()
             }
     if has_acc and has_answers:
         metrics[f"maj@{k}"] = {
-            uid: majority([_answer(s) for s in members], [bool(s.acc) for s in members])
+            uid: majority([_answer(s) for s in members], [s.acc == 1 for s in members])
             for uid, members in judged.items()
         }
     if has_answers:

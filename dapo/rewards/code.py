@@ -72,7 +72,16 @@ class CodeRule:
         self.timeout, self.scoring = options.timeout, options.code_score
         self.sandbox = Sandbox(memory_gb=options.memory_gb, is_unsafe_allowed=options.code_unsafe)
 
-    def __call__(self, completion: str, answer: Any = None, prompt: Any = (), **row: Any) -> dict[str, Any]:
+    def __call__(
+        self, completion: str, answer: Any = None, prompt: Any = (), *, test: Any = None, entry_point: Any = None,
+        test_list: Any = None, test_setup_code: Any = None, test_imports: Any = None, input_output: Any = None,
+        tests: Any = None, **_: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        # The columns are named, so that two rows with one question and different tests are not taken for duplicates.
+        row = {
+            "test": test, "entry_point": entry_point, "test_list": test_list, "test_setup_code": test_setup_code,
+            "test_imports": test_imports, "input_output": input_output, "tests": tests,
+        }  # fmt: skip
         tests = read_tests(answer, row)
         program = find_program(completion)
         if program is None:

@@ -1,8 +1,9 @@
-"""Load a reward function, call it by whichever of three signatures it has, and validate what it returns."""
+"""Load a reward function, call it by the convention that its signature follows, and validate what it returns."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import inspect
 import json
@@ -11,14 +12,15 @@ import numbers
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from dapo.errors import RewardError
-from dapo.types import Prompt, Rollout, Score
+from dapo.rewards.signature import OURS, TOKENS, TRL, VERL_BATCHED, Signature, kind_of
+from dapo.types import METRIC, Prompt, Rollout, Score
 
 RewardFunction = Callable[..., Any]
 
@@ -38,6 +40,7 @@ class Sample(NamedTuple):
 
     text: str
     tokens: Sequence[int] = ()
+    version: int = 0  # of the weights that sampled it: the number of steps before
 
 
 def load_function(spec: str) -> RewardFunction:
@@ -67,65 +70,46 @@ def load_function(spec: str) -> RewardFunction:
 
 
 class Reward:
-    """A reward function with one of three signatures, called with the columns that it takes.
+    """A reward function, called by whichever convention its parameter names follow.
 
     - Ours: `reward(completion, answer, **row)`.
-    - verl's: `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
+    - verl's: `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, or batched
+      `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`.
     - TRL's: `f(prompts, completions, completion_ids=None, **columns)`, called once per group with lists. Prompts and
       completions are strings where the row's prompt was plain text, else lists of messages.
 
-    The parameter names tell which one it is. A response that cannot be judged gets a reason, not a score of 0.
+    A response that cannot be judged gets a reason, not a score of 0.
     """
 
-    def __init__(self, function: RewardFunction) -> None:
+    def __init__(self, function: RewardFunction, *, is_rule: bool = False) -> None:
         self.function = function
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError) as error:
-            raise RewardError(f"the reward {function!r} cannot be called as a function ({error})") from None
-        self.takes_everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        # Arguments bound by partial; a column must not replace them.
-        self.bound = set(function.keywords) if isinstance(function, partial) else set()
-        self.is_batched = "completions" in self.names
-        self.is_verl = "solution_str" in self.names and not self.is_batched
-        self.is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-        self.patience = float(getattr(function, "patience", 1.0))
-        self.wants_tokens = self.is_batched and (self.takes_everything or "completion_ids" in self.names)
-        if not (self.is_batched or self.is_verl or self.takes_everything or "completion" in self.names):
-            raise RewardError(
-                f"the reward function takes ({', '.join(sorted(self.names))}); expected reward(completion, answer, "
-                "**row), compute_score(data_source, solution_str, ground_truth, extra_info) or f(completions, **row)"
-            )
+        self.signature = Signature.of(function)
+        self.kind = kind_of(function, self.signature, is_rule=is_rule)
 
     def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Score]:
         """Call the function once: for one response, or for the whole group if it is batched."""
+        log = _Log(len(samples))
         try:
-            return self._scores(self.function(**self._arguments(prompt, samples)), len(samples))
+            return self._scores(self.function(**self._arguments(prompt, samples, log)), log)
         except (Exception, SystemExit) as error:  # user code may raise anything: only these are unjudged
             return [unjudged(explain(error))] * len(samples)
 
     async def score_async(self, prompt: Prompt, samples: Sequence[Sample], timeout: float) -> list[Score]:
+        log = _Log(len(samples))
         clock = asyncio.timeout(timeout)
         try:
             async with clock:
-                outcome = await self.function(**self._arguments(prompt, samples))
-            return self._scores(outcome, len(samples))
+                outcome = await self.function(**self._arguments(prompt, samples, log))
+            return self._scores(outcome, log)
         except (Exception, SystemExit) as error:
             reason = f"timed out after {timeout:g} s" if clock.expired() else explain(error)
             return [unjudged(reason)] * len(samples)
 
-    def _arguments(self, prompt: Prompt, samples: Sequence[Sample]) -> dict[str, Any]:
-        if self.is_batched:
-            row = _columns(prompt, samples)
-        elif self.is_verl:
-            row = {
-                "data_source": prompt.data_source,
-                "solution_str": samples[0].text,
-                "ground_truth": prompt.answer,
-                "extra_info": prompt.extra.get("extra_info") or {},
-            }
-        else:
+    def _arguments(self, prompt: Prompt, samples: Sequence[Sample], log: _Log) -> dict[str, Any]:
+        convention = self.signature.convention
+        if convention is TRL:
+            row = _columns(prompt, samples) | {"log_extra": log.extra, "log_metric": log.metric}
+        elif convention is OURS:
             row = {
                 **prompt.extra,
                 "prompt": list(prompt.messages),
@@ -133,16 +117,65 @@ class Reward:
                 "completion": samples[0].text,
                 "answer": prompt.answer,
             }
-        taken = row if self.takes_everything else self.names & row.keys()
-        return {name: row[name] for name in taken if name not in self.bound}
+        else:
+            row = {
+                "data_source": prompt.data_source,
+                "solution_str": samples[0].text,
+                "ground_truth": prompt.answer,
+                "extra_info": dict(prompt.extra.get("extra_info") or {}),  # a copy, because functions add to it
+            }
+            if convention is VERL_BATCHED:
+                row = {f"{name}s": [copy.copy(value) for _ in samples] for name, value in row.items()}
+                row["solution_strs"] = [sample.text for sample in samples]
+        return self.signature.select(row)
 
-    def _scores(self, outcome: Any, n: int) -> list[Score]:
-        if not self.is_batched:
+    def _scores(self, outcome: Any, log: _Log) -> list[Score]:
+        if not self.kind.is_batched:
             return [to_score(outcome)]
+        if isinstance(outcome, str | Mapping) or not isinstance(outcome, Iterable):
+            raise TypeError(f"the reward returned {type(outcome).__name__}; expected a list, one score per completion")
         values = list(outcome)
-        if len(values) != n:
-            raise ValueError(f"the reward returned {len(values)} scores for {n} completions")
-        return [unjudged(DOES_NOT_APPLY) if value is None else to_score(value) for value in values]
+        if len(values) != log.size:
+            raise ValueError(f"the reward returned {len(values)} scores for {log.size} completions")
+        return [self._batched_score(value, logged) for value, logged in zip(values, log.by_response(), strict=True)]
+
+    def _batched_score(self, value: Any, logged: Mapping[str, Any]) -> Score:
+        number = _to_number(value)
+        is_nan = isinstance(number, float) and math.isnan(number)
+        if value is None or (is_nan and self.signature.convention is TRL):  # for TRL, NaN is None
+            return unjudged(DOES_NOT_APPLY)
+        return to_score({**logged, **(value if isinstance(value, Mapping) else {"score": value})})
+
+
+class _Log:
+    """What a TRL function logs about one group: columns with a value per response, and metrics of the group.
+
+    Both become extras of the scores. The name of a metric starts with METRIC.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.columns: dict[str, list[Any]] = {}
+        self.metrics: dict[str, list[float]] = {}
+
+    def extra(self, column: str, values: Iterable[Any]) -> None:
+        found = list(values)
+        if len(found) != self.size:
+            raise ValueError(f"log_extra('{column}') got {len(found)} values for {self.size} completions")
+        # The score's own entries cannot be logged over.
+        self.columns[f"log/{column}" if column in ("score", "acc") else str(column)] = found
+
+    def metric(self, name: str, value: float) -> None:
+        self.metrics.setdefault(f"{METRIC}{name}", []).append(float(value))
+
+    def by_response(self) -> list[dict[str, Any]]:
+        means = {name: sum(values) / len(values) for name, values in self.metrics.items()}
+        return [{name: values[i] for name, values in self.columns.items()} | means for i in range(self.size)]
+
+
+def _to_number(value: Any) -> Any:
+    """Return the number in an array or tensor that holds one; other values as they are."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def _columns(prompt: Prompt, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -161,7 +194,9 @@ def _columns(prompt: Prompt, samples: Sequence[Sample]) -> dict[str, Any]:
     else:
         columns["prompts"] = [[dict(message) for message in prompt.messages] for _ in samples]
         columns["completions"] = [[{"role": "assistant", "content": sample.text}] for sample in samples]
-    return {**columns, "completion_ids": [list(sample.tokens) for sample in samples], "trainer_state": None}
+    columns[TOKENS] = [list(sample.tokens) for sample in samples]
+    # Of transformers' TrainerState only the step, for functions that change during a run.
+    return {**columns, "trainer_state": SimpleNamespace(global_step=samples[0].version)}
 
 
 class FunctionJudge:
@@ -176,25 +211,25 @@ class FunctionJudge:
         self.timeout = timeout
         self.loop: asyncio.AbstractEventLoop | None = None
         self.closed = False
-        if self.reward.is_async:
+        if self.reward.kind.is_async:
             self.loop = asyncio.new_event_loop()
             threading.Thread(target=self.loop.run_forever, name="dapo-reward", daemon=True).start()
 
     def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
-        samples = [Sample(rollout.text, rollout.tokens.tolist()) for rollout in rollouts]
+        samples = [Sample(r.text, r.tokens.tolist(), r.weight_version) for r in rollouts]
         if self.loop is not None and not self.closed:
             return asyncio.run_coroutine_threadsafe(self._gather(prompt, samples), self.loop)
         future: Future[list[Score]] = Future()
         if self.closed:
             future.set_result([unjudged(JUDGE_CLOSED)] * len(samples))
-        elif self.reward.is_batched:
+        elif self.reward.kind.is_batched:
             future.set_result(self.reward.score(prompt, samples))
         else:
             future.set_result([self.reward.score(prompt, [sample])[0] for sample in samples])
         return future
 
     async def _gather(self, prompt: Prompt, samples: list[Sample]) -> list[Score]:
-        calls = [samples] if self.reward.is_batched else [[sample] for sample in samples]
+        calls = [samples] if self.reward.kind.is_batched else [[sample] for sample in samples]
         try:
             done = await asyncio.gather(
                 *(self.reward.score_async(prompt, call, self.timeout * len(call)) for call in calls)
@@ -224,7 +259,9 @@ def unjudged(reason: str) -> Score:
 
 
 def explain(error: BaseException) -> str:
-    """Return the exception with the file and line that raised it."""
+    """Return the exception with the file and line that raised it; a RewardError is a sentence by itself."""
+    if isinstance(error, RewardError):
+        return str(error)
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     place = f"{Path(frame.f_code.co_filename).name}:{line}"
     if isinstance(error, MemoryError):
@@ -275,14 +312,15 @@ def _truncate(text: str, limit: int) -> str:
 
 
 def _validated(value: Any, acc: Any, extras: Mapping[str, Any]) -> Score:
-    if getattr(value, "ndim", None) == 0:  # an array or tensor that holds one number
-        value = value.item()
+    value, acc = _to_number(value), _to_number(acc)
     if not isinstance(value, numbers.Real):
         return unjudged(f"the reward returned {type(value).__name__}, not a number")
     # In this form the check also catches NaN, and does not convert a huge integer to a float.
     if not (value <= MAX_VALUE and value >= -MAX_VALUE):  # pyright: ignore[reportOperatorIssue]
         shown = "an enormous number" if isinstance(value, numbers.Rational) else float(value)
         return unjudged(f"the reward returned {shown}; expected a finite number of at most {MAX_VALUE:g}")
-    if acc is not None and acc not in (0, 1):
-        return unjudged(f"the reward returned acc = {acc!r}, which must be 0 or 1")
-    return Score(float(value), acc=None if acc is None else bool(acc), extras=extras)
+    if acc is None:
+        return Score(float(value), extras=extras)
+    if not isinstance(acc, numbers.Real) or not (acc >= 0 and acc <= 1):  # pyright: ignore[reportOperatorIssue]
+        return unjudged(f"the reward returned acc = {acc!r}; expected a number from 0 to 1")
+    return Score(float(value), acc=bool(acc) if acc in (0, 1) else float(acc), extras=extras)

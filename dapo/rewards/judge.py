@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -22,22 +22,26 @@ from dapo.rewards.protocol import Judge
 from dapo.rewards.reward_model import RewardModelJudge
 from dapo.rewards.rules import RULES
 from dapo.rewards.sandbox.sandbox import DESCRIPTIONS, Sandbox
-from dapo.types import Prompt, Rollout, Score
+from dapo.rewards.signature import TOKENS, Kind
+from dapo.types import TERM, Prompt, Rollout, Score
+
+# A function object, several of them, or several with their weights.
+RewardFunctions = RewardFunction | Sequence[RewardFunction] | Mapping[RewardFunction, float]
 
 AUTO = "auto"
 KINDS = f"{AUTO}, {', '.join(RULES)}, path/to/file.py:function, model:PATH or http://..."
 
 
-def build_judge(options: RewardConfig, function: RewardFunction | None = None) -> Judge:
-    """Return the judge for these options. A function object takes precedence and runs in this process."""
+def build_judge(options: RewardConfig, function: RewardFunctions | None = None) -> Judge:
+    """Return the judge for these options. Function objects take precedence and run in this process."""
     if function is not None:
-        return FunctionJudge(function, options.timeout)
+        terms = [_Term(n, w, FunctionJudge(f, options.timeout)) for n, f, w in function_terms(function)]
+        return terms[0].judge if callable(function) else WeightedSum(terms)
     specs = judge_specs(options)
     for spec in specs:
         _check(spec)
-    local = [spec for spec in specs if not _is_url(spec) and not spec.startswith("model:")]
     with ExitStack() as opened:  # if a later judge fails to open, close those before it
-        pool = WorkerPool(["math" if spec == AUTO else spec for spec in local], options) if local else None
+        pool = _pool(options)
         if pool is not None:
             opened.callback(pool.close)
         judges: list[Judge] = []
@@ -49,6 +53,70 @@ def build_judge(options: RewardConfig, function: RewardFunction | None = None) -
         return judges[0]
     names = short_names(specs)
     return WeightedSum([_Term(n, w, j) for n, w, j in zip(names, options.use.values(), judges, strict=True)])
+
+
+def function_terms(functions: RewardFunctions) -> list[tuple[str, RewardFunction, float]]:
+    """Return name, function and weight of each function object: one, several with weight 1, or a mapping to weights."""
+    if callable(functions):
+        functions = [functions]
+    weights = functions if isinstance(functions, Mapping) else dict.fromkeys(functions, 1.0)
+    if not weights:
+        raise RewardError("the list of reward functions is empty; expected at least one function")
+    names: list[str] = []
+    for name in map(function_name, weights):
+        names.append(name if name not in names else f"{name} {len(names) + 1}")
+    return [(name, function, float(weight)) for name, (function, weight) in zip(names, weights.items(), strict=True)]
+
+
+def function_name(function: RewardFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _pool(options: RewardConfig) -> WorkerPool | None:
+    """Return the workers for rules and functions from files, or None if there are none."""
+    local = [spec for spec in judge_specs(options) if not _is_url(spec) and not spec.startswith("model:")]
+    return WorkerPool(["math" if spec == AUTO else spec for spec in local], options) if local else None
+
+
+def judge_kinds(options: RewardConfig, judge: Judge | None) -> list[tuple[str, Kind]]:
+    """Return name and properties of each judge. `judge` None: it runs elsewhere, and is loaded here to see them."""
+    if judge is None:
+        pool = _pool(options.model_copy(update={"workers": 1}))
+        if pool is not None:
+            pool.close()
+        kinds = [*pool.kinds.items()] if pool is not None else []
+        return kinds + [(spec, Kind(sees=None)) for spec in judge_specs(options) if _is_url(spec)]
+    if isinstance(judge, WeightedSum):
+        return [pair for term in judge.terms for pair in judge_kinds(options, term.judge)]
+    if isinstance(judge, FunctionJudge):
+        return [(function_name(judge.reward.function), judge.reward.kind)]
+    if isinstance(judge, PooledJudge):
+        return [*judge.pool.kinds.items()]
+    return [(judge.url, Kind(sees=None))] if isinstance(judge, EndpointJudge) else []
+
+
+def columns_seen(kinds: Iterable[tuple[str, Kind]]) -> Collection[str] | None:
+    """Return the columns, besides the gold answer, by which the judges can tell rows apart; None: all of them."""
+    seen: set[str] = set()
+    for _, kind in kinds:
+        if kind.sees is None:
+            return None
+        seen.update(kind.sees)
+    return seen
+
+
+def check_columns(kinds: Iterable[tuple[str, Kind]], columns: Collection[str], *, has_tokens: bool = True) -> None:
+    """Raise if a reward function has a parameter that neither its convention nor a column of the data provides."""
+    for name, kind in kinds:
+        for column in kind.needs:
+            if column == TOKENS and not has_tokens:
+                raise RewardError(f"reward.use: {name} takes '{TOKENS}'; give them, or name the --model to count with")
+            if column != TOKENS and column not in columns:
+                raise RewardError(
+                    f"reward.use: {name} takes '{column}', which is not a column of the data (columns: "
+                    f"{', '.join(sorted(columns)) or 'none'}); rename the parameter, give it a default, or add the "
+                    "column"
+                )
 
 
 def judge_specs(options: RewardConfig) -> list[str]:
@@ -192,7 +260,7 @@ class WeightedSum:
             if score.value is None:
                 return unjudged(f"{term.name}: {score.error}")
             value += term.weight * score.value
-            own_scores[f"score/{term.name}"] = score.value
+            own_scores[f"{TERM}{term.name}"] = score.value
             acc = score.acc if acc is None else acc
             # Where two judges name the same extra, the first that is not None counts.
             extras = {**score.extras, **{k: v for k, v in extras.items() if v is not None}}

@@ -83,7 +83,7 @@ class WorkerPool:
 
     def submit(self, spec: str, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
         kind = self.kinds.get(spec, Kind())
-        samples = [Sample(r.text, r.tokens.tolist() if kind.wants_tokens else ()) for r in rollouts]
+        samples = [Sample(r.text, r.tokens.tolist() if kind.wants_tokens else (), r.weight_version) for r in rollouts]
         job = Job(spec, kind, prompt, samples)
         job.future.set_running_or_notify_cancel()  # it can no longer be cancelled
         with self.lock:
@@ -301,6 +301,8 @@ def _score(value: object, acc: object, error: object, extras: dict[str, object])
     """Validate a score that a worker sent: a reward that writes into the pipe must not forge scores."""
     if isinstance(error, str) and value is None:
         return unjudged(error)
-    if error is None and isinstance(value, float) and math.isfinite(value) and (acc is None or isinstance(acc, bool)):
+    if acc is not None and not (isinstance(acc, bool | float) and 0 <= acc <= 1):
+        raise ValueError
+    if error is None and isinstance(value, float) and math.isfinite(value):
         return Score(value, acc, extras=extras)
     raise ValueError

@@ -7,23 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dapo.rewards.function import Sample, to_json, unjudged
+from dapo.rewards.signature import Kind
 from dapo.types import Prompt, Score
 
 GRACE = 1.0  # seconds; async rewards time out inside the worker, so only one that blocks its loop runs this far over
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Properties of a reward function, as the worker that loaded it reported them."""
-
-    is_batched: bool = False
-    is_async: bool = False
-    wants_tokens: bool = False
-    patience: float = 1.0  # the pool waits this many times reward.timeout; more for a reward that limits itself
-
-    @property
-    def is_sequential(self) -> bool:
-        return not self.is_batched and not self.is_async
 
 
 @dataclass(slots=True, eq=False)

@@ -21,6 +21,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import astuple
 from typing import Any
 
 from dapo.config import RewardConfig
@@ -68,14 +69,13 @@ class Worker:
         except RewardError as error:
             self.send({"refused": f"{error}{self._memory_hint(str(error))}"})
             return False
-        kinds = {spec: [r.is_batched, r.is_async, r.wants_tokens, r.patience] for spec, r in rewards.items()}
-        self.send({"ready": kinds})
+        self.send({"ready": {spec: astuple(reward.kind) for spec, reward in rewards.items()}})
         return True
 
     def handle(self, task: Mapping[str, Any]) -> None:
         prompt = Prompt("", tuple(task["messages"]), (), task["answer"], task["source"], task["extra"], task["is_text"])
         indices = [index for index, *_ in task["samples"]]
-        samples = [Sample(text, tokens) for _, text, tokens in task["samples"]]
+        samples = [Sample(*sample) for _, *sample in task["samples"]]
         try:
             reward = self._load(task["spec"])
         except RewardError as error:
@@ -83,9 +83,9 @@ class Worker:
             self._report(indices, [unjudged(str(error))] * len(samples))
             return
         self.send({"begin": len(samples)})
-        if reward.is_async:
+        if reward.kind.is_async:
             self.loop.run_until_complete(self._handle_async(reward, prompt, indices, samples))
-        elif reward.is_batched:
+        elif reward.kind.is_batched:
             self._report(indices, reward.score(prompt, samples))
         else:
             for index, sample in zip(indices, samples, strict=True):
@@ -96,14 +96,14 @@ class Worker:
             timeout = self.options.timeout * len(samples)
             self._report(indices, await reward.score_async(prompt, samples, timeout))
 
-        if reward.is_batched:
+        if reward.kind.is_batched:
             await call(indices, samples)
         else:
             await asyncio.gather(*(call([i], [sample]) for i, sample in zip(indices, samples, strict=True)))
 
     def _load(self, spec: str) -> Reward:
         if spec not in self.rewards:
-            self.rewards[spec] = Reward(_find_function(spec, self.options))
+            self.rewards[spec] = Reward(_find_function(spec, self.options), is_rule=spec in RULES)
         return self.rewards[spec]
 
     def _memory_hint(self, sentence: str) -> str:

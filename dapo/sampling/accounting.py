@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dapo.types import Event, Group, Verdict
+from dapo.types import METRIC, TERM, Event, Group, Score, Verdict
+
+MAX_COMPONENTS = 50  # metrics about components of scores, per step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,4 +127,21 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics["reward/mean"] = np.nanmean(np.concatenate([group.rewards for group in groups]))  # NaN: unjudged
     if len(values) and len(accs) == len(values):
         metrics["acc/mean"] = accs.mean()
-    return metrics
+    return metrics | _component_metrics([score for group in groups for score in group.scores if score.judged])
+
+
+def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """Return the mean of each component of the scores and of each metric that a reward function logged.
+
+    A component that is missing in a score does not count there. Only the most common names are reported, because a
+    reward function may invent a name for every response.
+    """
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.components.items():
+            found[f"{TERM}{name}/mean"].append(value)
+        for name, value in score.extras.items():
+            if name.startswith(METRIC) and isinstance(value, float):
+                found[name].append(value)
+    most_common = sorted(found, key=lambda name: (-len(found[name]), name))[:MAX_COMPONENTS]
+    return {name: float(np.mean(found[name])) for name in sorted(most_common)}

@@ -235,6 +235,7 @@ def _column_types() -> dict[str, frozenset[type]]:
         for _, name, declared, is_required, _, key in fresh.execute(f"PRAGMA table_info({table})"):
             null = frozenset() if is_required or key else frozenset({type(None)})
             found[name] = found.get(name, frozenset()) | _PYTHON_TYPES[declared] | null
+    found["acc"] |= {float}  # SQLite keeps a share as it is, although the column is declared as INTEGER
     return found
 
 

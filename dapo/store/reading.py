@@ -114,7 +114,7 @@ class RunReader:
             for row in rows:
                 yield {
                     **row,
-                    "acc": None if row["acc"] is None else bool(row["acc"]),
+                    "acc": bool(row["acc"]) if row["acc"] in (0, 1) else row["acc"],
                     "trains": bool(row["trains"]),
                     "switches": switches_from_json(row["switches"]),
                     "extras": from_json(row["extras"], dict),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from dapo.config import Config
 from dapo.terminal.evaltable import DifferenceRow, heading, summary, with_interval, with_sign
-from dapo.types import EvalReport, Event, Group, StepReport, Verdict, event_severity
+from dapo.types import TERM, EvalReport, Event, Group, StepReport, Verdict, event_severity
 
 _STYLES = {"info": "dim", "warning": "yellow", "error": "red"}  # by severity
 
@@ -116,6 +117,9 @@ _COLUMNS = (
 )
 
 
+_MAX_COMPONENTS = 4  # of the score; a line has no room for more
+
+
 def _header() -> str:
     return "[bold] step" + "".join(f"{heading:>{width}}" for heading, width, _, _ in _COLUMNS) + "  groups[/]"
 
@@ -131,6 +135,8 @@ def _line(report: StepReport) -> str:
     for name in (Verdict.CARRIED, Verdict.STALE):
         if m[f"groups/{name}"]:
             groups += f", {int(m[f'groups/{name}'])} {name}"
+    parts = {name[len(TERM) : -len("/mean")]: v for name, v in m.items() if re.fullmatch(f"{TERM}.+/mean", name)}
+    groups += "".join(f", {escape(name)} {value:.3g}" for name, value in [*parts.items()][:_MAX_COMPONENTS])
     return f"{report.step:>5}{cells}  {groups}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,15 @@ from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
 from dapo.policy.build import model_source
 from dapo.policy.protocol import UpdateResult
-from dapo.rewards.judge import build_judge, isolation_note
+from dapo.rewards.judge import (
+    RewardFunctions,
+    build_judge,
+    check_columns,
+    columns_seen,
+    function_terms,
+    isolation_note,
+    judge_kinds,
+)
 from dapo.rewards.protocol import Judge
 from dapo.sampling.accounting import Sampled
 from dapo.sampling.inflight import InflightSampler
@@ -51,12 +59,15 @@ class RunResult:
 
 
 class Trainer:
-    """Trains as the configuration says. `reward`, a plain Python function, replaces `reward.use`."""
+    """Trains as the configuration says.
+
+    `reward` replaces `reward.use`: a Python function, a list of functions, or a mapping of functions to weights.
+    """
 
     def __init__(
         self,
         config: Config,
-        reward: Callable[..., Any] | None = None,
+        reward: RewardFunctions | None = None,
         *,
         resume: bool = False,
         reporter: Reporter | None = None,
@@ -152,7 +163,9 @@ class Trainer:
         """Build data, policy, engine, judge and sampler, with the weights of the checkpoint if there is one."""
         config, saved = self.config, self.directory.saved
         # Load the data before the weights, so that its errors show at once.
-        self.data = load_run_data(config, load_tokenizer(model_source(config, saved).path))
+        kinds = judge_kinds(config.reward, judge)
+        self.data = load_run_data(config, load_tokenizer(model_source(config, saved).path), columns_seen(kinds))
+        check_columns(kinds, self.data.columns())
         self.parts = assemble(config, saved, self.recorder.event, self._is_stopping)
         self.policy, self.engine = self.parts.policy, self.parts.engine
         self.tokenizer = self.parts.tokenizer
@@ -275,14 +288,15 @@ class Trainer:
         self.reporter.stopping()
 
 
-def _with_function(config: Config, reward: Callable[..., Any]) -> Config:
+def _with_function(config: Config, reward: RewardFunctions) -> Config:
     """Return the configuration with `python:NAME` as the reward, which says that a resume needs the function again."""
     if config.cluster.reward_workers:
         raise ConfigError(
             "cluster.reward_workers: a reward that is given as a Python function runs in the trainer's process; name "
             "it as path/to/file.py:function in reward.use, or leave reward_workers out"
         )
-    use = f"python:{getattr(reward, '__name__', type(reward).__name__)}"
+    weights = {f"python:{name}": weight for name, _, weight in function_terms(reward)}
+    use = next(iter(weights)) if callable(reward) else weights
     return config.model_copy(update={"reward": config.reward.model_copy(update={"use": use})})
 
 

@@ -236,7 +236,7 @@ def _rows(database: sqlite3.Connection, serials: list[int]) -> tuple[GroupRow, .
 
 def _response(row: sqlite3.Row) -> Response:
     decoded = {
-        "acc": None if row["acc"] is None else bool(row["acc"]),
+        "acc": None if row["acc"] is None else row["acc"] == 1,
         "trains": bool(row["trains"]),
         "switches": tuple(switches_from_json(row["switches"])),
         "extras": from_json(row["extras"], dict),

@@ -190,3 +190,36 @@ def test_a_chat_template_that_never_ends_is_stopped(tmp_path, monkeypatch):
     tokenizer.chat_template = "{% for i in range(10**9) %}{% endfor %}"
     with pytest.raises(DataError, match=r"line 1: the model's chat template or tokenizer rejects .*Range too big"):
         load_train_stream(config(path), tokenizer)
+
+
+VARIANTS = [
+    {"prompt": "a", "answer": 1, "level": 1, "id": 1},
+    {"prompt": "a", "answer": 1, "level": 1, "id": 2},
+    {"prompt": "a", "answer": 1, "level": 2, "id": 3},
+    {"prompt": "b", "answer": 1, "level": 1, "id": 4},
+    {"prompt": "b", "answer": 2, "level": 1, "id": 5},
+    {"prompt": "a", "answer": 1, "level": 1, "id": 1},
+]
+
+
+@pytest.mark.parametrize(
+    ("seen", "options", "ids"),
+    [
+        ((), {}, [1]),
+        ({"level"}, {}, [1, 3]),
+        (None, {}, [1, 2, 3]),
+        ((), {"deduplicate": False}, [1, 2, 3, 4, 5, 1]),
+        (None, {"deduplicate": False}, [1, 2, 3, 4, 5, 1]),
+    ],
+)
+def test_rows_are_duplicates_if_everything_the_judge_sees_is_equal(tmp_path, seen, options, ids):
+    stream = load_train_stream(config(write(tmp_path / "d.jsonl", VARIANTS), **options), TOKENIZER, (), seen)
+    prompts = stream.questions()
+    assert [prompt.extra["id"] for prompt in prompts] == ids
+    assert stream.columns() == {"level", "id"}
+    assert ("kept" in stream.notes[0]) == (not options.get("deduplicate", True))
+    # The same question and answer have the same uid in any set of rows, unless the judge can tell them apart.
+    (plain, *_) = load_train_stream(config(write(tmp_path / "p.jsonl", VARIANTS[:1])), TOKENIZER).questions()
+    assert prompts[0].uid == plain.uid
+    told_apart = 1 if seen == () else len({prompt.extra["id"] for prompt in prompts if prompt.answer == 1} - {4})
+    assert len({prompt.uid for prompt in prompts if prompt.messages[-1]["content"] == "a"}) == told_apart

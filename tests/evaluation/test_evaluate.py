@@ -182,3 +182,10 @@ def test_a_question_that_appears_twice_is_one_problem():
     metrics = metrics_by_problem([sample(acc) for acc in (True, False, False, False)], k=2)
     assert metrics["avg@2"] == {"uid": 0.25}
     assert metrics["pass@2"] == {"uid": 0.5}
+
+
+def test_a_share_counts_in_the_mean_and_only_a_whole_one_solves_a_problem():
+    samples = [EvalSample(make.prompt(), make.rollout([1]), Score(acc, acc=acc)) for acc in (0.5, 0.75, 0.0, True)]
+    metrics = {name: next(iter(values.values())) for name, values in metrics_by_problem(samples, 4).items()}
+    assert metrics["avg@4"] == pytest.approx(2.25 / 4)
+    assert (metrics["pass@1"], metrics["pass@4"]) == (0.25, 1.0)

@@ -59,7 +59,9 @@ def test_a_dict_may_have_acc_and_extras_which_become_plain_values():
         (float("inf"), "inf"),
         ({"acc": 1}, "without 'score'"),
         ({"score": None}, "NoneType"),
-        ({"score": 1.0, "acc": 0.5}, "acc = 0.5, which must be 0 or 1"),
+        ({"score": 1.0, "acc": 1.5}, "acc = 1.5; expected a number from 0 to 1"),
+        ({"score": 1.0, "acc": float("nan")}, "acc = nan; expected a number from 0 to 1"),
+        ({"score": 1.0, "acc": "yes"}, "acc = 'yes'; expected a number from 0 to 1"),
         (10**400, "an enormous number"),
         (-1e31, "-1e+31; expected a finite number of at most 1e+30"),
         ([1.0], "list, not a number"),
@@ -117,8 +119,8 @@ def test_trls_signature_gets_a_whole_group_as_lists_of_messages():
     [(prompts, completions, ids, solution, level, state, rest)] = calls
     assert prompts == [[{"role": "user", "content": "?"}]] * 3
     assert completions[1] == [{"role": "assistant", "content": "bb"}]
-    assert (ids, solution, level, state) == ([[0, 9], [1, 9], [2, 9]], [5, 5, 5], [3, 3, 3], None)
-    assert rest == ["answer", "data_source", "ground_truth"]
+    assert (ids, solution, level, state.global_step) == ([[0, 9], [1, 9], [2, 9]], [5, 5, 5], [3, 3, 3], 0)
+    assert rest == ["answer", "data_source", "ground_truth", "log_extra", "log_metric"]
 
 
 def test_trls_signature_gets_strings_where_the_row_held_text():

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo import Config, Trainer
@@ -535,3 +536,36 @@ def test_a_reward_given_as_a_function_is_recorded_and_needed_again_on_resume(tmp
     assert Config.load(config.run_dir / "config.yaml").reward.use == "python:by_length"
     with pytest.raises(RewardError, match="was a Python function; pass it to Trainer again"):
         Trainer(Config.load(config.run_dir / "config.yaml", ["run.steps=2"]), resume=True)
+
+
+def test_functions_with_weights_are_added_and_each_one_is_a_metric(tmp_path):
+    def share(completion, answer):
+        return {"score": 1.0, "acc": sum(character.isalpha() for character in completion) / max(len(completion), 1)}
+
+    def length(completion_ids, log_metric, **kwargs):
+        log_metric("tokens", sum(map(len, completion_ids)))
+        return [len(ids) for ids in completion_ids]
+
+    config = runs.load(tmp_path, "run.steps=2", "run.save_every=1")
+    train(config, reward={share: 1.0, length: 0.5})
+    for step in runs.figures(config.run_dir):
+        assert step["score/share/mean"] == 1.0
+        assert step["score/length/mean"] == step["response_length/mean"]
+        assert step["score/mean"] == pytest.approx(1.0 + 0.5 * step["response_length/mean"])
+        assert step["metric/tokens"] == pytest.approx(4 * step["response_length/mean"])
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        accs = [rollout["acc"] for group in database.groups() for rollout in database.rollouts(group["serial"])]
+    assert any(0 < acc < 1 for acc in accs)
+    assert "python:share: 1.0" in (config.run_dir / "config.yaml").read_text()
+    train(runs.load(tmp_path, "run.steps=3"), reward={share: 1.0, length: 0.5}, resume=True)
+    with pytest.raises(RewardError, match="the reward of this run was a Python function"):
+        Trainer(Config.load(config.run_dir / "config.yaml", ["run.steps=4"]), resume=True)
+
+
+def test_a_reward_that_takes_a_column_that_the_data_does_not_have_is_refused_before_the_model_is_loaded(tmp_path):
+    config = runs.load(tmp_path)
+    (tmp_path / "reward.py").write_text("def reward(completion, lvl): return 1.0")
+    save_file({}, tmp_path / "model" / "model.safetensors")  # the weights cannot be loaded
+    with pytest.raises(RewardError, match=r"reward.py:reward takes 'lvl', which is not a column of the data"):
+        Trainer(config)
+    assert not config.run_dir.exists()
