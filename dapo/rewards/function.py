@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dapo.errors import RewardError
+from dapo.rewards.thought import split_thought
 from dapo.types import Prompt, Rollout, Score
 
 RewardFunction = Callable[..., Any]
@@ -74,11 +75,13 @@ class Reward:
     - TRL's: `f(prompts, completions, completion_ids=None, **columns)`, called once per group with lists. Prompts and
       completions are strings where the row's prompt was plain text, else lists of messages.
 
-    The parameter names tell which one it is. A response that cannot be judged gets a reason, not a score of 0.
+    The parameter names tell which one it is. A function of any signature can take `thought` and `reply`, the parts of
+    the response (lists of them for TRL's). A response that cannot be judged gets a reason, not a score of 0.
     """
 
-    def __init__(self, function: RewardFunction) -> None:
+    def __init__(self, function: RewardFunction, think_tags: Sequence[str] | None = None) -> None:
         self.function = function
+        self.think_tags = think_tags
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:
@@ -132,8 +135,20 @@ class Reward:
                 "completion": samples[0].text,
                 "answer": prompt.answer,
             }
+        row |= self._parts(prompt, samples)
         taken = row if self.takes_everything else self.names & row.keys()
         return {name: row[name] for name in taken if name not in self.bound}
+
+    def _parts(self, prompt: Prompt, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Return what the function names of these: thought, reply, and whether the prompt opens a thought."""
+        found: dict[str, Any] = {"opens_thought": prompt.opens_thought}
+        if self.names & {"thought", "reply"}:
+            splits = [split_thought(sample.text, self.think_tags, prompt.opens_thought) for sample in samples]
+            thoughts, replies = zip(*splits, strict=True)
+            found |= {"thought": list(thoughts), "reply": list(replies)}
+            if not self.is_batched:
+                found |= {"thought": thoughts[0], "reply": replies[0]}
+        return {name: value for name, value in found.items() if name in self.names}
 
     def _scores(self, outcome: Any, n: int) -> list[Score]:
         if not self.is_batched:
@@ -170,8 +185,8 @@ class FunctionJudge:
     runs in its own thread, a whole group concurrently.
     """
 
-    def __init__(self, function: RewardFunction, timeout: float) -> None:
-        self.reward = Reward(function)
+    def __init__(self, function: RewardFunction, timeout: float, think_tags: Sequence[str] | None = None) -> None:
+        self.reward = Reward(function, think_tags)
         self.timeout = timeout
         self.loop: asyncio.AbstractEventLoop | None = None
         self.closed = False

@@ -30,7 +30,7 @@ KINDS = f"{AUTO}, {', '.join(RULES)}, path/to/file.py:function, model:PATH or ht
 def build_judge(options: RewardConfig, function: RewardFunction | None = None) -> Judge:
     """Return the judge for these options. A function object takes precedence and runs in this process."""
     if function is not None:
-        return FunctionJudge(function, options.timeout)
+        return FunctionJudge(function, options.timeout, options.think_tags)
     specs = judge_specs(options)
     for spec in specs:
         _check(spec)

@@ -13,6 +13,7 @@ from dapo.errors import RewardError
 from dapo.rewards.extract import extract
 from dapo.rewards.math_dapo import gold_text, math_dapo_reward
 from dapo.rewards.math_verifier import POLICIES, math_reward, read_gold
+from dapo.rewards.thought import split_thought
 
 Rule = Callable[..., dict[str, Any]]
 
@@ -22,9 +23,22 @@ RULES = ("math", "math_dapo", "exact", "integer", "choice", "regex", "gym")
 def make_rule(name: str, options: RewardConfig) -> Rule:
     """Return the named rule as `reward(completion, answer, **row)` with its options bound.
 
-    A response without an answer is wrong. A gold answer that the rule cannot read raises ValueError: the response is
-    unjudged.
+    A response without an answer is wrong, also one whose thought does not end. A gold answer that the rule cannot read
+    raises ValueError: the response is unjudged.
     """
+    judge = _rule(name, options)
+
+    def judge_reply(completion: str, answer: Any, opens_thought: bool = False, **row: Any) -> dict[str, Any]:
+        reply = split_thought(completion, options.think_tags, opens_thought).reply
+        outcome = judge(reply or "", answer, **row)
+        # A pattern of `regex` may match even the empty text.
+        return _outcome(False, None) if reply is None and outcome["acc"] else outcome
+
+    return judge_reply
+
+
+def _rule(name: str, options: RewardConfig) -> Rule:
+    """Return the named rule for the reply alone."""
     if name not in RULES:
         close = difflib.get_close_matches(name, RULES, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""

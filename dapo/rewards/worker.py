@@ -71,7 +71,16 @@ class Worker:
         return True
 
     def handle(self, task: Mapping[str, Any]) -> None:
-        prompt = Prompt("", tuple(task["messages"]), (), task["answer"], task["source"], task["extra"], task["is_text"])
+        prompt = Prompt(
+            "",
+            tuple(task["messages"]),
+            (),
+            task["answer"],
+            task["source"],
+            task["extra"],
+            task["is_text"],
+            task["opens_thought"],
+        )
         indices = [index for index, *_ in task["samples"]]
         samples = [Sample(text, tokens) for _, text, tokens in task["samples"]]
         try:
@@ -101,7 +110,7 @@ class Worker:
 
     def _load(self, spec: str) -> Reward:
         if spec not in self.rewards:
-            self.rewards[spec] = Reward(_find_function(spec, self.options))
+            self.rewards[spec] = Reward(_find_function(spec, self.options), self.options.think_tags)
         return self.rewards[spec]
 
     def _memory_hint(self, sentence: str) -> str:

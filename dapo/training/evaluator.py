@@ -21,10 +21,11 @@ class Evaluator:
     def __init__(
         self, config: Config, sets: Mapping[str, Sequence[Prompt]], engine: Engine, judge: Judge, recorder: Recorder
     ) -> None:
-        self.options, self.sets = config.eval, sets
+        self.options, self.sets, self.think_tags = config.eval, sets, config.reward.think_tags
         self.engine, self.judge, self.recorder = engine, judge, recorder
         options = config.eval
-        self.params = SamplingParams(options.temperature, options.top_p, options.top_k, config.data.max_response_length)
+        limit, stop = config.data.max_response_length, config.rollout.stop
+        self.params = SamplingParams(options.temperature, options.top_p, options.top_k, limit, stop)
         self.reports: tuple[EvalReport, ...] = ()  # of the latest evaluation, one per set
         self.best: Best | None = None
 
@@ -36,7 +37,9 @@ class Evaluator:
             def show(done: int, total: int, name: str = name) -> None:
                 self.recorder.reporter.phase(f"evaluating {name}: {done} of {total}")
 
-            report = evaluate(self.engine, self.judge, prompts, self.options.k, self.params, step, name, show)
+            report = evaluate(
+                self.engine, self.judge, prompts, self.options.k, self.params, step, name, show, self.think_tags
+            )
             self.recorder.evaluation(report)
             reports.append(report)
         self.engine.figures()  # discard the evaluation's share, so that the next step does not count it

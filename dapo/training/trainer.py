@@ -17,6 +17,7 @@ from dapo.config import Config
 from dapo.data.dataset import load_run_data
 from dapo.errors import ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped
 from dapo.model.loading import load_tokenizer
+from dapo.model.tokens import token_bytes
 from dapo.policy.build import model_source
 from dapo.policy.protocol import UpdateResult
 from dapo.rewards.judge import build_judge
@@ -149,7 +150,10 @@ class Trainer:
         """Build data, policy, engine, judge and sampler, with the weights of the checkpoint if there is one."""
         config, saved = self.config, self.directory.saved
         # Load the data before the weights, so that its errors show at once.
-        self.data = load_run_data(config, load_tokenizer(model_source(config, saved).path))
+        tokenizer = load_tokenizer(model_source(config, saved).path)
+        if config.rollout.stop:
+            token_bytes(tokenizer)  # raises if the engine could not compare its tokens with a text
+        self.data = load_run_data(config, tokenizer)
         self.parts = assemble(config, saved, self.recorder.event, lambda: self.signal is not None)
         self.policy, self.engine = self.parts.policy, self.parts.engine
         self.tokenizer = self.parts.tokenizer

@@ -164,7 +164,7 @@ def test_a_prompt_of_far_too_many_characters_is_never_tokenized(tmp_path):
     path = write(tmp_path / "d.jsonl", [*questions("short"), *questions("x" * (257 * 200))])
 
     class Tokenizer:
-        chat_template = TOKENIZER.chat_template
+        chat_template, decode = TOKENIZER.chat_template, TOKENIZER.decode
 
         def apply_chat_template(self, conversations, **options):
             assert max(len(messages[0]["content"]) for messages in conversations) < 10
