@@ -168,12 +168,16 @@ def _response(found: Response) -> str:
     word, mark = {True: ("correct", "good"), False: ("wrong", "bad"), None: ("", "quiet")}[found.acc]
     if found.error is not None:
         word = f"not judged: {_text(found.error, 300)}"
+    thought, reply = found.parts
+    title = "thought" if reply is not None else "thought, without an end"
+    folded = f'<details class="quiet"><summary>{title}</summary><pre>{_text(thought)}</pre></details>'
+    shown_thought = folded if thought else ""
     numbers = (
         f"reward {format_number(found.reward)} · advantage {format_number(found.advantage)} · {found.length:,} tokens"
     )
     return (
         f'<div class="box"><p><span class="{mark}">{word}</span> <span class="quiet">{numbers}</span></p>'
-        f"<pre>{_text(found.text)}</pre></div>"
+        f"{shown_thought}{'' if reply is None else f'<pre>{_text(reply)}</pre>'}</div>"
     )
 
 

@@ -235,7 +235,12 @@ def _response(run: Run, found: GroupDetail, response: Response) -> None:
             rows.append(("in the loss", "no"))
         name_values(rows)
         ui.separator()
-        ui.label(display_text(response.text)).classes("model-text max-h-96 overflow-auto w-full")
+        thought, reply = response.parts
+        if thought:
+            with ui.expansion("thought" if reply is not None else "thought, without an end").classes("w-full quiet"):
+                ui.label(display_text(thought)).classes("model-text max-h-96 overflow-auto w-full")
+        if reply is not None:
+            ui.label(display_text(reply)).classes("model-text max-h-96 overflow-auto w-full")
 
 
 async def _download(run: Run, serial: int) -> None:
