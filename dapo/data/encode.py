@@ -49,7 +49,7 @@ def encode(
 
 def _ends_with(tokens: Sequence[int], tag: str, tokenizer: Any) -> bool:
     """Return whether the text of the tokens ends with the tag, apart from white space."""
-    tail = tokens[-2 * len(tag.encode()) :]  # a token may be as little as a byte, and white space takes some more
+    tail = tokens[-len(tag.encode()) - 32 :]  # a token may be as little as a byte, and white space takes some more
     return tokenizer.decode(tail).rstrip().endswith(tag)
 
 

@@ -23,14 +23,14 @@ def check_template_variables(tokenizer: Any, names: Collection[str]) -> None:
         raise ConfigError(
             "data.chat_template_kwargs: the model has no chat template that could read them; leave it out"
         )
-    from jinja2 import TemplateError, meta
+    from jinja2 import meta
     from transformers.utils.chat_template_utils import _compile_jinja_template  # it alone knows every tag of templates
 
     try:
         text = tokenizer.get_chat_template()
         environment = _compile_jinja_template(text).environment
         read = meta.find_undeclared_variables(environment.parse(text)) - environment.globals.keys()
-    except (TemplateError, ValueError, RecursionError) as error:
+    except Exception as error:  # a template can be broken in any way
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"data.chat_template_kwargs: the model's chat template cannot be read ({reason})") from None
     read -= _SET_HERE | tokenizer.special_tokens_map.keys()

@@ -44,12 +44,15 @@ def _without_opening(thought: str, opening: str) -> str:
 def with_reply_start(
     prompt: Prompt, rollouts: Sequence[Rollout], scores: Sequence[Score], tags: Sequence[str] | None
 ) -> list[Score]:
-    """Add the extra REPLY_START to the score of each response that has a thought; None if the thought does not end."""
+    """Add the extra REPLY_START to the score of each response that has a thought; None if the thought does not end.
+
+    The name is reserved: an extra of this name that a judge returned is dropped.
+    """
     marked = []
     for rollout, score in zip(rollouts, scores, strict=True):
         _, reply = split_thought(rollout.text, tags, prompt.opens_thought)
+        extras = {name: value for name, value in score.extras.items() if name != REPLY_START}
         if reply != rollout.text:
-            start = None if reply is None else len(rollout.text) - len(reply)
-            score = replace(score, extras={**score.extras, REPLY_START: start})
-        marked.append(score)
+            extras[REPLY_START] = None if reply is None else len(rollout.text) - len(reply)
+        marked.append(replace(score, extras=extras))
     return marked

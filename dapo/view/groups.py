@@ -84,7 +84,7 @@ class Response:
         start = self.extras.get("reply_start", 0)
         if start is None:
             return self.text, None
-        if type(start) is not int or start < 0:  # an extra of that name that a reward function returned
+        if type(start) is not int or start < 0:  # not written by a run
             return "", self.text
         return self.text[:start], self.text[start:]
 

@@ -164,3 +164,5 @@ def test_scores_of_responses_with_a_thought_say_where_the_reply_starts():
     opened, *_ = with_reply_start(OPEN, rollouts, scores, TAGS)
     assert opened.extras == {"mine": 2, "reply_start": None}
     assert with_reply_start(OPEN, rollouts, scores, None) == scores
+    [reserved] = with_reply_start(PROMPT, rollouts[:1], [Score(1.0, extras={"reply_start": "mine"})], TAGS)
+    assert reserved.extras == {}
