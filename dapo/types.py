@@ -91,6 +91,7 @@ class Prompt:
     data_source: str = "default"
     extra: Mapping[str, Any] = field(default_factory=dict)
     is_text: bool = False  # the row had plain text, not messages; some reward functions then get text
+    opens_thought: bool = False  # the tokens end with the tag that opens a thought, so responses start inside one
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 1
+    stop: tuple[str, ...] = ()  # texts that end a response
 
 
 @dataclass(frozen=True, slots=True)

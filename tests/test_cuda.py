@@ -64,6 +64,25 @@ def test_greedy_and_truncated_sampling_work_on_the_gpu(params):
         assert len({tuple(rollout.tokens.tolist()) for rollout in rollouts}) == 1
 
 
+def test_stop_strings_end_responses_on_the_gpu_at_the_token_that_completes_them():
+    engine = engine_for(tiny_llama(), max_concurrent=16)
+    decode = tiny_tokenizer().decode
+
+    def sample(**stop):
+        params = SamplingParams(max_tokens=90, **stop)
+        found = drain(engine, *(Request(i, p, 4, params) for i, p in enumerate(PROMPTS)))
+        return {(r.serial, r.index): r for r in found}
+
+    free = sample()
+    stop = (decode(free[0, 0].tokens[20:22]), decode(free[1, 1].tokens[41:44]))
+    ended = sample(stop=stop)
+    for key, rollout in ended.items():
+        whole = free[key].tokens.tolist()
+        ends = [end for end in range(1, len(whole) + 1) if any(s in decode(whole[:end]) for s in stop)]
+        assert rollout.tokens.tolist() == whole[: min([*ends, len(whole)])]
+        assert rollout.finish_reason == ("stop" if ends else free[key].finish_reason)
+
+
 def test_a_captured_graph_sees_changed_weights():
     model = tiny_llama().to(torch.bfloat16)
     engine = engine_for(model, max_concurrent=8)

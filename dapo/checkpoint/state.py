@@ -62,6 +62,7 @@ class _PromptData(TypedDict):
     data_source: str
     extra: dict[str, Any]
     is_text: bool
+    opens_thought: NotRequired[bool]  # missing in older checkpoints
 
 
 class _RolloutData(TypedDict):

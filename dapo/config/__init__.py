@@ -1,10 +1,10 @@
 """The options of a run: `sections` (each option), `schema` (the tree and its rules), `loading` (YAML), `reference`."""
 
+from dapo.config.base import FIXED, Section, Source
 from dapo.config.loading import apply_override
 from dapo.config.schema import Config, leaves, option_names
 from dapo.config.sections import (
     AUTO_WORKERS,
-    FIXED,
     REWARD_TOKEN,
     EngineName,
     Extraction,
@@ -13,8 +13,6 @@ from dapo.config.sections import (
     OptimConfig,
     RewardConfig,
     RewardModelConfig,
-    Section,
-    Source,
 )
 
 __all__ = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from dapo.config.base import Source
 from dapo.config.schema import leaves
-from dapo.config.sections import Source
 
 
 def options_markdown() -> str:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
+from dapo.config.base import Section
 from dapo.config.loading import Dumper, apply_override, explain, parse_yaml, read_yaml
 from dapo.config.sections import (
     REWARD_TOKEN,
@@ -23,7 +24,6 @@ from dapo.config.sections import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
-    Section,
 )
 from dapo.errors import ConfigError, mask_secrets
 
@@ -140,6 +140,12 @@ class Config(Section):
                 f"reward.target_length is {self.reward.target_length}, but must lie between 1 and "
                 f"data.max_response_length - 1 = {limit - 1}"
             )
+        tags = self.reward.think_tags
+        if tags and (len(tags) != 2 or not all(tags) or tags[0] in tags[1] or tags[1] in tags[0]):
+            raise ValueError(
+                f"reward.think_tags is {list(tags)}, but must be two texts, neither of which contains the other, such "
+                "as [<think>, </think>]; null turns thoughts off"
+            )
         if self.reward.use == {}:
             raise ValueError("reward.use is an empty mapping; name at least one judge")
         if any(map(_holds_secret, [self.reward.use] if isinstance(self.reward.use, str) else self.reward.use)):
@@ -170,6 +176,8 @@ class Config(Section):
         if not self.uses_vllm and (self.rollout.tensor_parallel > 1 or self.rollout.vllm):
             name = "vllm" if self.rollout.vllm else "tensor_parallel"
             raise ValueError(f"rollout.{name} is for vLLM only: set rollout.engine to vllm, or leave it out")
+        if "" in self.rollout.stop:
+            raise ValueError("rollout.stop holds an empty text, which would end every response; leave it out")
         if self.cluster.offload and self.cluster.learners == 1:
             raise ValueError(
                 "cluster.offload needs weights that several processes share: set cluster.learners to at least 2"

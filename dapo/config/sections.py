@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-FromList = Strict(False)  # YAML has lists, not tuples
-# Upper bounds far beyond any sensible run: a typing error is refused before it takes memory or days.
-MOST_STEPS = 10**9
-MOST_PROMPTS = 2**20
-MOST_TOKENS = 2**24  # of one prompt or response
-MOST_SAMPLES = 2**16  # of one prompt
-MOST_PROCESSES = 2**14
-MOST_SECONDS = 7 * 24 * 3600.0
+from dapo.config.base import (
+    FIXED,
+    MOST_PROCESSES,
+    MOST_PROMPTS,
+    MOST_SAMPLES,
+    MOST_SECONDS,
+    MOST_STEPS,
+    MOST_TOKENS,
+    FromList,
+    NamedSources,
+    Section,
+    Sources,
+)
+
 AUTO_WORKERS = 8  # most judging processes that are started if reward.workers is 0
 
 EngineName = Literal["embedded", "vllm"]
 REWARD_TOKEN = "DAPO_REWARD_TOKEN"  # environment variable with the token for reward endpoints; never in a file
-FIXED: dict[str, Any] = {"fixed": True}  # marks an option that must not change when a run is resumed
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        hide_input_in_errors=True,  # it may contain a password
-    )
 
 
 class LoraConfig(Section):
@@ -57,34 +50,6 @@ class ModelConfig(Section):
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:N, or auto: the GPU if there is one.")
     lora: LoraConfig = LoraConfig()
-
-
-class Source(Section):
-    """One dataset, with its weight in the mix and the parameters of its reader."""
-
-    path: str
-    weight: float = Field(default=1.0, gt=0, le=1e9)
-    size: int | None = Field(default=None, ge=1, le=10**7)
-    params: dict[str, Any] = {}
-
-
-def _source_list(value: Any) -> Any:
-    """Accept one path, one mapping, or a list of either."""
-    members = value if isinstance(value, list | tuple) else [value]
-    return tuple({"path": member} if isinstance(member, str) else member for member in members)
-
-
-def _named_sets(value: Any) -> Any:
-    """Accept evaluation data without a name: it is one set, named after its first dataset."""
-    if value is None or (isinstance(value, dict) and "path" not in value):
-        return value
-    members = _source_list(value)
-    first = members[0] if members else None
-    path = first.get("path") if isinstance(first, dict) else getattr(first, "path", None)
-    return {Path(str(path).removeprefix("gym:")).stem: members}
-
-
-Sources = Annotated[tuple[Source, ...], FromList, BeforeValidator(_source_list), Field(min_length=1)]
 
 
 class DataConfig(Section):
@@ -122,6 +87,12 @@ class DataConfig(Section):
     system_prompt: str | None = Field(
         default=None, description="System message for prompts that have none.", json_schema_extra=FIXED
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={},
+        description="Variables for the model's chat template, such as {enable_thinking: false}; names that the "
+        "template does not read are refused.",
+        json_schema_extra=FIXED,
+    )
 
 
 class RolloutConfig(Section):
@@ -142,6 +113,12 @@ class RolloutConfig(Section):
     n: int = Field(default=16, ge=2, le=MOST_SAMPLES, description="Responses per prompt: the size of a group.")
     temperature: float = Field(
         default=1.0, gt=0, description="Divides the logits, in the sampler and in the trainer alike."
+    )
+    stop: Annotated[tuple[str, ...], FromList] = Field(
+        default=(),
+        max_length=64,
+        description="Texts that end a response, besides the model's stop tokens, also in evaluations. The token that "
+        "completes one of them is the response's last.",
     )
     max_concurrent: int = Field(
         default=0,
@@ -202,6 +179,11 @@ class RewardConfig(Section):
     regex: str | None = Field(
         default=None,
         description="For `regex`: the pattern that a response must match; a first group must equal the answer.",
+    )
+    think_tags: Annotated[tuple[str, ...], FromList] | None = Field(
+        default=("<think>", "</think>"),
+        description="The texts that open and close a thought. Rules read only what follows the last thought, and a "
+        "thought that does not end holds no answer. null: responses have no thoughts.",
     )
     threshold: float = Field(default=1.0, gt=0, description="For `gym`: the lowest score of a right answer.")
     code_score: Literal["all", "share"] = Field(
@@ -330,7 +312,7 @@ class EvalConfig(Section):
     every: int = Field(
         default=0, ge=0, le=MOST_STEPS, description="Steps between evaluations; 0: only before and after training."
     )
-    data: Annotated[dict[str, Sources] | None, BeforeValidator(_named_sets)] = Field(
+    data: NamedSources = Field(
         default=None,
         description="Questions to evaluate on, as in data.train, or a mapping of names to such sets; default: the "
         "training questions. Questions that are listed here are never trained on.",

@@ -17,6 +17,7 @@ from dapo.data.readers import GYM, read_rows
 from dapo.data.rows import Question, read_question
 from dapo.data.stream import PromptSource, PromptStream, ShuffledSource
 from dapo.errors import DataError
+from dapo.model.template import check_template_variables
 from dapo.types import Phase, Prompt
 
 MAX_CHARACTERS_PER_TOKEN = 256  # an upper bound on the average over a prompt; ordinary text has about 4
@@ -102,6 +103,8 @@ class _Loader:
     ) -> None:
         self.data = config.data
         self.tokenizer = tokenizer
+        check_template_variables(tokenizer, config.data.chat_template_kwargs)
+        self.opening = config.reward.think_tags[0] if config.reward.think_tags else None
         # `scope` is the phase and the name of the evaluation set, so that no two sets get the same gym items.
         self.seed = (config.run.seed, *scope)
         self.is_training = scope[0] == "train"
@@ -149,7 +152,8 @@ class _Loader:
         if len(questions) < len(agreed):
             summary.append(f"{counted(len(agreed) - len(questions), 'question')} held out for evaluation left out")
         short = [question for question in questions if self._may_fit(question)]
-        prompts = [self._check_length(p, q.where) for p, q in zip(self._encode(short, source), short, strict=True)]
+        label = f"Tokenizing {source.path}"
+        prompts = [self._check_length(p, q.where) for p, q in zip(self._encode(short, label), short, strict=True)]
         kept = [prompt for prompt in prompts if prompt is not None]
         if len(kept) < len(questions):
             too_long = counted(len(questions) - len(kept), "prompt")
@@ -197,14 +201,15 @@ class _Loader:
             position += 1
         return questions
 
-    def _encode(self, questions: Sequence[Question], source: Source) -> list[Prompt]:
-        return encode(questions, self.tokenizer, f"Tokenizing {source.path}")
+    def _encode(self, questions: Sequence[Question], label: str) -> list[Prompt]:
+        kwargs = self.data.chat_template_kwargs
+        return encode(questions, self.tokenizer, label, template_kwargs=kwargs, opening=self.opening)
 
     def _usable(self, question: Question) -> Prompt | None:
         """Tokenize one question; return None if it is too long."""
         if not self._may_fit(question):
             return None
-        (prompt,) = encode([question], self.tokenizer)
+        (prompt,) = self._encode([question], question.where)
         return self._check_length(prompt, question.where)
 
     def _may_fit(self, question: Question) -> bool:

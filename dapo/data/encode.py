@@ -25,18 +25,35 @@ def progress(items: Iterable[Item], label: str) -> Iterable[Item]:
     return track(items, label, console=console, transient=True, disable=not console.is_terminal)
 
 
-def encode(questions: Sequence[Question], tokenizer: Any, label: str = "Tokenizing") -> list[Prompt]:
-    """Tokenize questions in batches; the prompts are in the same order."""
+def encode(
+    questions: Sequence[Question],
+    tokenizer: Any,
+    label: str = "Tokenizing",
+    *,
+    template_kwargs: Mapping[str, Any] | None = None,
+    opening: str | None = None,
+) -> list[Prompt]:
+    """Tokenize questions in batches; the prompts are in the same order.
+
+    `template_kwargs` are variables for the chat template. `opening` is the tag that opens a thought.
+    """
     prompts = []
     starts = range(0, len(questions), _BATCH)
     # No bar for a single batch: questions are also encoded one by one during a run, which has a display of its own.
     for start in progress(starts, label) if len(starts) > 1 else starts:
         batch = questions[start : start + _BATCH]
-        prompts += map(_prompt, batch, _batch_tokens(batch, tokenizer))
+        for question, tokens in zip(batch, _batch_tokens(batch, tokenizer, template_kwargs or {}), strict=True):
+            prompts.append(_prompt(question, tokens, opening is not None and _ends_with(tokens, opening, tokenizer)))
     return prompts
 
 
-def _prompt(question: Question, tokens: Sequence[int]) -> Prompt:
+def _ends_with(tokens: Sequence[int], tag: str, tokenizer: Any) -> bool:
+    """Return whether the text of the tokens ends with the tag, apart from white space."""
+    tail = tokens[-len(tag.encode()) - 32 :]  # a token may be as little as a byte, and white space takes some more
+    return tokenizer.decode(tail).rstrip().endswith(tag)
+
+
+def _prompt(question: Question, tokens: Sequence[int], opens_thought: bool) -> Prompt:
     if not tokens:
         raise DataError(f"{question.where}: the prompt has no tokens")
     return Prompt(
@@ -47,6 +64,7 @@ def _prompt(question: Question, tokens: Sequence[int]) -> Prompt:
         data_source=question.data_source,
         extra=question.extra,
         is_text=question.is_text,
+        opens_thought=opens_thought,
     )
 
 
@@ -56,16 +74,16 @@ def _uid(messages: Sequence[Mapping[str, str]], answer: Any, variant: str) -> st
     return text_digest(identity)
 
 
-def _batch_tokens(questions: Sequence[Question], tokenizer: Any) -> list[list[int]]:
+def _batch_tokens(questions: Sequence[Question], tokenizer: Any, kwargs: Mapping[str, Any]) -> list[list[int]]:
     try:
-        return _tokens([list(question.messages) for question in questions], tokenizer)
+        return _tokens([list(question.messages) for question in questions], tokenizer, kwargs)
     except Exception:  # templates and tokenizers raise any exception, without naming the row; retry one by one
-        return [_tokens_of_one(question, tokenizer) for question in questions]
+        return [_tokens_of_one(question, tokenizer, kwargs) for question in questions]
 
 
-def _tokens_of_one(question: Question, tokenizer: Any) -> list[int]:
+def _tokens_of_one(question: Question, tokenizer: Any, kwargs: Mapping[str, Any]) -> list[int]:
     try:
-        return _tokens([list(question.messages)], tokenizer)[0]
+        return _tokens([list(question.messages)], tokenizer, kwargs)[0]
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(
@@ -73,10 +91,11 @@ def _tokens_of_one(question: Question, tokenizer: Any) -> list[int]:
         ) from None
 
 
-def _tokens(conversations: list[list[Mapping[str, str]]], tokenizer: Any) -> list[list[int]]:
+def _tokens(conversations: list[list[Mapping[str, str]]], tokenizer: Any, kwargs: Mapping[str, Any]) -> list[list[int]]:
     if tokenizer.chat_template is None:
         # A base model gets the plain text.
         texts = ["\n\n".join(message["content"] for message in messages) for messages in conversations]
         return tokenizer(texts)["input_ids"]
     with limited_template():
-        return tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True)["input_ids"]
+        encoded = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=True, **kwargs)
+        return encoded["input_ids"]

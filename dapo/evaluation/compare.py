@@ -131,14 +131,15 @@ def _evaluate(subject: Subject, parts: SharedParts, console: Console) -> list[Re
     for note in notes:
         _note(console, note)
     engine, judge = parts.open(config)
-    params = SamplingParams(options.temperature, options.top_p, options.top_k, config.data.max_response_length)
+    limit, stop, tags = config.data.max_response_length, config.rollout.stop, config.reward.think_tags
+    params = SamplingParams(options.temperature, options.top_p, options.top_k, limit, stop)
     results = []
     with closing(_database(config)) as database:
         for name, prompts in sets.items():
             start = time.perf_counter()
             with _progress(console, f"{subject.label}, {name}") as on_sample:
                 # Step 0 for every model: the same question gets the same random numbers, which pairs the models.
-                report = evaluate(engine, judge, prompts, options.k, params, 0, name, on_sample)
+                report = evaluate(engine, judge, prompts, options.k, params, 0, name, on_sample, tags)
             report = replace(report, step=subject.step)
             database.record_eval(report)
             _check_judged(subject.label, report)

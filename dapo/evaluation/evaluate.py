@@ -12,6 +12,7 @@ import numpy as np
 from dapo.algorithm.estimators import estimate, ks, majority, paired_difference, pass_at_k
 from dapo.engine.protocol import Engine
 from dapo.rewards.protocol import Judge
+from dapo.rewards.thought import with_reply_start
 from dapo.terminal.evaltable import DifferenceRow, headline
 from dapo.types import EvalReport, EvalSample, Prompt, Request, Rollout, SamplingParams, Score
 
@@ -31,6 +32,7 @@ def evaluate(
     step: int,
     name: str,
     on_sample: Callable[[int, int], None] = lambda done, total: None,
+    think_tags: Sequence[str] | None = None,
 ) -> EvalReport:
     """Sample k responses to each prompt, and judge each group while the engine samples the others.
 
@@ -56,12 +58,12 @@ def evaluate(
             engine.cancel(by_serial)
             raise
     assert scores.keys() == by_serial.keys(), "the engine lost samples"
-    samples = tuple(
-        EvalSample(by_serial[serial], rollout, score)
-        for serial in sorted(scores)
-        for rollout, score in zip(finished[serial], scores[serial].result(), strict=True)
-    )
-    return EvalReport(step, name, _metrics(samples, k), samples)
+    samples: list[EvalSample] = []
+    for serial in sorted(scores):
+        prompt, members = by_serial[serial], finished[serial]
+        marked = with_reply_start(prompt, members, scores[serial].result(), think_tags)
+        samples += [EvalSample(prompt, *pair) for pair in zip(members, marked, strict=True)]
+    return EvalReport(step, name, _metrics(samples, k), tuple(samples))
 
 
 def metrics_by_problem(samples: Iterable[EvalSample], k: int) -> MetricsByProblem:

@@ -24,7 +24,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Metrics of two models are comparable only if these options are the same for both.
 _SHARED_KEYS = (
     "data.max_prompt_length", "data.max_response_length", "data.prompt_template", "data.system_prompt",
-    "rollout.engine", *(key for key, _ in leaves() if key.startswith("reward.")),
+    "data.chat_template_kwargs", "rollout.stop", "rollout.engine",
+    *(key for key, _ in leaves() if key.startswith("reward.")),
 )  # fmt: skip
 
 

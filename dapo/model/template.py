@@ -1,15 +1,43 @@
-"""A time limit for a model's chat template, which is a program that comes with the model and may never end."""
+"""A model's chat template, which is a program that comes with the model: its variables, and a limit to its time."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from dapo.errors import ConfigError
+
 TEMPLATE_SECONDS = 10.0
+_SET_HERE = {"messages", "add_generation_prompt"}  # variables that every template gets
+
+
+def check_template_variables(tokenizer: Any, names: Collection[str]) -> None:
+    """Refuse names for data.chat_template_kwargs that the model's chat template never reads."""
+    if not names:
+        return
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            "data.chat_template_kwargs: the model has no chat template that could read them; leave it out"
+        )
+    from jinja2 import meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # it alone knows every tag of templates
+
+    try:
+        text = tokenizer.get_chat_template()
+        environment = _compile_jinja_template(text).environment
+        read = meta.find_undeclared_variables(environment.parse(text)) - environment.globals.keys()
+    except Exception as error:  # a template can be broken in any way
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"data.chat_template_kwargs: the model's chat template cannot be read ({reason})") from None
+    read -= _SET_HERE | tokenizer.special_tokens_map.keys()
+    for name in names:
+        if name not in read:
+            known = f"it reads {', '.join(sorted(read))}" if read else "it reads none but the messages"
+            raise ConfigError(f"data.chat_template_kwargs: the model's chat template does not read '{name}'; {known}")
 
 
 @contextmanager

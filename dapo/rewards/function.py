@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from dapo.errors import RewardError
 from dapo.rewards.signature import OURS, TOKENS, TRL, VERL_BATCHED, Signature, kind_of
+from dapo.rewards.thought import split_thought
 from dapo.types import METRIC, Prompt, Rollout, Score
 
 RewardFunction = Callable[..., Any]
@@ -78,11 +79,15 @@ class Reward:
     - TRL's: `f(prompts, completions, completion_ids=None, **columns)`, called once per group with lists. Prompts and
       completions are strings where the row's prompt was plain text, else lists of messages.
 
-    A response that cannot be judged gets a reason, not a score of 0.
+    A function of any signature can take `thought` and `reply`, the parts of the response (lists of them if it is called
+    once per group). A response that cannot be judged gets a reason, not a score of 0.
     """
 
-    def __init__(self, function: RewardFunction, *, is_rule: bool = False) -> None:
+    def __init__(
+        self, function: RewardFunction, think_tags: Sequence[str] | None = None, *, is_rule: bool = False
+    ) -> None:
         self.function = function
+        self.think_tags = think_tags
         self.signature = Signature.of(function)
         self.kind = kind_of(function, self.signature, is_rule=is_rule)
 
@@ -127,7 +132,18 @@ class Reward:
             if convention is VERL_BATCHED:
                 row = {f"{name}s": [copy.copy(value) for _ in samples] for name, value in row.items()}
                 row["solution_strs"] = [sample.text for sample in samples]
-        return self.signature.select(row)
+        return self.signature.select(row | self._parts(prompt, samples))
+
+    def _parts(self, prompt: Prompt, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Return what the function names of these: thought, reply, and whether the prompt opens a thought."""
+        names, found = self.signature.names, {"opens_thought": prompt.opens_thought}
+        if names & {"thought", "reply"}:
+            splits = [split_thought(sample.text, self.think_tags, prompt.opens_thought) for sample in samples]
+            thoughts, replies = zip(*splits, strict=True)
+            found |= {"thought": list(thoughts), "reply": list(replies)}
+            if not self.kind.is_batched:
+                found |= {"thought": thoughts[0], "reply": replies[0]}
+        return {name: value for name, value in found.items() if name in names}
 
     def _scores(self, outcome: Any, log: _Log) -> list[Score]:
         if not self.kind.is_batched:
@@ -206,8 +222,8 @@ class FunctionJudge:
     runs in its own thread, a whole group concurrently.
     """
 
-    def __init__(self, function: RewardFunction, timeout: float) -> None:
-        self.reward = Reward(function)
+    def __init__(self, function: RewardFunction, timeout: float, think_tags: Sequence[str] | None = None) -> None:
+        self.reward = Reward(function, think_tags)
         self.timeout = timeout
         self.loop: asyncio.AbstractEventLoop | None = None
         self.closed = False

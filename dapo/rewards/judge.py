@@ -35,7 +35,8 @@ KINDS = f"{AUTO}, {', '.join(RULES)}, path/to/file.py:function, model:PATH or ht
 def build_judge(options: RewardConfig, function: RewardFunctions | None = None) -> Judge:
     """Return the judge for these options. Function objects take precedence and run in this process."""
     if function is not None:
-        terms = [_Term(n, w, FunctionJudge(f, options.timeout)) for n, f, w in function_terms(function)]
+        timeout, tags = options.timeout, options.think_tags
+        terms = [_Term(name, weight, FunctionJudge(f, timeout, tags)) for name, f, weight in function_terms(function)]
         return terms[0].judge if callable(function) else WeightedSum(terms)
     specs = judge_specs(options)
     for spec in specs:

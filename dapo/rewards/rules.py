@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from dapo.rewards.code import CodeRule, read_tests
 from dapo.rewards.extract import extract
 from dapo.rewards.math_dapo import gold_text, math_dapo_reward
 from dapo.rewards.math_verifier import POLICIES, math_reward, read_gold
+from dapo.rewards.thought import split_thought
 
 Rule = Callable[..., dict[str, Any]]
 
@@ -23,9 +25,29 @@ RULES = ("math", "math_dapo", "exact", "integer", "choice", "regex", "gym", "cod
 def make_rule(name: str, options: RewardConfig) -> Rule:
     """Return the named rule as `reward(completion, answer, **row)` with its options bound.
 
-    A response without an answer is wrong. A gold answer that the rule cannot read raises ValueError: the response is
-    unjudged.
+    A response without an answer is wrong, also one whose thought does not end. A gold answer that the rule cannot read
+    raises ValueError: the response is unjudged.
     """
+    return _OnReply(_rule(name, options), options.think_tags)
+
+
+class _OnReply:
+    """A rule that reads only what follows the thought."""
+
+    def __init__(self, judge: Rule, tags: Sequence[str] | None) -> None:
+        self.judge, self.tags = judge, tags
+        self.patience = getattr(judge, "patience", 1.0)
+        self.columns = tuple(inspect.signature(judge).parameters)  # by which it can tell rows apart
+
+    def __call__(self, completion: str, answer: Any, opens_thought: bool = False, **row: Any) -> dict[str, Any]:
+        reply = split_thought(completion, self.tags, opens_thought).reply
+        outcome = self.judge(reply or "", answer, **row)
+        # A pattern of `regex` may match even the empty text.
+        return _outcome(False, None) if reply is None and outcome["acc"] else outcome
+
+
+def _rule(name: str, options: RewardConfig) -> Rule:
+    """Return the named rule for the reply alone."""
     _require_rule(name)
     if name == "code":
         return CodeRule(options)

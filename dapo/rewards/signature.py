@@ -21,15 +21,19 @@ class Convention:
     takes_columns: bool = True
 
 
-OURS = Convention("reward(completion, answer, **row)", frozenset({"completion", "answer", "prompt", "data_source"}))
+_PARTS = {"thought", "reply"}  # of the response, for functions that name them
+OURS = Convention(
+    "reward(completion, answer, **row)",
+    frozenset({"completion", "answer", "prompt", "data_source", "opens_thought", *_PARTS}),
+)
 VERL = Convention(
     "compute_score(data_source, solution_str, ground_truth, extra_info)",
-    frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
+    frozenset({"data_source", "solution_str", "ground_truth", "extra_info", *_PARTS}),
     takes_columns=False,
 )
 VERL_BATCHED = Convention(
     "compute_score(data_sources, solution_strs, ground_truths, extra_infos)",
-    frozenset({"data_sources", "solution_strs", "ground_truths", "extra_infos"}),
+    frozenset({"data_sources", "solution_strs", "ground_truths", "extra_infos", *_PARTS}),
     is_batched=True,
     takes_columns=False,
 )
@@ -39,6 +43,7 @@ TRL = Convention(
         {
             *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
             *("answer", "ground_truth", "solution", "data_source"),
+            *_PARTS,
         }
     ),
     is_batched=True,
@@ -121,7 +126,8 @@ class Kind:
 
 def kind_of(function: Callable[..., Any], signature: Signature, *, is_rule: bool = False) -> Kind:
     """Describe a function. A rule ignores the columns that it does not name, also where it takes `**row`."""
-    convention, names = signature.convention, sorted(signature.names)
+    convention = signature.convention
+    names = sorted({*signature.names, *getattr(function, "columns", ())})
     if not convention.takes_columns:
         names = ["data_source", "extra_info"]
     elif signature.takes_everything and not is_rule:

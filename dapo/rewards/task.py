@@ -58,6 +58,7 @@ class Task:
             "source": prompt.data_source,
             "extra": prompt.extra,
             "is_text": prompt.is_text,
+            "opens_thought": prompt.opens_thought,
             "samples": [(index, *job.samples[index]) for index in self.indices],
         }
         return to_json(content).encode() + b"\n"

@@ -73,7 +73,16 @@ class Worker:
         return True
 
     def handle(self, task: Mapping[str, Any]) -> None:
-        prompt = Prompt("", tuple(task["messages"]), (), task["answer"], task["source"], task["extra"], task["is_text"])
+        prompt = Prompt(
+            "",
+            tuple(task["messages"]),
+            (),
+            task["answer"],
+            task["source"],
+            task["extra"],
+            task["is_text"],
+            task["opens_thought"],
+        )
         indices = [index for index, *_ in task["samples"]]
         samples = [Sample(*sample) for _, *sample in task["samples"]]
         try:
@@ -103,7 +112,8 @@ class Worker:
 
     def _load(self, spec: str) -> Reward:
         if spec not in self.rewards:
-            self.rewards[spec] = Reward(_find_function(spec, self.options), is_rule=spec in RULES)
+            function, tags = _find_function(spec, self.options), self.options.think_tags
+            self.rewards[spec] = Reward(function, tags, is_rule=spec in RULES)
         return self.rewards[spec]
 
     def _memory_hint(self, sentence: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dapo.rewards.thought import REPLY_START
 from dapo.types import METRIC, TERM, Event, Group, Score, Verdict
 
 MAX_COMPONENTS = 50  # metrics about components of scores, per step
@@ -122,6 +123,7 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response_length/clip_ratio": cut_off.mean(),
         "rollouts/unjudged": len(lengths) - len(values),
     }
+    metrics |= _thought_metrics(groups)
     if len(values):
         metrics["score/mean"] = values.mean()
         metrics["reward/mean"] = np.nanmean(np.concatenate([group.rewards for group in groups]))  # NaN: unjudged
@@ -145,3 +147,22 @@ def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
                 found[name].append(value)
     most_common = sorted(found, key=lambda name: (-len(found[name]), name))[:MAX_COMPONENTS]
     return {name: float(np.mean(found[name])) for name in sorted(most_common)}
+
+
+def _thought_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean length and the unfinished share of the thoughts; nothing if no response has one."""
+    lengths, unfinished = [], []
+    for group in groups:
+        for rollout, score in zip(group.rollouts, group.scores, strict=True):
+            if REPLY_START in score.extras:
+                start = score.extras[REPLY_START]
+                # In tokens, by the thought's share of the characters.
+                share = 1.0 if start is None else start / len(rollout.text)
+                lengths.append(share * len(rollout))
+                unfinished.append(start is None)
+    if not lengths:
+        return {}
+    return {
+        "thought_length/mean": float(np.mean(lengths)),
+        "thought_length/unfinished_ratio": float(np.mean(unfinished)),
+    }

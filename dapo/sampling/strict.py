@@ -19,6 +19,7 @@ from dapo.data.stream import PromptStream
 from dapo.engine.protocol import Engine
 from dapo.errors import RewardError
 from dapo.rewards.protocol import Judge
+from dapo.rewards.thought import with_reply_start
 from dapo.sampling.accounting import Sampled, count_tokens, mean_histogram, unjudged_message
 from dapo.types import Event, EventKind, Group, Prompt, Request, Rollout, SamplingParams, Score, Verdict
 
@@ -87,7 +88,9 @@ class DynamicSampler:
         self.next_serial = 0
         self.recent: deque[bool] = deque(maxlen=4 * config.gen_batch_size)  # kept or not, for the keep rate
         self.rules = group_rules(config)
-        self.params = SamplingParams(config.rollout.temperature, max_tokens=config.data.max_response_length)
+        self.params = SamplingParams(
+            config.rollout.temperature, max_tokens=config.data.max_response_length, stop=config.rollout.stop
+        )
 
     def fill(self, number: int, version: int) -> Sampled:
         """Sample until `train_batch_size` groups are kept or the rounds are used up, and return the batch."""
@@ -206,7 +209,10 @@ class DynamicSampler:
         """Decide the finished groups in submission order, after waiting for their scores."""
         finished = [(serial, group, group.future) for serial, group in self.pending.items() if group.future]
         start = time.perf_counter()
-        scores = [future.result() for _, _, future in finished]
+        tags = self.config.reward.think_tags
+        scores = [
+            with_reply_start(group.prompt, group.rollouts, future.result(), tags) for _, group, future in finished
+        ]
         step.reward_seconds += time.perf_counter() - start
         # A KL term in the reward changes the verdict, so it needs the reference model for every group here.
         # A KL term in the loss needs it only for the batch (`fill`). The reference takes whole groups, so they are

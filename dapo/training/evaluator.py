@@ -27,11 +27,12 @@ class Evaluator:
         recorder: Recorder,
         is_stopping: Callable[[], bool],
     ) -> None:
-        self.options, self.sets = config.eval, sets
+        self.options, self.sets, self.think_tags = config.eval, sets, config.reward.think_tags
         self.engine, self.judge, self.recorder = engine, judge, recorder
         self.is_stopping = is_stopping
         options = config.eval
-        self.params = SamplingParams(options.temperature, options.top_p, options.top_k, config.data.max_response_length)
+        limit, stop = config.data.max_response_length, config.rollout.stop
+        self.params = SamplingParams(options.temperature, options.top_p, options.top_k, limit, stop)
         self.reports: tuple[EvalReport, ...] = ()  # of the latest evaluation, one per set
         self.best: Best | None = None
 
@@ -48,7 +49,9 @@ class Evaluator:
                 if self.is_stopping() and done < total:
                     raise Interrupted
 
-            report = evaluate(self.engine, self.judge, prompts, self.options.k, self.params, step, name, show)
+            report = evaluate(
+                self.engine, self.judge, prompts, self.options.k, self.params, step, name, show, self.think_tags
+            )
             self.recorder.evaluation(report)
             reports.append(report)
         self.engine.figures()  # discard the evaluation's share, so that the next step does not count it

@@ -19,6 +19,7 @@ from dapo.data.dataset import load_run_data
 from dapo.errors import ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped
 from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
+from dapo.model.tokens import token_bytes
 from dapo.policy.build import model_source
 from dapo.policy.protocol import UpdateResult
 from dapo.rewards.judge import (
@@ -163,8 +164,11 @@ class Trainer:
         """Build data, policy, engine, judge and sampler, with the weights of the checkpoint if there is one."""
         config, saved = self.config, self.directory.saved
         # Load the data before the weights, so that its errors show at once.
+        tokenizer = load_tokenizer(model_source(config, saved).path)
+        if config.rollout.stop:
+            token_bytes(tokenizer)  # raises if the engine could not compare its tokens with a text
         kinds = judge_kinds(config.reward, judge)
-        self.data = load_run_data(config, load_tokenizer(model_source(config, saved).path), columns_seen(kinds))
+        self.data = load_run_data(config, tokenizer, columns_seen(kinds))
         check_columns(kinds, self.data.columns())
         self.parts = assemble(config, saved, self.recorder.event, self._is_stopping)
         self.policy, self.engine = self.parts.policy, self.parts.engine

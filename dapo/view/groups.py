@@ -80,6 +80,16 @@ class Response:
     extras: Mapping[str, Any]
     has_tokens: bool
 
+    @property
+    def parts(self) -> tuple[str, str | None]:
+        """Thought and reply. The thought is empty if there is none, and the reply None if the thought does not end."""
+        start = self.extras.get("reply_start", 0)
+        if start is None:
+            return self.text, None
+        if type(start) is not int or start < 0:  # not written by a run
+            return "", self.text
+        return self.text[:start], self.text[start:]
+
 
 @dataclass(frozen=True, slots=True)
 class GroupDetail:

@@ -164,7 +164,7 @@ def test_a_prompt_of_far_too_many_characters_is_never_tokenized(tmp_path):
     path = write(tmp_path / "d.jsonl", [*questions("short"), *questions("x" * (257 * 200))])
 
     class Tokenizer:
-        chat_template = TOKENIZER.chat_template
+        chat_template, decode = TOKENIZER.chat_template, TOKENIZER.decode
 
         def apply_chat_template(self, conversations, **options):
             assert max(len(messages[0]["content"]) for messages in conversations) < 10
@@ -223,3 +223,65 @@ def test_rows_are_duplicates_if_everything_the_judge_sees_is_equal(tmp_path, see
     assert prompts[0].uid == plain.uid
     told_apart = 1 if seen == () else len({prompt.extra["id"] for prompt in prompts if prompt.answer == 1} - {4})
     assert len({prompt.uid for prompt in prompts if prompt.messages[-1]["content"] == "a"}) == told_apart
+
+
+THINKING = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if tools is defined and tools %}{{ raise_exception('no tools') }}{% endif %}assistant:"
+    "{% set start = '<think>\n' %}{% if add_generation_prompt %}"
+    "{% if enable_thinking is defined and not enable_thinking %} <think></think>{% else %} {{ start }}{% endif %}"
+    "{% endif %}"
+)
+
+
+def thinking_tokenizer():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKING
+    return tokenizer
+
+
+def first_prompt(tmp_path, tokenizer, tags=("<think>", "</think>"), text="two?", **data):
+    options = config(write(tmp_path / "d.jsonl", questions(text)), **data)
+    options = options.model_copy(update={"reward": options.reward.model_copy(update={"think_tags": tags})})
+    return load_train_stream(options, tokenizer).questions()[0]
+
+
+def test_the_chat_template_gets_the_variables_of_the_configuration(tmp_path):
+    tokenizer = thinking_tokenizer()
+    plain = first_prompt(tmp_path, tokenizer)
+    off = first_prompt(tmp_path, tokenizer, chat_template_kwargs={"enable_thinking": False})
+    assert tokenizer.decode(plain.tokens) == "user: two?\nassistant: <think>\n"
+    assert tokenizer.decode(off.tokens) == "user: two?\nassistant: <think></think>"
+    assert (plain.opens_thought, off.opens_thought) == (True, False)
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "messages", "add_generation_prompt", "tokenize", "start"])
+def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError) as caught:
+        first_prompt(tmp_path, thinking_tokenizer(), chat_template_kwargs={name: True})
+    assert str(caught.value) == (
+        f"data.chat_template_kwargs: the model's chat template does not read '{name}'; it reads enable_thinking, tools"
+    )
+
+
+def test_variables_without_a_template_that_could_read_them_are_refused(tmp_path):
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(ConfigError, match="does not read 'enable_thinking'; it reads none but the messages"):
+        first_prompt(tmp_path, tokenizer, chat_template_kwargs={"enable_thinking": False})
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="the model has no chat template"):
+        first_prompt(tmp_path, tokenizer, chat_template_kwargs={"enable_thinking": False})
+    tokenizer.chat_template = "{% if %}"
+    with pytest.raises(ConfigError, match="the model's chat template cannot be read"):
+        first_prompt(tmp_path, tokenizer, chat_template_kwargs={"enable_thinking": False})
+
+
+def test_a_prompt_that_ends_with_the_opening_tag_opens_a_thought(tmp_path):
+    plain = tiny_tokenizer()
+    assert not first_prompt(tmp_path, plain, text="open with <think>").opens_thought  # the template goes on after it
+    plain.chat_template = None
+    assert first_prompt(tmp_path, plain, text="Solve it. <think> ").opens_thought
+    assert not first_prompt(tmp_path, plain, text="Solve it. <think> ", tags=None).opens_thought
+    assert not first_prompt(tmp_path, plain, text="Write <think>, then </think>").opens_thought
+    assert first_prompt(tmp_path, plain, text="Solve it. [THINK]", tags=("[THINK]", "[/THINK]")).opens_thought
+    assert not first_prompt(tmp_path, plain, text="Solve it. <think>", tags=("[THINK]", "[/THINK]")).opens_thought

@@ -39,6 +39,10 @@ def groups(count, n, params, *, seed=0, first=0):
     return [Request(first + i, prompt, n, params) for i, prompt in enumerate(prompts(count, seed))]
 
 
+def decode(tokens):
+    return tiny_tokenizer().decode(tokens, skip_special_tokens=False)
+
+
 def greedy(model, prompt, limit):
     tokens = torch.tensor([prompt])
     options = {"do_sample": False, "max_new_tokens": limit, "eos_token_id": sorted(STOP), "pad_token_id": PAD_ID}
@@ -96,6 +100,27 @@ def test_a_stop_token_at_a_limit_of_one_token_counts_as_stop(subject):
     assert all(len(rollout) == 1 for rollout in found.values())
     assert all((r.finish_reason == "stop") == (r.tokens[0] in STOP) for r in found.values())
     assert {rollout.finish_reason for rollout in found.values()} == {"stop", "length"}
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(subject):
+    free = drain(subject.engine, *groups(6, 8, SamplingParams(max_tokens=8), seed=12))
+    texts = sorted((rollout.text for rollout in free.values()), key=len)[-3:]
+    stop = (texts[0][2:4], texts[1][3:6], texts[2][7])
+    params = SamplingParams(max_tokens=8, stop=stop)
+    reasons = set()
+    for few in (6, 1):  # what else is in flight does not matter
+        found = drain(subject.engine, *groups(6, 8, params, seed=12)[:few])
+        for key, rollout in found.items():
+            whole = free[key].tokens.tolist()
+            ends = [end for end in range(1, len(whole) + 1) if any(s in decode(whole[:end]) for s in stop)]
+            assert rollout.tokens.tolist() == whole[: min([*ends, len(whole)])]
+            assert len(rollout.logprobs) == len(rollout)
+            assert rollout.finish_reason == ("stop" if ends else free[key].finish_reason)
+            assert rollout.text == decode([t for t in rollout.tokens.tolist() if t >= len(SPECIALS)])
+            reasons.add((bool(ends), rollout.finish_reason))
+    assert reasons >= {(True, "stop"), (False, "length")}
+    again = drain(subject.engine, *groups(6, 8, SamplingParams(max_tokens=8), seed=12))
+    assert all(np.array_equal(again[key].tokens, free[key].tokens) for key in free)
 
 
 def test_the_text_is_the_tokens_without_special_ones(subject):

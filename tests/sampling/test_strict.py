@@ -240,6 +240,34 @@ def test_a_reward_that_judges_nothing_in_the_first_round_stops_the_run_with_its_
         sampler.fill(1, version=0)
 
 
+def test_the_length_of_thoughts_is_a_metric_only_where_there_are_thoughts():
+    judge = mixed_when(lambda serial: True)
+    plain = sampler_for(judge).fill(1, version=0)
+    assert not any(name.startswith("thought_length") for name in plain.metrics())
+    # With such tags about every response opens or closes a thought.
+    sampled = sampler_for(judge, 'reward.think_tags=["a", "e"]').fill(1, version=0)
+    thoughts, unfinished = [], []
+    for group in sampled.groups:
+        for rollout, score in zip(group.rollouts, group.scores, strict=True):
+            text = rollout.text
+            assert ("reply_start" in score.extras) == ("a" in text or "e" in text)
+            if "reply_start" in score.extras:
+                is_finished = text.rfind("e") > text.rfind("a")
+                assert score.extras["reply_start"] == (text.rfind("e") + 1 if is_finished else None)
+                thoughts.append(len(rollout) * ((text.rfind("e") + 1) / len(text) if is_finished else 1))
+                unfinished.append(not is_finished)
+    assert 0 < sum(unfinished) < len(unfinished)
+    assert sampled.metrics()["thought_length/mean"] == pytest.approx(sum(thoughts) / len(thoughts))
+    assert sampled.metrics()["thought_length/unfinished_ratio"] == sum(unfinished) / len(unfinished)
+
+
+def test_responses_end_at_the_stop_strings_of_the_configuration():
+    sampled = sampler_for(mixed_when(lambda serial: True), 'rollout.stop=["a", "bc"]', "data.max_response_length=40")
+    texts = [rollout.text for group in sampled.fill(1, version=0).groups for rollout in group.rollouts]
+    assert any(text.endswith("a") for text in texts)
+    assert not any("a" in text[:-1] or "bc" in text[:-1] for text in texts)
+
+
 def test_later_unjudged_rollouts_are_counted_with_their_reason_and_left_out_of_the_statistics():
     def judge(prompt, rollout):
         return Score(None, error="timeout") if rollout.index == 0 else Score(float(rollout.index))

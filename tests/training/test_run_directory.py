@@ -91,6 +91,14 @@ def test_a_database_that_is_not_a_run_s_is_refused_unchanged(tmp_path, database)
     assert content(config.run_dir) == before
 
 
+def test_a_run_does_not_resume_with_other_variables_for_its_chat_template(finished, tmp_path):
+    config = copy_of(finished, tmp_path, "data.chat_template_kwargs.enable_thinking=false")
+    with pytest.raises(
+        CheckpointError, match=r"its data.chat_template_kwargs is \{\}, not \{'enable_thinking': False\}"
+    ):
+        train(config, resume=True)
+
+
 def test_resume_never_starts_a_run(tmp_path):
     config = runs.load(tmp_path, "run.name=new")
     with pytest.raises(CheckpointError, match="there is no run to resume; leave out --resume to start one"):

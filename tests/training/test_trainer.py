@@ -60,7 +60,13 @@ def test_six_steps_at_once_and_three_then_three_more_are_the_same_bit_for_bit(tm
 
 @pytest.mark.parametrize(
     "override",
-    ["model.dtype=bfloat16", "algorithm.kl_loss_coef=0.05", "algorithm.max_staleness=0", "optim.ppo_epochs=2"],
+    [
+        "model.dtype=bfloat16",
+        "algorithm.kl_loss_coef=0.05",
+        "algorithm.max_staleness=0",
+        "optim.ppo_epochs=2",
+        'rollout.stop=["a", "xy"]',
+    ],
 )
 def test_runs_of_other_kinds_resume_bit_for_bit_too(tmp_path, override):
     more = [override, "algorithm.max_logprob_gap=1.0"]

@@ -17,6 +17,7 @@ from dapo.types import Event
 from dapo.view import groups as module
 from dapo.view.groups import GroupFilter, count_groups, data_sources, group, groups, verdicts
 from dapo.view.health import events
+from dapo.view.report import _response
 from dapo.view.runs import find_run
 from dapo.view.source import Run
 from tests.view.made import HOSTILE, create, make_group, make_report
@@ -130,6 +131,23 @@ def test_a_real_group_comes_back_in_full(trained: Run):
             assert response.has_tokens == (rollout["tokens"] is not None)
     with pytest.raises(CheckpointError, match="there is no group 12345"):
         group(trained, 12345)
+
+
+def test_a_response_comes_apart_into_thought_and_reply(tmp_path: Path):
+    texts = ("<think>hm</think>5", "<think>hm", "5", "5")
+    starts = ({"reply_start": 17}, {"reply_start": None}, {}, {"reply_start": "mine"})
+    made = make_group(1, (True, False, True, True), texts=texts)
+    scores = tuple(replace(score, extras=extra) for score, extra in zip(made.scores, starts, strict=True))
+    with create(tmp_path) as database:
+        database.record_step(make_report(1, [replace(made, scores=scores)]))
+    found = group(find_run(tmp_path, "made"), 1)
+    assert [response.parts for response in found.responses] == [
+        ("<think>hm</think>", "5"), ("<think>hm", None), ("", "5"), ("", "5")
+    ]  # fmt: skip
+    shown = [_response(response) for response in found.responses]
+    assert "<summary>thought</summary><pre>&lt;think&gt;hm&lt;/think&gt;</pre></details><pre>5</pre>" in shown[0]
+    assert shown[1].endswith("<summary>thought, without an end</summary><pre>&lt;think&gt;hm</pre></details></div>")
+    assert "<details" not in shown[2] and shown[2].endswith("<pre>5</pre></div>")
 
 
 def test_the_verdicts_and_sources_there_are(generated: Run):

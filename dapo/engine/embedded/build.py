@@ -21,4 +21,5 @@ def embedded_engine(config: Config, loaded: LoadedModel, model: torch.nn.Module,
         max_length=config.data.max_prompt_length + config.data.max_response_length,
         kv_memory_fraction=config.rollout.kv_memory_fraction,
         reserved=reserved,
+        kept_tokens=config.reward.think_tags or (),
     )

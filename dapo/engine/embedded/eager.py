@@ -170,4 +170,6 @@ class EagerDecoder:
     def _finish_reason(self, response: Response) -> FinishReason | None:
         if response.tokens[-1] in self.stop_ids:
             return "stop"
+        if response.stop is not None and response.stop.length(response.tokens, len(response.tokens) - 1):
+            return "stop"
         return "length" if len(response.tokens) >= response.request.params.max_tokens else None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from dapo.engine.embedded.eager import EagerDecoder
-from dapo.engine.embedded.sequence import Decoder, Finished, Response, SharedPrompt
+from dapo.engine.embedded.sequence import Decoder, Finished, Response, SharedPrompt, drawing
+from dapo.engine.stop import StopStrings
 from dapo.kernels.sampler import row_key
 from dapo.model.forward import head_weight
+from dapo.model.tokens import ResponseTexts
 from dapo.types import FinishReason, Request, Rollout, SamplingParams
 
 # Defaults where the caller gives none.
@@ -26,7 +27,8 @@ class EmbeddedEngine:
 
     A prompt is prefilled once for all its responses. `max_concurrent` 0 means a default for the device. `max_length` is
     the length of the longest prompt with its response. On a GPU the key/value cache takes at most `kv_memory_fraction`
-    of the free memory that is left after `reserved` bytes.
+    of the free memory that is left after `reserved` bytes. The texts of responses have no special tokens but
+    `kept_tokens`.
     """
 
     def __init__(
@@ -40,10 +42,11 @@ class EmbeddedEngine:
         max_length: int | None = None,
         kv_memory_fraction: float = 0.5,
         reserved: int = 0,
+        kept_tokens: Sequence[str] = (),
     ) -> None:
         self.tokenizer = tokenizer
-        is_plain = getattr(tokenizer, "is_fast", False) and not tokenizer.clean_up_tokenization_spaces
-        self.decode_batch = tokenizer.backend_tokenizer.decode_batch if is_plain else None
+        self.texts = ResponseTexts(tokenizer, kept_tokens)
+        self.stops: dict[tuple[str, ...], StopStrings | None] = {(): None}
         self.seed = seed
         self.version = 0
         self.waiting: deque[Response] = deque()
@@ -74,17 +77,20 @@ class EmbeddedEngine:
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile kernels and capture CUDA graphs ahead of the first request. Does nothing on a CPU."""
-        self.decoder.prepare(_kind(params))
+        self.decoder.prepare(drawing(params))
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
+            stop = request.params.stop
+            if stop not in self.stops:
+                self.stops[stop] = StopStrings(self.tokenizer, stop)
             prompt = self.prompts.setdefault(request.prompt, SharedPrompt(request.prompt))
             prompt.users += request.n
             for index in range(request.n):
                 key = row_key(self.seed, request.phase, request.serial, index)
-                self.waiting.append(Response(request, prompt, index, key))
+                self.waiting.append(Response(request, prompt, index, key, self.stops[stop]))
         # One step draws for the whole batch.
-        kinds = {_kind(response.request.params) for response in [*self.waiting, *self.active]}
+        kinds = {drawing(response.request.params) for response in [*self.waiting, *self.active]}
         assert len(kinds) <= 1, "all groups in flight must have the same temperature and truncation"
 
     @torch.no_grad()
@@ -98,7 +104,7 @@ class EmbeddedEngine:
             self._release_prompt(response.prompt)
         if not self.active and not self.waiting:
             self.decoder.release_idle()
-        texts = self._texts([response.tokens for response, _ in finished])
+        texts = self.texts([response.tokens for response, _ in finished])
         return [self._rollout(*found, text) for found, text in zip(finished, texts, strict=True)]
 
     def cancel(self, serials: Iterable[int]) -> int:
@@ -163,15 +169,6 @@ class EmbeddedEngine:
                 del self.prompts[prompt.tokens]
             self.decoder.free_prompt(prompt)
 
-    def _texts(self, tokens: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        """Decode to text without special tokens.
-
-        A fast tokenizer decodes all responses at once in its own threads, which is several times as fast.
-        """
-        if self.decode_batch is not None:
-            return self.decode_batch([np.asarray(ids).tolist() for ids in tokens], skip_special_tokens=True)
-        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
-
     def _rollout(self, response: Response, reason: FinishReason, text: str) -> Rollout:
         return Rollout(
             serial=response.request.serial,
@@ -183,8 +180,3 @@ class EmbeddedEngine:
             text=text,
             switches=tuple(response.switches),
         )
-
-
-def _kind(params: SamplingParams) -> SamplingParams:
-    """Return what responses in one batch must have in common: everything but the length limit."""
-    return replace(params, max_tokens=1)

@@ -7,7 +7,7 @@ device, the host turns the results of the last one into rollouts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dapo.engine.embedded.pages import PageStore, longest_pages, pages_for
 from dapo.engine.embedded.prefill import Prefill
-from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt
+from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt, drawing
 from dapo.engine.embedded.step import PADDING_ROW, DecodeStep
 from dapo.errors import ModelError
 from dapo.kernels.draw import DrawState
@@ -69,6 +69,7 @@ class PagedDecoder:
         # The host's copy of what the device knows of each row. `status` is refreshed after every burst.
         self.host_table = np.zeros(self.decode_step.table.shape, np.int32)
         self.limits, self.own_pages = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self.searched = np.ones(rows, np.int64)  # own tokens in which no stop string was found
         self.status = _RowStatus(rows, self.device)
         # Whether the device's copies of the page table and of the batch are out of date.
         self.table_changed = False
@@ -166,13 +167,19 @@ class PagedDecoder:
     def advance(self) -> list[Finished]:
         """Wait for the burst in flight and return the responses that finished in it."""
         self.wait()
-        if not self.status.finished[self.batch_rows].any():
+        stopped = self._stopped_lengths()
+        if not stopped and not self.status.finished[self.batch_rows].any():
             return []
-        done = [(response, row) for response, row in self.active.items() if self.status.finished[row.index]]
+        done = [
+            (response, row)
+            for response, row in self.active.items()
+            if self.status.finished[row.index] or response in stopped
+        ]
         if not done:  # all that finished were cancelled
             return []
         rows = np.array([row.index for _, row in done])
         lengths = self.status.own_lengths[rows] - 1  # without the last prompt token
+        lengths = np.array([stopped.get(response, length) for (response, _), length in zip(done, lengths, strict=True)])
         index = torch.from_numpy(rows).to(self.device)
         state = self.decode_step.draw_state
         tokens, logprobs = (
@@ -182,9 +189,37 @@ class PagedDecoder:
         for i, (response, row) in enumerate(done):
             response.tokens = tokens[i, : lengths[i]].copy()
             response.logprobs = logprobs[i, : lengths[i]].copy()
-            finished.append((response, _REASONS[int(self.status.finished[row.index])]))
+            # The weights may have advanced after its end, before the host looked.
+            response.switches = [switch for switch in response.switches if switch < lengths[i]]
+            reason = "stop" if response in stopped else _REASONS[int(self.status.finished[row.index])]
+            finished.append((response, reason))
         self.remove([response for response, _ in done])
         return finished
+
+    def _stopped_lengths(self) -> dict[Response, int]:
+        """Find the responses that a stop string ended since the last look, and their lengths: later tokens are void."""
+        watched = [(response, row.index, response.stop) for response, row in self.active.items() if response.stop]
+        if not watched:
+            return {}
+        rows = np.array([row for _, row, _ in watched])
+        own, searched = self.status.own_lengths[rows].copy(), self.searched[rows]
+        columns = searched[:, None] + np.arange((own - searched).max())
+        is_new = columns < own[:, None]
+        fresh = self._fetch_tokens(rows[:, None], np.where(is_new, columns, 0))
+        hits = np.any([stop.candidates(fresh) for stop in {stop for _, _, stop in watched}], axis=0) & is_new
+        self.searched[rows] = own
+        chosen = np.flatnonzero(hits.any(axis=1))
+        if not len(chosen):
+            return {}
+        tokens = self._fetch_tokens(rows[chosen, None], np.arange(1, own[chosen].max())[None])
+        lengths = {
+            watched[i][0]: watched[i][2].length(tokens[k, : own[i] - 1], searched[i] - 1) for k, i in enumerate(chosen)
+        }
+        return {response: length for response, length in lengths.items() if length is not None}
+
+    def _fetch_tokens(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        index = [torch.from_numpy(each).to(self.device) for each in (rows, columns)]
+        return self.decode_step.draw_state.tokens[index[0], index[1]].cpu().numpy()
 
     def wait(self) -> None:
         if not self.is_computing:
@@ -256,6 +291,7 @@ class PagedDecoder:
             self.limits[row.index] = response.request.params.max_tokens
             self.own_pages[row.index] = len(row.pages)
             self.status.own_lengths[row.index], self.status.finished[row.index] = 1, 0
+            self.searched[row.index] = 1
         self.table_changed = self.batch_changed = True
 
     def _start_burst(self) -> None:
@@ -279,7 +315,7 @@ class PagedDecoder:
     def _write_batch(self) -> None:
         """Assign the active responses to the positions of the batch, with pages for the coming burst."""
         self._grow(BURST)  # may preempt, so it comes before the rows are listed
-        self.params = replace(next(iter(self.active)).request.params, max_tokens=1)
+        self.params = drawing(next(iter(self.active)).request.params)
         self.batch_rows = np.array([row.index for row in self.active.values()], np.int32)
         self.bucket = next(size for size in self.buckets if size >= len(self.batch_rows))
         self.decode_step.prepare(self.bucket, self.params)  # may overwrite the batch, so it comes before the copy

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from dapo.engine.stop import StopStrings
 from dapo.types import FinishReason, Request, SamplingParams
 
 
@@ -32,6 +33,7 @@ class Response:
     prompt: SharedPrompt
     index: int
     key: int  # identifies its random numbers
+    stop: StopStrings | None = None
     version: int = 0  # of the weights that drew its first token
     switches: list[int] = field(default_factory=list)  # [i]: tokens drawn when the weights advanced the i-th time
     tokens: list[int] | np.ndarray = field(default_factory=list)
@@ -39,6 +41,11 @@ class Response:
 
 
 Finished = tuple[Response, FinishReason]
+
+
+def drawing(params: SamplingParams) -> SamplingParams:
+    """Return what the responses of one batch must have in common: how a token is drawn, not where a response ends."""
+    return replace(params, max_tokens=1, stop=())
 
 
 class Decoder(Protocol):

@@ -10,12 +10,13 @@ from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 
 from dapo.config import Config
+from dapo.engine.stop import StopStrings
 from dapo.engine.vllm.arguments import VllmOptions, cache_size, one_line
 from dapo.engine.vllm.arguments import require_vllm as require_vllm
 from dapo.engine.vllm.support import Background, Guard, Meter
@@ -24,11 +25,17 @@ from dapo.engine.vllm.weights import Transport as Transport
 from dapo.engine.vllm.weights import nccl_sender as nccl_sender
 from dapo.errors import EngineError
 from dapo.kernels.sampler import row_key
+from dapo.model.tokens import ResponseTexts
 from dapo.system.progress import progress
 from dapo.types import Request, Rollout, SamplingParams
 
 SYNC_SECONDS = 600.0  # after which a weight sync counts as hung
 _CLOSE_SECONDS = 15.0
+
+
+class _Answer(NamedTuple):
+    output: Any  # vLLM's CompletionOutput
+    length: int | None  # tokens up to the end of a stop string, if there is one; the others do not count
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +45,7 @@ class _Member:
     name: str
     request: Request
     index: int
-    answer: Future[Any]  # resolves to vLLM's CompletionOutput
+    answer: Future[_Answer]
 
 
 class VllmEngine:
@@ -55,8 +62,11 @@ class VllmEngine:
         tokenizer: Any,
         weights: Weights,
         sync_seconds: float = SYNC_SECONDS,
+        kept_tokens: Sequence[str] = (),
     ) -> None:
         self.options, self.stop_ids, self.tokenizer = options, sorted(stop_ids), tokenizer
+        self.texts = ResponseTexts(tokenizer, kept_tokens)
+        self.stops: dict[tuple[str, ...], StopStrings | None] = {(): None}
         self.transfer = transfer(options.transport, weights, options.tensor_parallel)
         self.sync_seconds, self.sync_time, self.deadline = sync_seconds, 0.0, 0.0
         self.members: dict[str, _Member] = {}  # submitted and not returned by `poll` yet
@@ -87,23 +97,26 @@ class VllmEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         self._wake()
         for request in requests:
+            stop = request.params.stop
+            if stop not in self.stops:
+                self.stops[stop] = StopStrings(self.tokenizer, stop)
             for index in range(request.n):
                 self.submitted += 1
                 name = f"{request.phase}/{request.serial}/{index}/{self.submitted}"
                 params = self._params(request, index)
-                answer = self.background.start(self._sample(name, request.prompt, params))
+                answer = self.background.start(self._sample(name, request.prompt, params, self.stops[stop]))
                 member = self.members[name] = _Member(name, request, index, answer)
                 answer.add_done_callback(lambda _, member=member: self.finished.put(member))
 
     def poll(self) -> list[Rollout]:
-        found: list[tuple[_Member, Any]] = []
+        found: list[tuple[_Member, _Answer]] = []
         while self.members and not found:
             arrived = [self.finished.get()]
             while not self.finished.empty():
                 arrived.append(self.finished.get())
             # A member that was cancelled in the meantime is no longer in `members`.
-            found = [(member, self._output(member)) for member in arrived if self.members.pop(member.name, None)]
-        return [self._rollout(member, output) for member, output in found]
+            found = [(member, self._answer(member)) for member in arrived if self.members.pop(member.name, None)]
+        return [self._rollout(member, *answer) for member, answer in found]
 
     def cancel(self, serials: Iterable[int]) -> int:
         """Drop these groups. A rollout that `poll` has not returned yet counts as unfinished."""
@@ -114,7 +127,7 @@ class VllmEngine:
         if not stopped:
             return 0
         self.background.run(self.llm.abort([member.name for member in stopped]))
-        return sum(len(self._output(member).token_ids) for member in stopped)
+        return sum(len(self._answer(member).output.token_ids) for member in stopped)
 
     def sync_weights(self, version: int) -> None:
         """Pause sampling, send the weights, and resume. Responses in flight have their cache recomputed."""
@@ -217,11 +230,18 @@ class VllmEngine:
     async def _shut_down(self) -> None:
         self.llm.shutdown(timeout=1)
 
-    async def _sample(self, name: str, prompt: Sequence[int], params: Any) -> Any:
+    async def _sample(self, name: str, prompt: Sequence[int], params: Any, stop: StopStrings | None) -> _Answer:
         from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
 
-        outputs = [output async for output in self.llm.generate(tokens_input(list(prompt)), params, name)]
-        return outputs[-1].outputs[0]
+        output, searched, length = None, 0, None
+        async for found in self.llm.generate(tokens_input(list(prompt)), params, name):
+            output = found.outputs[0]
+            if stop is not None and length is None:
+                length = stop.length(output.token_ids, searched)
+                searched = len(output.token_ids)
+                if length is not None and not found.finished:
+                    await self.llm.abort(name)  # a last output follows, with the versions of the weights
+        return _Answer(output, length)
 
     def _params(self, request: Request, index: int) -> Any:
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
@@ -239,10 +259,11 @@ class VllmEngine:
             logprobs=0,  # only of the drawn token
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            # vLLM's own `stop` needs its tokenizer, and compares with text that it decodes token by token.
+            output_kind=RequestOutputKind.CUMULATIVE if params.stop else RequestOutputKind.FINAL_ONLY,
         )
 
-    def _output(self, member: _Member) -> Any:
+    def _answer(self, member: _Member) -> _Answer:
         try:
             return member.answer.result()
         except Exception as error:
@@ -252,8 +273,9 @@ class VllmEngine:
                 "continue with --resume"
             ) from error
 
-    def _rollout(self, member: _Member, output: Any) -> Rollout:
-        if output.finish_reason not in ("stop", "length"):
+    def _rollout(self, member: _Member, output: Any, length: int | None) -> Rollout:
+        is_stopped = length is not None or output.finish_reason == "stop"
+        if not is_stopped and output.finish_reason != "length":
             self.close()
             raise EngineError(f"vLLM gave up a response ({output.finish_reason}); continue with --resume")
         spans = output.weight_versions
@@ -261,15 +283,16 @@ class VllmEngine:
         # One entry per version, including versions between two spans that drew no token.
         steps = zip(spans[1:], versions, versions[1:], strict=False)
         switches = [span.start for span, old, new in steps for _ in range(new - old)]
+        tokens = np.asarray(output.token_ids, dtype=np.int32)[:length]
         return Rollout(
             serial=member.request.serial,
             index=member.index,
-            tokens=np.asarray(output.token_ids, dtype=np.int32),
-            logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
-            finish_reason="stop" if output.finish_reason == "stop" else "length",
+            tokens=tokens,
+            logprobs=np.asarray(output.logprobs.logprobs, dtype=np.float32)[:length],
+            finish_reason="stop" if is_stopped else "length",
             weight_version=versions[0],
-            text=self.tokenizer.decode(output.token_ids, skip_special_tokens=True),
-            switches=tuple(switches),
+            text=self.texts([tokens])[0],
+            switches=tuple(switch for switch in switches if switch < len(tokens)),
         )
 
 
@@ -282,7 +305,8 @@ def open_vllm(
     transport: Transport | None = None,
 ) -> VllmEngine:
     """Start the vLLM of a configuration. `transport` None: chosen by the device of this process's learner."""
-    return VllmEngine(VllmOptions.of(config, model_dir, transport), stop_ids, tokenizer, weights)
+    options = VllmOptions.of(config, model_dir, transport)
+    return VllmEngine(options, stop_ids, tokenizer, weights, kept_tokens=config.reward.think_tags or ())
 
 
 def check_vllm(config: Config, model_dir: Path, transport: Transport | None = None) -> None:

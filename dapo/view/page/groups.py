@@ -211,7 +211,12 @@ def _response(run: Run, found: GroupDetail, response: Response) -> None:
                 ui.label(name).classes("quiet")
                 ui.label(value)
         ui.separator()
-        ui.label(display_text(response.text)).classes(f"{_SCROLLS} max-h-96")
+        thought, reply = response.parts
+        if thought:
+            with ui.expansion("thought" if reply is not None else "thought, without an end").classes("w-full quiet"):
+                ui.label(display_text(thought)).classes(f"{_SCROLLS} max-h-96")
+        if reply is not None:
+            ui.label(display_text(reply)).classes(f"{_SCROLLS} max-h-96")
 
 
 async def _download(run: Run, serial: int) -> None:

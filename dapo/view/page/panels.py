@@ -32,7 +32,7 @@ PANELS = (
     Panel(
         "Response length",
         "tokens; shaded: 10 to 90 %",
-        {"response_length/mean": "mean", "response_length/max": "longest"},
+        {"response_length/mean": "mean", "response_length/max": "longest", "thought_length/mean": "thought"},
         "length",
     ),
     Panel("Entropy", "nats per token", {"entropy": "entropy"}),

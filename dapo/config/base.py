@@ -1,0 +1,59 @@
+"""What the sections of the configuration are built from: their base class, bounds, and the form of a dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+
+FromList = Strict(False)  # YAML has lists, not tuples
+# Upper bounds far beyond any sensible run: a typing error is refused before it takes memory or days.
+MOST_STEPS = 10**9
+MOST_PROMPTS = 2**20
+MOST_TOKENS = 2**24  # of one prompt or response
+MOST_SAMPLES = 2**16  # of one prompt
+MOST_PROCESSES = 2**14
+MOST_SECONDS = 7 * 24 * 3600.0
+
+FIXED: dict[str, Any] = {"fixed": True}  # marks an option that must not change when a run is resumed
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        hide_input_in_errors=True,  # it may contain a password
+    )
+
+
+class Source(Section):
+    """One dataset, with its weight in the mix and the parameters of its reader."""
+
+    path: str
+    weight: float = Field(default=1.0, gt=0, le=1e9)
+    size: int | None = Field(default=None, ge=1, le=10**7)
+    params: dict[str, Any] = {}
+
+
+def _source_list(value: Any) -> Any:
+    """Accept one path, one mapping, or a list of either."""
+    members = value if isinstance(value, list | tuple) else [value]
+    return tuple({"path": member} if isinstance(member, str) else member for member in members)
+
+
+def _named_sets(value: Any) -> Any:
+    """Accept evaluation data without a name: it is one set, named after its first dataset."""
+    if value is None or (isinstance(value, dict) and "path" not in value):
+        return value
+    members = _source_list(value)
+    first = members[0] if members else None
+    path = first.get("path") if isinstance(first, dict) else getattr(first, "path", None)
+    return {Path(str(path).removeprefix("gym:")).stem: members}
+
+
+Sources = Annotated[tuple[Source, ...], FromList, BeforeValidator(_source_list), Field(min_length=1)]
+NamedSources = Annotated[dict[str, Sources] | None, BeforeValidator(_named_sets)]
