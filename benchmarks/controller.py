@@ -59,7 +59,7 @@ class SimulatedEngine:
     def sync_weights(self, version: int) -> None:
         self.version = version
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {"engine/decode_steps": 1.0, "engine/batch_occupancy": 0.5}
 
     def close(self) -> None: ...

@@ -104,7 +104,7 @@ def rollout_rows(workload: Workload, model: Any, repeats: int, **engine_options:
         floor = decode_floor(model, workload.prompts * workload.n, workload.prompt_tokens, workload.new_tokens)
         row = Row(workload.what, tokens / timing.best, "tokens/s", workload.must, workload.aim, floor, note=note)
     else:
-        engine.figures()  # resets the counters after the timed runs
+        engine.metrics()  # resets the counters after the timed runs
         occupied = occupancy(engine, requests)
         note += f", {tokens / timing.best:,.0f} tokens/s"
         row = Row(workload.what, occupied, "of the slots", workload.must, workload.aim, note=note)
@@ -123,7 +123,7 @@ def occupancy(engine: EmbeddedEngine, requests: Sequence[Request]) -> float:
     engine.submit(requests)
     while engine.waiting:
         engine.poll()
-    occupied = engine.figures()["engine/batch_occupancy"]
+    occupied = engine.metrics()["engine/batch_occupancy"]
     while engine.poll():
         pass
     return occupied

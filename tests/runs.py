@@ -71,7 +71,7 @@ def weights_of(folder: Path) -> dict[str, Any]:
     return load_file(folder / "model.safetensors")
 
 
-def figures(run_dir: Path) -> list[dict[str, Any]]:
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the metrics of every step, without those that depend on the clock."""
     with RunDatabase.open_readonly(run_dir / "run.db") as database:
         return [

@@ -51,7 +51,7 @@ def test_recorded_log_probabilities_on_the_gpu_match_transformers(build, dtype, 
         with torch.no_grad():
             (expected,) = plain.logprobs(twin, PROMPTS[rollout.serial], [rollout.tokens.tolist()])
         np.testing.assert_allclose(rollout.logprobs, expected.numpy(), atol=tolerance)
-    assert engine.figures()["engine/graph_replays"] > 0
+    assert engine.metrics()["engine/graph_replays"] > 0
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"top_p": 0.8}, {"top_k": 5}])

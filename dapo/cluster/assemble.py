@@ -55,7 +55,7 @@ def assemble(
         engine = embedded_engine(config, loaded, policy.causal_lm, reserved=policy.optimizer.pending_bytes)
     if config.rollout.mode == "strict":  # in flight, the cache is never empty, so the update cannot borrow its memory
         policy.cache_bytes = engine.cache_bytes
-    return Parts(policy, engine, loaded.tokenizer, loaded.stop_ids, engine.cache_bytes, engine.release_cache)
+    return Parts(policy, engine, loaded.tokenizer, loaded.stop_ids)
 
 
 def assemble_samplers(config: Config, folder: Callable[[], Path], on_event: OnEvent) -> tuple[Engine, Judge]:

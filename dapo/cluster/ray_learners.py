@@ -61,11 +61,11 @@ class RayLearnerRank(LearnerRank):
 
     def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult | None:
         result = super().update(groups, step, version)
-        if self.needs_cache():  # the engine on the same GPU cannot use memory that PyTorch caches
+        if self.needs_engine_memory():  # the engine on the same GPU cannot use memory that PyTorch caches
             torch.cuda.empty_cache()
         return result
 
-    def needs_cache(self) -> bool:
+    def needs_engine_memory(self) -> bool:
         return self.shares_gpu and self.on_gpu
 
     def connect(self, workers: Sequence[Any], size: int, address: str) -> None:

@@ -53,7 +53,6 @@ def ray_parts(
         engine,
         tokenizer,
         ranks.stop_ids,
-        release_cache=engine.release_cache,
         restart=ranks.restart,
         judge=judge,
     )

@@ -56,6 +56,7 @@ class RemoteEngine(Supervisor[_Worker]):
 
     role, loss_event, work = "rollout worker", EventKind.WORKER, "sampled"
     own_faults = (EngineError,)
+    cache_bytes = 0  # unknown here: a learner on a worker's GPU suspends the worker for every update
 
     def __init__(
         self,
@@ -114,19 +115,19 @@ class RemoteEngine(Supervisor[_Worker]):
                 self.newest, self.needs_stored_weights = newest, False
                 self._dispatch()
 
-    def release_cache(self) -> None:
+    def suspend(self) -> None:
         """Free the cache of engines that share a GPU with a learner, until they sample again."""
-        for call in [worker.actor.call.remote("release_cache") for worker in self.workers]:
+        for call in [worker.actor.call.remote("suspend") for worker in self.workers]:
             self._value_or(call, None)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics of all idle workers: counts are summed, shares and seconds averaged.
 
         A worker that is sampling is left out and reports its counts in a later step.
         """
         self._attend()
         with self.changed:
-            calls = [worker.actor.call.remote("figures") for worker in self.open_workers if not worker.calls]
+            calls = [worker.actor.call.remote("metrics") for worker in self.open_workers if not worker.calls]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=self.timeout) if calls else ([], [])
         found = [self._value_or(call, {}) for call in ready]
         names = sorted({name for metrics in found for name in metrics})

@@ -32,8 +32,8 @@ class LearnerRank:
     def efficiency(self, update: UpdateResult, seconds: float) -> dict[str, float]:
         return self.policy.efficiency(self.batch, update, seconds)
 
-    def needs_cache(self) -> bool:
-        return self.policy.needs_cache
+    def needs_engine_memory(self) -> bool:
+        return self.policy.needs_engine_memory
 
     def get(self, name: str) -> Any:
         return getattr(self.policy, name)
@@ -67,8 +67,8 @@ class RemoteLearner:
         return self.ranks.call("efficiency", replace(update, token_stats={}), seconds)
 
     @property
-    def needs_cache(self) -> bool:
-        return self.ranks.call("needs_cache")
+    def needs_engine_memory(self) -> bool:
+        return self.ranks.call("needs_engine_memory")
 
     def memory_plan(self, cache_bytes: int) -> str | None:
         return self.ranks.call("learn", "memory_plan", cache_bytes)

@@ -24,7 +24,5 @@ class Parts:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     stop_ids: frozenset[int]
-    cache_bytes: int = 0  # size of the engine's cache on the policy's GPU
-    release_cache: Callable[[], None] = lambda: None  # frees the cache until the next sampling
     restart: Callable[[LearnerLost, Path | None], None] = _give_up  # restarts the policy from a checkpoint
     judge: Judge | None = None  # None: the trainer builds a local one

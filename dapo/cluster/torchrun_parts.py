@@ -75,8 +75,9 @@ class TorchrunRank(LearnerRank):
 class TorchrunEngine:
     """The engine protocol over all ranks: rank r of n samples the groups whose serial mod n is r."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, cache_bytes: int) -> None:
         self.channel = channel
+        self.cache_bytes = cache_bytes
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.channel.call("submit", list(requests))
@@ -90,13 +91,13 @@ class TorchrunEngine:
     def sync_weights(self, version: int) -> None:
         self.channel.call("sync_weights", version)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the mean of each metric over the ranks."""
-        found = self.channel.call_each("sample", "figures")
+        found = self.channel.call_each("sample", "metrics")
         return {name: sum(metrics.get(name, 0.0) for metrics in found) / len(found) for name in found[0]}
 
-    def release_cache(self) -> None:
-        self.channel.call("sample", "release_cache")
+    def suspend(self) -> None:
+        self.channel.call("sample", "suspend")
 
     def close(self) -> None:
         if not self.channel.is_broken:
@@ -117,7 +118,5 @@ def torchrun_parts(config: Config, saved: Path | None, channel: Channel) -> Part
         )
     channel.own = own = TorchrunRank()
     channel.call("open", config.model_dump_json(), saved.absolute() if saved else None)
-    engine = TorchrunEngine(channel)
-    return Parts(
-        RemoteLearner(channel), engine, own.tokenizer, own.stop_ids, own.engine.cache_bytes, engine.release_cache
-    )
+    engine = TorchrunEngine(channel, own.engine.cache_bytes)
+    return Parts(RemoteLearner(channel), engine, own.tokenizer, own.stop_ids)

@@ -23,7 +23,19 @@ class Engine(Protocol):
         """Sample from this version of the policy's weights from now on. Rollouts in flight continue with them."""
         ...
 
-    def figures(self) -> dict[str, float]:
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes on the learner's GPU that `suspend` gives back."""
+        ...
+
+    def suspend(self) -> None:
+        """Give the cache's memory back, so that an update can use it. Only if nothing is in flight.
+
+        The next `submit` or `sync_weights` resumes the engine.
+        """
+        ...
+
+    def metrics(self) -> dict[str, float]:
         """Return metrics of how busy the engine was since the last call."""
         ...
 

@@ -24,7 +24,7 @@ class Budget:
 
     max_tokens: int
     recompute: bool = False
-    needs_cache: bool = False  # whether the sampler's cache must be freed during the update
+    needs_engine_memory: bool = False  # whether the sampler's cache must be freed during the update
     room: float = 0.0  # bytes for activations on a rank's GPU
 
     def tokens_that_fit(self, tokens: int, used: int) -> int:
@@ -50,11 +50,11 @@ class Budget:
         may_recompute = can_recompute and config.recompute_activations != "never"
         least = _activation_bytes(causal_lm, trunk, recompute=may_recompute)  # per token
         free = _USABLE * free_memory(device) - pending_bytes - HEAD_BYTES
-        needs_cache = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * least
-        free = max(0.0, free + _USABLE * cache_bytes * needs_cache)
+        needs_engine_memory = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * least
+        free = max(0.0, free + _USABLE * cache_bytes * needs_engine_memory)
         keep = int(free / _activation_bytes(causal_lm, trunk, recompute=False))  # tokens whose activations fit
         recompute = always or (may_recompute and (given > keep if given else keep < ENOUGH_TOKENS))
-        return cls(given or _clamp(int(free / least) if recompute else keep), recompute, needs_cache)
+        return cls(given or _clamp(int(free / least) if recompute else keep), recompute, needs_engine_memory)
 
     @classmethod
     def shared(
@@ -70,9 +70,9 @@ class Budget:
             return cls(given or _CPU_TOKENS, recompute)
         per_token = _activation_bytes(causal_lm, trunk, recompute=recompute, dtype=like.dtype)
         free = _USABLE * free_memory(like.device) - pending_bytes - HEAD_BYTES
-        needs_cache = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * per_token
-        free = max(0.0, free + _USABLE * cache_bytes * needs_cache)
-        return cls(given or _clamp(int(free / per_token)), recompute, needs_cache, free)
+        needs_engine_memory = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * per_token
+        free = max(0.0, free + _USABLE * cache_bytes * needs_engine_memory)
+        return cls(given or _clamp(int(free / per_token)), recompute, needs_engine_memory, free)
 
 
 def _clamp(tokens: int) -> int:

@@ -80,7 +80,7 @@ class Policy:
         trained = sum(map(held_bytes, self.optimizer.masters))
         moments = 3 * trained + masters
         remarks = ", activations are recomputed" if self.budget.recompute else ""
-        remarks += ", the cache is freed for each update" * self.budget.needs_cache
+        remarks += ", the cache is freed for each update" * self.budget.needs_engine_memory
         return (
             f"weights {weights / 2**30:.1f} GiB, optimizer and gradients {moments / 2**30:.1f} GiB, "
             f"key/value cache {cache_bytes / 2**30:.1f} GiB; up to {self.budget.max_tokens:,} tokens per "
@@ -94,8 +94,8 @@ class Policy:
         return Budget.of(self.causal_lm, self.trunk, self.config.optim, pending_bytes, self.cache_bytes)
 
     @property
-    def needs_cache(self) -> bool:
-        return self.budget.needs_cache
+    def needs_engine_memory(self) -> bool:
+        return self.budget.needs_engine_memory
 
     def update(self, groups: Sequence[Group], step: int, version: int) -> UpdateResult:
         """Run all epochs and mini-batches over one batch, each mini-batch with one optimizer step."""

@@ -46,7 +46,7 @@ class Learner(Protocol):
         ...
 
     @property
-    def needs_cache(self) -> bool:
+    def needs_engine_memory(self) -> bool:
         """Whether an update needs the memory of the sampler's key/value cache."""
         ...
 

@@ -83,8 +83,11 @@ class ShardedPolicy(Policy):
             recompute=self.recompute,
         )
         # All ranks use the smallest budget, and free the cache if any of them needs it (max = -min of the negatives).
-        fewest, needs_cache = self._min_over_ranks(found.max_tokens), -self._min_over_ranks(-int(found.needs_cache))
-        return replace(found, max_tokens=fewest, needs_cache=bool(needs_cache))
+        fewest, needs_engine_memory = (
+            self._min_over_ranks(found.max_tokens),
+            -self._min_over_ranks(-int(found.needs_engine_memory)),
+        )
+        return replace(found, max_tokens=fewest, needs_engine_memory=bool(needs_engine_memory))
 
     def _min_over_ranks(self, value: int) -> int:
         box = torch.tensor(value, device=self.device)

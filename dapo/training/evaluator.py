@@ -54,7 +54,7 @@ class Evaluator:
             )
             self.recorder.evaluation(report)
             reports.append(report)
-        self.engine.figures()  # discard the evaluation's share, so that the next step does not count it
+        self.engine.metrics()  # discard the evaluation's share, so that the next step does not count it
         self.reports = tuple(reports)
         self._best_value()  # raises at the first evaluation, before hours of training, if there is no such metric
 

@@ -102,7 +102,7 @@ class Trainer:
                 self.recorder.event(EventKind.DATA, note)
             if judge is not None and (note := isolation_note(config.reward)):
                 self.recorder.event(EventKind.SANDBOX, note)
-            if plan := self.policy.memory_plan(self.parts.cache_bytes):
+            if plan := self.policy.memory_plan(self.engine.cache_bytes):
                 self.recorder.event(EventKind.PLAN, plan)
             undo.pop_all()
         # The state after the last whole step, which is saved if the cluster is lost in the middle of the next one.
@@ -132,15 +132,15 @@ class Trainer:
         sampled = self.sampler.fill(step, self.version)
         updating = time.perf_counter()
         self.reporter.phase("training")
-        if self.policy.needs_cache and not self.sampler.pending:
-            self.parts.release_cache()  # lend the sampler's memory to the update; only if nothing is in flight
+        if self.policy.needs_engine_memory and not self.sampler.pending:
+            self.engine.suspend()  # only if nothing is in flight
         update = self.policy.update(sampled.batch, step, self.version)
         if update.updates > 0:
             self.version += 1
             self.engine.sync_weights(self.version)
         end = time.perf_counter()
         metrics = _metrics(sampled, update, train=end - updating, total=end - start)
-        metrics |= self.engine.figures() | self.policy.efficiency(sampled.batch, update, end - updating)
+        metrics |= self.engine.metrics() | self.policy.efficiency(sampled.batch, update, end - updating)
         notes = tuple(Event(EventKind.MEMORY, note, step) for note in update.notes)
         self.recorder.step(StepReport(step, metrics, sampled.groups, update.token_stats, (*sampled.events, *notes)))
         self.step, self.seconds = step, self.seconds + end - start
@@ -246,7 +246,7 @@ class Trainer:
             self.recorder.event(EventKind.STOPPED, str(end))
             raise
         self._restore(saved, checkpoint.read_state(saved) if saved else self.first_state)
-        self.engine.figures()  # discard the metrics of the undone steps
+        self.engine.metrics()  # discard the metrics of the undone steps
         undone = self.recorder.rewind(self.step)
         self.last_state = self._state()
         message = f"{lost}; all learners start again from step {self.step}, {undone} steps undone"

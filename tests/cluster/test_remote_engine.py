@@ -188,13 +188,13 @@ class Timed(SimulatedEngine):
     def __init__(self, weights):
         super().__init__(RATE)
 
-    def figures(self):
-        return super().figures() | {"engine/sync_s": 2.0}
+    def metrics(self):
+        return super().metrics() | {"engine/sync_s": 2.0}
 
 
 def test_counts_are_summed_over_workers_and_shares_and_seconds_are_means(watched):
     expected = {"engine/decode_steps": 3.0, "engine/batch_occupancy": 0.5, "engine/sync_s": 2.0}
-    assert watched(3, build=Timed).engine.figures() == expected
+    assert watched(3, build=Timed).engine.metrics() == expected
 
 
 def refused(weights):

@@ -36,7 +36,7 @@ def train(config: Config, reporter: Reporter | None = None, prepare=lambda train
 def assert_same_run(first: Path, second: Path, step: int) -> None:
     one, two = runs.weights(first, step), runs.weights(second, step)
     assert all(torch.equal(one[name], two[name]) for name in one)
-    assert runs.figures(first) == runs.figures(second)
+    assert runs.metrics(first) == runs.metrics(second)
     assert runs.verdicts(first) == runs.verdicts(second)
 
 
@@ -49,7 +49,7 @@ def assert_close(first: Path, second: Path, step: int) -> None:
 
 def assert_accounts_balance(run_dir: Path, steps: int, n: int = 4) -> None:
     """Check that tokens balance in every step, and that every group is recorded once with all its responses."""
-    steps_metrics = runs.figures(run_dir)
+    steps_metrics = runs.metrics(run_dir)
     assert [metrics["step"] for metrics in steps_metrics] == list(range(1, steps + 1))
     for metrics in steps_metrics:
         out = sum(
@@ -142,7 +142,7 @@ def test_in_flight_workers_sample_during_updates_and_no_token_exceeds_max_stalen
     config = runs.load(tmp_path, "rollout.mode=inflight", "cluster.rollout_workers=2")
     train(config)
     assert_accounts_balance(config.run_dir, steps=6)
-    steps_metrics = runs.figures(config.run_dir)
+    steps_metrics = runs.metrics(config.run_dir)
     assert max(metrics["staleness/max"] for metrics in steps_metrics) == 1
     assert max(metrics["groups/in_flight"] for metrics in steps_metrics) > 0
 

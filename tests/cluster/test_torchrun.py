@@ -49,7 +49,7 @@ def assert_same(first: Path, second: Path, step: int) -> None:
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
-    for before, after in zip(runs.figures(first), runs.figures(second), strict=True):
+    for before, after in zip(runs.metrics(first), runs.metrics(second), strict=True):
         for name, value in before.items():
             if not name.startswith(("engine/", "logprob_gap/", "tokens/computed")):
                 assert after[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
@@ -64,7 +64,7 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> Non
 
 def has_steps(run_dir: Path) -> bool:
     try:
-        return bool(runs.figures(run_dir))
+        return bool(runs.metrics(run_dir))
     except CheckpointError:  # the database does not exist yet, or is being created
         return False
 
@@ -116,7 +116,7 @@ def test_a_stopped_run_finishes_its_step_saves_and_resumes_in_one_process(tmp_pa
     process.send_signal(signal.SIGTERM)
     _, _, err = finish(process)
     assert not sentences(err), err
-    steps = len(runs.figures(stopped))
+    steps = len(runs.metrics(stopped))
     assert 0 < steps < 6
     assert (stopped / "checkpoints" / f"step_{steps}").is_dir()
     Trainer(runs.load(tmp_path, "run.name=stopped", *options), resume=True).run()

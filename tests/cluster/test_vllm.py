@@ -34,7 +34,7 @@ def load(tmp_path, *overrides: str) -> Config:
 def assert_follows(config: Config, steps: int) -> None:
     """Check that sampler and trainer agree. With old weights the sampler would differ after the first update."""
     assert_accounts_balance(config.run_dir, steps)
-    steps_metrics = runs.figures(config.run_dir)
+    steps_metrics = runs.metrics(config.run_dir)
     assert all(metrics["updates"] > 0 for metrics in steps_metrics)
     assert max(metrics["logprob_gap/max"] for metrics in steps_metrics) < 1e-3
 

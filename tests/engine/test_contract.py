@@ -208,8 +208,8 @@ def test_rollouts_in_flight_continue_with_the_new_weights_and_record_the_switch(
 
 
 def test_metrics_cover_the_time_since_the_last_call(subject):
-    subject.engine.figures()
+    subject.engine.metrics()
     drain(subject.engine, *groups(4, 4, SamplingParams(max_tokens=10), seed=11))
-    busy, idle = subject.engine.figures(), subject.engine.figures()
+    busy, idle = subject.engine.metrics(), subject.engine.metrics()
     assert 0 < busy["engine/batch_occupancy"] <= 1
     assert (busy["engine/decode_steps"] > 0, idle["engine/decode_steps"]) == (True, 0)

@@ -85,7 +85,7 @@ def test_when_pages_run_out_the_youngest_restart_and_every_rollout_is_the_same()
     roomy = drain(paged_engine(model, stop=()), *requests)
     engine = paged_engine(model, stop=(), max_concurrent=8, pages=1 + 14)
     tight = drain(engine, *requests)
-    assert engine.figures()["engine/restarts"] > 0
+    assert engine.metrics()["engine/restarts"] > 0
     assert tight.keys() == roomy.keys()
     for key, rollout in roomy.items():
         assert np.array_equal(tight[key].tokens, rollout.tokens)
@@ -100,7 +100,7 @@ def test_the_prompt_of_preempted_responses_gives_its_pages_back():
     roomy = drain(paged_engine(model, stop=()), *requests)
     engine = paged_engine(model, stop=(), max_length=4 * PAGE + 1, pages=1 + 7)
     tight = drain(engine, *requests)
-    assert engine.figures()["engine/restarts"] > 0
+    assert engine.metrics()["engine/restarts"] > 0
     assert all(np.array_equal(tight[key].tokens, roomy[key].tokens) for key in roomy)
     assert len(engine.decoder.store.free) == 7
 
@@ -119,11 +119,11 @@ def test_finished_rows_are_replaced_between_bursts_and_metrics_report_the_occupa
     requests = [Request(i, prompt(6), 1, SamplingParams(max_tokens=n)) for i, n in enumerate(lengths)]
     found = drain(engine, *requests)
     assert [len(found[i, 0]) for i in range(len(lengths))] == lengths
-    metrics = engine.figures()
+    metrics = engine.metrics()
     assert metrics["engine/batch_occupancy"] == sum(lengths) / (4 * metrics["engine/decode_steps"])
     assert metrics["engine/decode_steps"] <= 2 * 40 + 2 * BURST
     assert 0 < metrics["engine/kv_occupancy"] < 1
-    assert engine.figures()["engine/decode_steps"] == 0
+    assert engine.metrics()["engine/decode_steps"] == 0
 
 
 def test_responses_in_flight_continue_with_new_weights_and_record_the_switch():
@@ -167,7 +167,7 @@ def test_the_cache_can_be_released_between_rounds():
     before = drain(engine, request)
     storage = engine.decoder.store.storage
     assert engine.cache_bytes == storage.untyped_storage().nbytes() > 0
-    engine.release_cache()
+    engine.suspend()
     assert storage.untyped_storage().nbytes() == 0
     after = drain(engine, request)
     assert all(np.array_equal(before[key].tokens, after[key].tokens) for key in before)
@@ -237,4 +237,4 @@ def test_replayed_graphs_draw_the_same_tokens(params, monkeypatch):
         for key, rollout in expected.items():
             np.testing.assert_allclose(found[key].logprobs, rollout.logprobs, atol=1e-5)
     assert engine.decoder.prefill.captured and engine.decoder.decode_step.graphs
-    assert engine.figures()["engine/graph_replays"] > 0
+    assert engine.metrics()["engine/graph_replays"] > 0

@@ -246,7 +246,7 @@ def test_a_killed_run_takes_vllm_with_it_and_can_be_resumed(tmp_path):
     config = Config.load(recipe, [f"run.steps={saved + 2}", "rollout.mode=inflight"])
     result = Trainer(config, resume=True).run()
     assert result.steps == saved + 2
-    steps = runs.figures(config.run_dir)
+    steps = runs.metrics(config.run_dir)
     assert [step["step"] for step in steps] == list(range(1, saved + 3))
     assert max(step.get("logprob_gap/max", 0) for step in steps) < 1e-4
     assert sum(step["updates"] for step in steps) > 0

@@ -99,12 +99,12 @@ def test_sleep_frees_the_memory_and_sampling_is_the_same_after_it(on_gpu):
     requests = groups(6, 4, SamplingParams(temperature=0, max_tokens=12), seed=2)
     before = drain(on_gpu.engine, *requests)
     awake = torch.cuda.mem_get_info()[0]
-    on_gpu.engine.release_cache()
+    on_gpu.engine.suspend()
     freed = torch.cuda.mem_get_info()[0] - awake
     assert freed > 10 << 30 if on_gpu.engine.options.shares_gpu else abs(freed) < 1 << 30
     after = drain(on_gpu.engine, *requests)
     assert all(np.array_equal(before[key].tokens, after[key].tokens) for key in before)
-    on_gpu.engine.release_cache()
+    on_gpu.engine.suspend()
     change(on_gpu)
     others = groups(6, 4, SamplingParams(max_tokens=12), seed=3)
     assert gap(on_gpu, others, drain(on_gpu.engine, *others)) < ROUNDING
@@ -119,6 +119,6 @@ def test_a_run_learns_and_samples_in_turns_on_one_gpu(tmp_path):
         trainer.run()
     finally:
         trainer.close()
-    steps = runs.figures(config.run_dir)
+    steps = runs.metrics(config.run_dir)
     assert all(step["updates"] > 0 and step["engine/sync_s"] > 0 for step in steps)
     assert max(step["logprob_gap/mean"] for step in steps) < 0.05

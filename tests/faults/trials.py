@@ -295,7 +295,7 @@ class Outcome:
         files = list(saved.rglob("*.safetensors"))
         with RunDatabase.open_readonly(run / "run.db") as database:
             evaluations = [(row["step"], row["name"], row["metrics"]) for row in database.evals()]
-        metrics = runs.figures(run)
+        metrics = runs.metrics(run)
         return cls(
             steps=[step["step"] for step in metrics],
             weights={path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files},

@@ -81,8 +81,8 @@ def test_if_hardly_anything_fits_the_update_takes_the_memory_of_the_cache(monkey
     gpu = OnGpu(monkeypatch, free=int((HEAD_BYTES + 1000) / budget._USABLE))
     assert gpu.budget().max_tokens == 1
     found = gpu.budget(cache_bytes=GIB)
-    assert found.needs_cache and found.max_tokens > ENOUGH_TOKENS
-    assert not OnGpu(monkeypatch, free=100 * GIB).budget(cache_bytes=GIB).needs_cache
+    assert found.needs_engine_memory and found.max_tokens > ENOUGH_TOKENS
+    assert not OnGpu(monkeypatch, free=100 * GIB).budget(cache_bytes=GIB).needs_engine_memory
 
 
 def test_an_update_that_runs_out_of_memory_is_done_in_halves_with_the_same_result(monkeypatch):

@@ -438,7 +438,7 @@ def test_each_token_keeps_the_log_probability_of_its_weight_version_and_the_loss
     trainer, models, batches = watched(config)
     trainer.run()
     stored = {group["serial"]: (group, rows) for group, rows in recorded(config.run_dir)}
-    metrics = {step["step"]: step for step in runs.figures(config.run_dir)}
+    metrics = {step["step"]: step for step in runs.metrics(config.run_dir)}
     mixed = 0
     for step, batch in batches:
         now = models[step - 1]  # every step made one update
@@ -486,9 +486,9 @@ def test_the_same_run_twice_is_the_same_bit_for_bit_and_its_tokens_add_up(tmp_pa
         train(one)
     weights, others = runs.weights(config.run_dir, 6), runs.weights(twin.run_dir, 6)
     assert all(torch.equal(weights[name], others[name]) for name in weights)
-    assert runs.figures(config.run_dir) == runs.figures(twin.run_dir)
+    assert runs.metrics(config.run_dir) == runs.metrics(twin.run_dir)
     assert runs.verdicts(config.run_dir) == runs.verdicts(twin.run_dir)
-    steps = runs.figures(config.run_dir)
+    steps = runs.metrics(config.run_dir)
     assert any(step["groups/in_flight"] for step in steps)
     for step in steps:
         assert_tokens_add_up(step)
@@ -504,7 +504,7 @@ def test_the_same_run_twice_is_the_same_bit_for_bit_and_its_tokens_add_up(tmp_pa
 def test_an_evaluation_with_groups_in_flight_loses_none(tmp_path):
     config = runs.load(tmp_path, *INFLIGHT, "run.steps=4", "eval.k=2", "eval.every=1", "eval.temperature=0.5")
     train(config)
-    assert any(step["groups/in_flight"] for step in runs.figures(config.run_dir))
+    assert any(step["groups/in_flight"] for step in runs.metrics(config.run_dir))
     assert_no_prompt_is_lost(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         assert [row["step"] for row in database.evals()] == [0, 1, 2, 3, 4]
@@ -572,7 +572,7 @@ def test_a_run_killed_with_groups_in_flight_resumes_without_losing_a_prompt(tmp_
         [sys.executable, "-m", "dapo", *command, "--resume"], cwd=ROOT, capture_output=True, text=True
     )
     assert again.returncode == 0, again.stderr
-    assert len(runs.figures(config.run_dir)) == 5
+    assert len(runs.metrics(config.run_dir)) == 5
     assert_no_prompt_is_lost(config)
 
 

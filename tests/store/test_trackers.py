@@ -358,7 +358,7 @@ def test_a_run_whose_tracker_fails_trains_the_same_and_reports_it_once(tmp_path)
     os.killpg(member.process.pid, signal.SIGKILL)
     member.process.wait()
     assert trainer.run().steps == 2
-    assert runs.figures(config.run_dir) == runs.figures(plain.run_dir)
+    assert runs.metrics(config.run_dir) == runs.metrics(plain.run_dir)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         events = [(event["step"], event["message"]) for event in database.events() if event["kind"] == "tracker"]
     assert events == [(1, "tensorboard: ended with status -9")]

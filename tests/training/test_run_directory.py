@@ -123,7 +123,7 @@ def test_a_lost_configuration_is_taken_from_the_database(finished, tmp_path):
     with pytest.raises(CheckpointError, match=r"its run\.seed is 5, not 6"):
         Trainer(runs.load(finished, f"run.dir={tmp_path}", "run.name=run", "run.seed=6"), resume=True)
     train(config, resume=True)
-    assert len(runs.figures(config.run_dir)) == 4
+    assert len(runs.metrics(config.run_dir)) == 4
     assert Config.load(config.run_dir / "config.yaml") == config
 
 
@@ -166,7 +166,7 @@ def test_a_run_whose_checkpoints_are_missing_is_refused_and_keeps_its_records(fi
     shutil.rmtree(config.run_dir / "checkpoints")
     with pytest.raises(CheckpointError, match="has 3 recorded steps, but its checkpoints are missing; put them back"):
         Trainer(config, resume=True)
-    assert len(runs.figures(config.run_dir)) == 3
+    assert len(runs.metrics(config.run_dir)) == 3
 
 
 def test_a_run_without_a_step_can_be_started_again_with_other_options_or_resumed(tmp_path):
@@ -176,7 +176,7 @@ def test_a_run_without_a_step_can_be_started_again_with_other_options_or_resumed
         Trainer(runs.load(tmp_path, "run.name=run", "run.seed=3"), resume=True)
     config = runs.load(tmp_path, "run.name=run", "run.seed=2", "run.steps=1")
     train(config, resume=True)
-    assert len(runs.figures(config.run_dir)) == 1
+    assert len(runs.metrics(config.run_dir)) == 1
 
 
 def test_a_user_s_own_files_in_a_run_s_folder_are_accepted_and_kept(tmp_path):
@@ -225,7 +225,7 @@ def test_of_two_processes_with_the_same_run_name_the_slower_one_is_refused_and_c
     assert codes == [0, 2], errors
     (refused,) = [error for error in errors if "error:" in error]
     assert "another process is training this run" in refused or "already holds a run" in refused
-    assert len(runs.figures(tmp_path / "runs" / "both")) == 2
+    assert len(runs.metrics(tmp_path / "runs" / "both")) == 2
 
 
 def test_a_lock_is_released_when_its_process_is_killed(tmp_path):

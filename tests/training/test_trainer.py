@@ -42,7 +42,7 @@ def assert_same_run(first: Path, second: Path, step: int) -> None:
     one, two = runs.weights(first, step), runs.weights(second, step)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
-    assert runs.figures(first) == runs.figures(second)
+    assert runs.metrics(first) == runs.metrics(second)
     assert runs.verdicts(first) == runs.verdicts(second)
 
 
@@ -55,7 +55,7 @@ def test_six_steps_at_once_and_three_then_three_more_are_the_same_bit_for_bit(tm
     parts = runs.load(tmp_path, "run.name=parts")
     train(parts, resume=True)
     assert_same_run(whole.run_dir, parts.run_dir, step=6)
-    assert len(runs.figures(whole.run_dir)) == 6
+    assert len(runs.metrics(whole.run_dir)) == 6
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_ctrl_c_finishes_the_step_saves_and_exits_130(tmp_path):
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     run_dir = tmp_path / "runs" / "stopped"
-    steps = len(runs.figures(run_dir))
+    steps = len(runs.metrics(run_dir))
     assert 1 <= steps < 6
     assert (run_dir / "checkpoints" / f"step_{steps}").is_dir()
     again = subprocess.run([*command, "--resume", "run.steps=5"], cwd=ROOT, capture_output=True, text=True)
     assert again.returncode in (0, 130), again.stderr
-    assert len(runs.figures(run_dir)) > steps
+    assert len(runs.metrics(run_dir)) > steps
 
 
 def test_one_whole_step_agrees_with_a_plain_padded_float64_oracle(tmp_path):
@@ -227,7 +227,7 @@ def test_a_checkpoint_loads_in_plain_transformers_and_only_two_are_kept(tmp_path
 def test_the_tokens_of_every_step_add_up_in_the_database(tmp_path):
     config = runs.load(tmp_path)
     train(config)
-    steps = runs.figures(config.run_dir)
+    steps = runs.metrics(config.run_dir)
     for before, after in pairwise(steps):
         assert before["tokens/carried_out"] == after["tokens/carried_in"]
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
@@ -244,7 +244,7 @@ def test_staleness_is_averaged_over_the_tokens_trained_on(tmp_path):
     config = runs.load(tmp_path)
     train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
-        for step in runs.figures(config.run_dir):
+        for step in runs.metrics(config.run_dir):
             trained = [
                 (step["step"] - 1 - rollout["weight_version"], rollout["length"])  # every step made an update
                 for group in database.groups(verdict="kept")
@@ -299,7 +299,7 @@ def test_padded_groups_get_reference_log_probabilities_too(tmp_path):
     result = train(config, reward=lambda completion, answer: float(answer == 3 and "a" in completion))
     assert result.steps == 2
     assert "padded" in {verdict for _, verdict, _, _ in runs.verdicts(config.run_dir)}
-    assert all("kl" in step for step in runs.figures(config.run_dir))
+    assert all("kl" in step for step in runs.metrics(config.run_dir))
 
 
 def test_without_kl_no_reference_is_loaded(tmp_path):
@@ -313,7 +313,7 @@ def test_three_steps_without_anything_to_learn_are_saved_and_stop_the_run(tmp_pa
     config = runs.load(tmp_path, "algorithm.filter_groups.max_num_gen_batches=1")
     with pytest.raises(TrainingStopped, match="3 steps in a row"):
         train(config, reward=lambda completion, answer: 1.0)
-    assert len(runs.figures(config.run_dir)) == 3
+    assert len(runs.metrics(config.run_dir)) == 3
     assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_3").step == 3
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         assert [event["kind"] for event in database.events()][-1] == "stopped"
@@ -453,7 +453,7 @@ def test_without_carry_over_a_run_is_the_published_algorithm(tmp_path):
     """Whole rounds are sampled, and the surplus is dropped in submission order."""
     config = runs.load(tmp_path, "algorithm.max_staleness=0", "run.steps=3")
     train(config)
-    for step in runs.figures(config.run_dir):
+    for step in runs.metrics(config.run_dir):
         assert step["groups/generated"] % 6 == 0
         assert step["tokens/carried_in"] == step["tokens/carried_out"] == 0
         assert step["staleness/mean"] == step["staleness/max"] == step["groups/in_flight"] == 0
@@ -530,7 +530,7 @@ def test_with_the_ledger_a_resumed_run_draws_the_same_prompts(tmp_path):
     parts = runs.load(tmp_path, "run.name=parts", "run.steps=8", algorithm=ledger)
     train(parts, resume=True)
     assert_same_run(whole.run_dir, parts.run_dir, 8)
-    assert sum(step["groups/skipped"] for step in runs.figures(whole.run_dir)[4:]) > 0
+    assert sum(step["groups/skipped"] for step in runs.metrics(whole.run_dir)[4:]) > 0
 
 
 def test_a_reward_given_as_a_function_is_recorded_and_needed_again_on_resume(tmp_path):
@@ -554,7 +554,7 @@ def test_functions_with_weights_are_added_and_each_one_is_a_metric(tmp_path):
 
     config = runs.load(tmp_path, "run.steps=2", "run.save_every=1")
     train(config, reward={share: 1.0, length: 0.5})
-    for step in runs.figures(config.run_dir):
+    for step in runs.metrics(config.run_dir):
         assert step["score/share/mean"] == 1.0
         assert step["score/length/mean"] == step["response_length/mean"]
         assert step["score/mean"] == pytest.approx(1.0 + 0.5 * step["response_length/mean"])

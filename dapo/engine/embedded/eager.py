@@ -39,7 +39,7 @@ class EagerDecoder:
         self.cache = ResponseCache(*shape, self.dtype, self.device)
         self.steps, self.occupied = 0, 0  # `occupied`: active responses, summed over the steps
 
-    def release_cache(self) -> None:
+    def suspend(self) -> None:
         pass
 
     def prepare(self, params: SamplingParams) -> None:
@@ -104,7 +104,7 @@ class EagerDecoder:
         self.cache.release()
         self.stacked = None
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         metrics = {"engine/decode_steps": float(self.steps)}
         if self.steps:
             metrics["engine/batch_occupancy"] = self.occupied / (self.steps * self.max_concurrent)

@@ -70,10 +70,10 @@ class EmbeddedEngine:
         """Bytes that the key/value cache holds permanently; 0 on a CPU, where it grows and shrinks."""
         return self.decoder.cache_bytes
 
-    def release_cache(self) -> None:
+    def suspend(self) -> None:
         """Free the cache until something is sampled again. CUDA graphs are then captured again."""
         assert not self.active and not self.waiting
-        self.decoder.release_cache()
+        self.decoder.suspend()
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile kernels and capture CUDA graphs ahead of the first request. Does nothing on a CPU."""
@@ -136,8 +136,8 @@ class EmbeddedEngine:
                 self.decoder.free_prompt(prompt)
         self.version = version
 
-    def figures(self) -> dict[str, float]:
-        return self.decoder.figures()
+    def metrics(self) -> dict[str, float]:
+        return self.decoder.metrics()
 
     def close(self) -> None:
         self.cancel({response.request.serial for response in [*self.active, *self.waiting]})

@@ -110,7 +110,7 @@ class PagedDecoder:
     def cache_bytes(self) -> int:
         return self.store.storage.nbytes
 
-    def release_cache(self) -> None:
+    def suspend(self) -> None:
         self.decode_step.release()
         self.prefill.release()
         self.store.release()
@@ -248,9 +248,9 @@ class PagedDecoder:
         return preempted
 
     def release_idle(self) -> None:
-        assert not self.active  # the cache keeps its memory until `release_cache`
+        assert not self.active  # the cache keeps its memory until `suspend`
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         steps = max(self.steps, 1)
         metrics = {
             "engine/decode_steps": float(self.steps),

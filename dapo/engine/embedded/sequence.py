@@ -57,7 +57,7 @@ class Decoder(Protocol):
     @property
     def cache_bytes(self) -> int: ...
 
-    def release_cache(self) -> None:
+    def suspend(self) -> None:
         """Free the cache's memory until it is needed again. Called only when nothing is active."""
         ...
 
@@ -101,6 +101,6 @@ class Decoder(Protocol):
         """Free what is not needed while nothing is active or waiting."""
         ...
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return metrics of how busy the decoder was since the last call."""
         ...

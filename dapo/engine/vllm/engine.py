@@ -145,14 +145,14 @@ class VllmEngine:
             if call == "finish_weight_update":
                 self._resume(version)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         seconds, self.sync_time = self.sync_time, 0.0
-        return self.meter.figures() | {"engine/sync_s": seconds}
+        return self.meter.metrics() | {"engine/sync_s": seconds}
 
     def prepare(self, params: SamplingParams) -> None:
         """Do nothing: vLLM compiles and captures when it starts."""
 
-    def release_cache(self) -> None:
+    def suspend(self) -> None:
         """Put vLLM to sleep if the learner shares its GPU. The next sample or sync wakes it."""
         assert not self.members
         if self.options.shares_gpu and not self.is_asleep:

@@ -78,7 +78,7 @@ class Meter:
             self.tokens += iteration_stats.num_generation_tokens
             self.restarts += iteration_stats.num_preempted_reqs
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         metrics = {
             "engine/decode_steps": float(self.steps),
             "engine/batch_occupancy": self.tokens / (max(self.steps, 1) * self.max_concurrent),
