@@ -11,8 +11,8 @@ from typing import Any
 from dapo.config import Extraction, RewardConfig
 from dapo.errors import RewardError
 from dapo.rewards.extract import extract
-from dapo.rewards.math_dapo import gold_text, math_dapo_reward
-from dapo.rewards.math_verifier import POLICIES, math_reward, read_gold
+from dapo.rewards.math.compare import POLICIES, math_reward, read_gold
+from dapo.rewards.math.dapo import gold_text, math_dapo_reward
 
 Rule = Callable[..., dict[str, Any]]
 

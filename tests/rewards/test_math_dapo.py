@@ -1,6 +1,6 @@
 import pytest
 
-from dapo.rewards.math_dapo import math_dapo_reward, normalize
+from dapo.rewards.math.dapo import math_dapo_reward, normalize
 
 
 def is_right(completion, gold="34"):
