@@ -13,6 +13,7 @@ from dapo.errors import RewardError
 from dapo.rewards.extract import extract
 from dapo.rewards.math.compare import POLICIES, math_reward, read_gold
 from dapo.rewards.math.dapo import gold_text, math_dapo_reward
+from dapo.types import Score
 
 Rule = Callable[..., dict[str, Any]]
 
@@ -51,6 +52,12 @@ def make_rule(name: str, options: RewardConfig) -> Rule:
     policies = options.extract or policies
     # The row's other columns are dropped, so that a column cannot override an option.
     return lambda completion, answer, **row: judge(completion, answer, policies)
+
+
+def score_timeout(name: str) -> Score:
+    """Return the score of a response that a rule could not judge in time: wrong, so that none escapes its penalty."""
+    value = -1.0 if name == "math_dapo" else 0.0
+    return Score(value, acc=False, extras={"extracted": None, "gave_up": "timeout"})
 
 
 def can_parse(name: str, answer: Any, options: RewardConfig) -> bool:

@@ -25,16 +25,18 @@ _MAX_DIGITS = 1_000  # of the arithmetic
 _MAX_FUNCTION_DIGITS = 200  # of the texts, if they have functions
 _MAX_WORK = 100  # functions in one expression; a factorial counts as ten
 _MAX_FACTORS = 200  # of a factorial at a point
-_MAX_BITS = 20_000  # of an exponent: values are between 2^-20000 and 2^20000
+_MAX_BITS = 1_600  # values are between 2^-1600 and 2^1600, so that no sum of two needs more than _MAX_DIGITS
 _BITS = 3.33  # per decimal digit
 # For each point, the size of its coordinates and their sign; at 0 some are positive and some negative.
-_POINTS = ((1, 1), (3, -1), (2, 0), (10, 1), (Fraction(1, 10), 0), (50, 0), (3_000, 0), (10**7, 1), (10**7, -1))
+_POINTS = ((1, 1), (3, -1), (2, 0), (Fraction(1, 10), 0), (50, 0), (3_000, 0), (10**7, 1), (10**7, -1))
+_FEW_POINTS = 5  # enough for expressions that are not made up of branches, as |x - 100| and \\sqrt{x^2} are
+_BRANCHING = frozenset(["^", "ln", "abs", "floor", "ceil"])
 _MIN_POINTS = 4  # at which two expressions with variables must have a value
 _WORK = {"!": 10, "+": 0, "*": 0, "/": 0, "var": 0, "pi": 0, "e": 0, "i": 0}
 
 
 class _Undefined(Exception):
-    """The expression has no value at this point."""
+    """An expression has no value at this point."""
 
 
 def is_same_value(left: Tree, right: Tree) -> bool:
@@ -51,7 +53,7 @@ def constant_ratio(left: Tree, right: Tree) -> int:
     """Return the sign of left / right if it is the same real number everywhere, else 0."""
     first: Any = None
     for x, y, digits in _values_at_points(left, right):
-        if x == 0 or y == 0:
+        if not x or not y:
             return 0
         first = first if first is not None else x / y
         if not _is_close(x, first * y, digits):
@@ -66,7 +68,7 @@ def real_value(tree: Tree, digits: int) -> Fraction | None:
     """Return a real constant to `digits` digits, or None if the tree is not one."""
     if variables(tree):
         return None
-    if isinstance(tree, Fraction):
+    if type(tree) is Fraction:
         return tree
     try:
         value, _, _ = _evaluate_pair(tree, Fraction(0), {}, digits)
@@ -81,7 +83,7 @@ def real_value(tree: Tree, digits: int) -> Fraction | None:
 
 @lru_cache(maxsize=4_000)
 def variables(tree: Tree) -> frozenset[str]:
-    if isinstance(tree, Fraction):
+    if type(tree) is Fraction:
         return frozenset()
     if tree[0] == "var":
         return frozenset(tree[1:])
@@ -94,40 +96,40 @@ def subtract(left: Tree, right: Tree) -> Tree:
 
 def _values_at_points(left: Tree, right: Tree) -> Iterator[tuple[Any, Any, int]]:
     """Yield both values at each point where both have one, and the digits to which they must agree."""
-    counts = [_count(left), _count(right)]
-    digits, work = sum(count[0] for count in counts), sum(count[1] for count in counts)
+    digits, work, branches = map(sum, zip(_count(left), _count(right), strict=True))
     names = sorted(variables(left) | variables(right))
     if work > _MAX_WORK or (work and digits > _MAX_FUNCTION_DIGITS):
         # A look at fewer digits settles most wrong answers.
         with suppress(_Undefined):
             yield _evaluate_pair(left, right, {name: _coordinate(name, 0) for name in names}, 0)
         raise GaveUp("size")
-    points = range(len(_POINTS)) if names else range(1)
+    points = 1 if not names else len(_POINTS) if branches else _FEW_POINTS
     limit, seen = None, 0
-    for i in points:
+    for i in range(points):
         try:
             yield _evaluate_pair(left, right, {name: _coordinate(name, i) for name in names}, digits)
             seen += 1
-        except _Undefined:
-            continue
+        except _Undefined as error:
+            if error.args:
+                yield 0, 1, 1
         except GaveUp as error:
             limit = error
-    if limit is not None and seen < min(_MIN_POINTS, len(points)):
+    if limit is not None and seen < min(_MIN_POINTS, points):
         raise limit
 
 
 @lru_cache(maxsize=4_000)
-def _count(tree: Tree) -> tuple[int, int]:
-    """Return the digits of the constants and the work of the functions."""
-    if isinstance(tree, Fraction):
-        return int((tree.numerator.bit_length() + tree.denominator.bit_length()) / _BITS) + 1, 0
-    if tree[0] == "var":
-        return 0, 0
-    parts = [_count(part) for part in tree[1:]]
-    is_whole_power = tree[0] == "^" and isinstance(tree[2], Fraction) and tree[2].denominator == 1
-    return sum(part[0] for part in parts), sum(part[1] for part in parts) + (
-        0 if is_whole_power else _WORK.get(tree[0], 1)
-    )
+def _count(tree: Tree) -> tuple[int, int, int]:
+    """Return the digits of the constants, the work of the functions, and how many of these have branches."""
+    if type(tree) is Fraction:
+        return int((tree.numerator.bit_length() + tree.denominator.bit_length()) / _BITS) + 1, 0, 0
+    operator, *operands = tree
+    if operator == "var":
+        return 0, 0, 0
+    digits, work, branches = (sum(counts) for counts in zip((0, 0, 0), *map(_count, operands), strict=True))
+    if operator == "^" and type(operands[1]) is Fraction and operands[1].denominator == 1:
+        return digits, work, branches
+    return digits, work + _WORK.get(operator, 1), branches + (operator in _BRANCHING)
 
 
 @lru_cache(maxsize=1_000)
@@ -150,45 +152,53 @@ def _evaluate_pair(left: Tree, right: Tree, point: dict[str, Fraction], digits: 
     precision = digits + _DIGITS + _SPARE_DIGITS
     while True:
         context.dps = precision
-        evaluation = _Evaluation(context, point)
-        try:
-            values = evaluation.value(left), evaluation.value(right)
-        except (ZeroDivisionError, ValueError, OverflowError, context.NoConvergence):
-            raise _Undefined from None
+        is_last = precision == digits + _MAX_DIGITS
+        evaluation = _Evaluation(context, point, is_last)
+        values = [evaluation.value_or_none(tree) for tree in (left, right)]
+        if None in values:
+            raise _Undefined(*["only one of them"] * (values != [None, None]))
         agreement = digits + _DIGITS + int(evaluation.spread / _BITS)
         needed = agreement + _SPARE_DIGITS + int(evaluation.lost / _BITS)
         if needed <= precision:
-            return (*values, agreement)
-        if 2 * needed > _MAX_DIGITS + digits:
+            return values[0], values[1], agreement
+        if is_last:
             raise GaveUp("precision")
-        precision = 2 * needed
+        precision = min(2 * needed, digits + _MAX_DIGITS)
 
 
 def _is_close(x: Any, y: Any, digits: int) -> bool:
     context = _context()
     size, difference = max(abs(x), abs(y)), abs(x - y)
-    return difference == 0 or context.mag(difference) < context.mag(size) - digits * _BITS
+    return not difference or context.mag(difference) < context.mag(size) - digits * _BITS
 
 
 class _Evaluation:
     """Evaluates a tree at a point, and adds up how many bits the result may have lost.
 
     `spread`: how much smaller the smallest term of a sum is than the largest; with fewer bits it would not count.
-    `lost`: bits lost where a sum or function is small next to its operands.
+    `lost`: bits lost where a sum or function is small next to its operands. If no bits are left even at the highest
+    precision (`is_last`), it is 0, as in \\sin \\pi.
     """
 
-    def __init__(self, context: Any, point: dict[str, Fraction]) -> None:
+    def __init__(self, context: Any, point: dict[str, Fraction], is_last: bool) -> None:
         self.context = context
-        self.point = point
+        self.is_last = is_last
+        self.point = {name: context.mpf(x.numerator) / x.denominator for name, x in point.items()}
         self.spread = self.lost = 0
+
+    def value_or_none(self, tree: Tree) -> Any:
+        try:
+            return self.value(tree)
+        except (ZeroDivisionError, ValueError, OverflowError, _Undefined):
+            return None
 
     def value(self, tree: Tree) -> Any:
         context = self.context
-        if isinstance(tree, Fraction):
+        if type(tree) is Fraction:
             return context.mpf(tree.numerator) / tree.denominator
         operator, *operands = tree
         if operator == "var":
-            return self.value(self.point[operands[0]])
+            return self.point[operands[0]]
         if not operands:
             return {"pi": +context.pi, "e": +context.e, "i": context.mpc(0, 1)}[operator]
         if operator == "^":
@@ -197,7 +207,7 @@ class _Evaluation:
             result = self._binary(operator, *map(self.value, operands))
         else:
             result = self._function(operator, self.value(operands[0]))
-        if result != 0 and abs(self._magnitude(result)) > _MAX_BITS:
+        if result and abs(self._magnitude(result)) > _MAX_BITS:
             raise GaveUp("size")
         return result
 
@@ -213,17 +223,26 @@ class _Evaluation:
         if operator == "/":
             return left / right
         total = left + right
-        if left != 0 and right != 0:
+        if left and right:
             sizes = self._magnitude(left), self._magnitude(right)
             self.spread = max(self.spread, abs(sizes[0] - sizes[1]))
-            if total != 0:
-                self.lost += max(0, max(sizes) - self._magnitude(total))
+            return self._without_noise(total, max(sizes))
         return total
+
+    def _without_noise(self, result: Any, size: int) -> Any:
+        """Count the bits lost in a result that is small next to its operands."""
+        if not result:
+            return result
+        lost = size - self._magnitude(result)
+        if self.is_last and lost > self.context.prec - _SPARE_DIGITS * _BITS - self.lost:
+            return self.context.mpf(0)
+        self.lost += max(0, lost)
+        return result
 
     def _power(self, base: Any, exponent: Tree) -> Any:
         context = self.context
-        if isinstance(exponent, Fraction):
-            size = abs(self._magnitude(base)) if base != 0 else 0
+        if type(exponent) is Fraction:
+            size = abs(self._magnitude(base)) if base else 0
             if size * abs(exponent) > _MAX_BITS or exponent.numerator.bit_length() > 30:
                 raise GaveUp("size")
             if exponent.denominator == 1:
@@ -233,7 +252,7 @@ class _Evaluation:
             if exponent.denominator == 2:
                 return context.sqrt(base) ** exponent.numerator
         value = self.value(exponent)
-        if base == 0:
+        if not base:
             if context.im(value) == 0 and value > 0:
                 return base
             raise _Undefined
@@ -241,22 +260,25 @@ class _Evaluation:
 
     def _function(self, name: str, x: Any) -> Any:
         context = self.context
-        size = self._magnitude(x) if x != 0 else 0
+        size = self._magnitude(x) if x else 0
         if name in ("abs", "floor", "ceil"):
             return self._step(name, x)
         if name == "!":
             return self._factorial(x)
-        if name == "exp" and size > 14:  # about 2^20000
-            raise GaveUp("size")
-        if name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh") and (
-            size > 100 or (size > 14 and name.endswith("h")) or abs(context.im(x)) > 10_000
-        ):
+        if name in _QUOTIENTS:
+            over, under = _QUOTIENTS[name]
+            return (self._function(over, x) if over else 1) / self._function(under, x)
+        if size > _MAX_SIZES.get(name, _MAX_BITS) or (name in ("sin", "cos") and abs(context.im(x)) > 10_000):
             raise GaveUp("size")
         result = getattr(context, _MPMATH_NAMES.get(name, name))(x)
-        if result == 0:
+        if name == "exp":
+            self.lost += max(0, size)
             return result
-        self.lost += max(0, size) + max(0, -self._magnitude(result))
-        return result
+        # Near 0, some functions are as small as their argument.
+        is_odd = name in ("sin", "sinh", "tanh", "arcsin", "arctan")
+        return self._without_noise(
+            result, size if name in ("sin", "sinh") else min(size, 0) if is_odd else max(size, 0)
+        )
 
     def _factorial(self, x: Any) -> Any:
         """Return a function with x! = x (x - 1)! and 0! = 1. It costs far less than the gamma function."""
@@ -280,9 +302,11 @@ class _Evaluation:
         if context.im(x) != 0:
             raise _Undefined
         distance = abs(x - context.nint(x))
-        if distance != 0 and self._magnitude(distance) < -_DIGITS * _BITS:
+        if distance and self._magnitude(distance) < -_DIGITS * _BITS:
             raise GaveUp("precision")  # it may be a rounding error
         return getattr(context, name)(x)
 
 
+_QUOTIENTS = {"tan": ("sin", "cos"), "cot": ("cos", "sin"), "sec": ("", "cos"), "csc": ("", "sin")}
+_MAX_SIZES = {"exp": 11, "sinh": 11, "cosh": 11, "tanh": 11, "sin": 100, "cos": 100}  # bits of the argument
 _MPMATH_NAMES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}

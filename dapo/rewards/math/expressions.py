@@ -270,13 +270,13 @@ def _checked(value: Fraction) -> Fraction:
 
 
 def add(left: Tree, right: Tree) -> Tree:
-    if isinstance(left, Fraction) and isinstance(right, Fraction):
+    if type(left) is Fraction and type(right) is Fraction:
         return _checked(left + right)
     return right if left == 0 else left if right == 0 else ("+", left, right)
 
 
 def multiply(left: Tree, right: Tree) -> Tree:
-    if isinstance(left, Fraction) and isinstance(right, Fraction):
+    if type(left) is Fraction and type(right) is Fraction:
         return _checked(left * right)
     return right if left == 1 else left if right == 1 else ("*", left, right)
 
@@ -284,7 +284,7 @@ def multiply(left: Tree, right: Tree) -> Tree:
 def divide(left: Tree, right: Tree) -> Tree:
     if right == 0:
         raise Unreadable
-    if isinstance(left, Fraction) and isinstance(right, Fraction):
+    if type(left) is Fraction and type(right) is Fraction:
         return _checked(left / right)
     return ("/", left, right)
 
@@ -292,7 +292,7 @@ def divide(left: Tree, right: Tree) -> Tree:
 def raise_to(base: Tree, exponent: Tree) -> Tree:
     if exponent == 1:
         return base
-    if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
+    if type(base) is Fraction and type(exponent) is Fraction and exponent.denominator == 1:
         n = exponent.numerator
         if base == 0 and n <= 0:
             raise Unreadable
@@ -307,7 +307,7 @@ def root(degree: Tree, radicand: Tree) -> Tree:
 
 
 def factorial(n: Tree) -> Tree:
-    if isinstance(n, Fraction):
+    if type(n) is Fraction:
         if n.denominator != 1 or n < 0:
             raise Unreadable
         if n > MAX_FACTORIAL:
@@ -317,7 +317,7 @@ def factorial(n: Tree) -> Tree:
 
 
 def choose(n: Tree, k: Tree) -> Tree:
-    if isinstance(n, Fraction) and isinstance(k, Fraction):
+    if type(n) is Fraction and type(k) is Fraction:
         if n.denominator != 1 or k.denominator != 1 or not 0 <= k <= n:
             raise Unreadable
         if n > MAX_FACTORIAL:

@@ -184,6 +184,8 @@ def _read_union(text: str) -> Form | None:
     parts, _ = split(text, re.compile("∪"))
     if len(parts) == 1:
         return _read_bracket(text)
+    if not all(parts):
+        return None
     return Group("∪", "", tuple(read(part) for part in parts))
 
 
@@ -226,12 +228,13 @@ def _is_enclosed(text: str) -> bool:
 
 def _read_single(text: str) -> Expression:
     core, _, mark, unit = split_tail(text)
-    sign = core[0] if core[:1] in CURRENCIES else ""
+    sign = core[0] if core and core[0] in CURRENCIES else ""
     unit = join_currency(sign, unit, text)
-    if unit is None:
-        core, unit = text, ""
-    core = core.lstrip(CURRENCIES + "+")
-    return Expression(core.replace("⟦", " ").replace("⟧", " ").strip(), mark, unit)
+    bare = re.sub("[⟦⟧]", " ", core).lstrip(CURRENCIES + "+ ").rstrip()
+    is_argument = unit == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", core)  # as in \tan 60°
+    if unit is None or not bare or is_argument:  # two currencies, or a unit alone: not a value
+        return Expression(re.sub("[⟦⟧]", " ", text).strip())
+    return Expression(bare, mark, unit)
 
 
 _SENTENCE = re.compile(

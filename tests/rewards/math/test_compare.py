@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo.rewards.math.compare import math_reward
-from tests.rewards.math_cases import RIGHT, TOO_BIG, WRONG
+from tests.rewards.math.cases import RIGHT, TOO_BIG, WRONG
 
 
 def test_the_whole_table_is_read():
