@@ -13,6 +13,7 @@ from dapo.errors import RewardError
 from dapo.rewards.extract import extract
 from dapo.rewards.math.compare import POLICIES, math_reward, read_gold
 from dapo.rewards.math.dapo import gold_text, math_dapo_reward
+from dapo.rewards.math.spelling import plain_characters
 from dapo.types import Score
 
 Rule = Callable[..., dict[str, Any]]
@@ -126,7 +127,7 @@ _WRAPPING = re.compile(r"\\?\$+|\\[()\[\],!;]|\*\*|\{(?=,\})|(?<=,)\}")
 def _read_integer(text: str) -> int | None:
     if len(text) > 2 * _MAX_DIGITS:
         return None
-    bare = _WRAPPING.sub("", text).replace("−", "-").strip().rstrip(".,;")
+    bare = _WRAPPING.sub("", plain_characters(text)).strip().rstrip(".,;")
     match = _INTEGER.fullmatch(bare)
     if match is None or len(match[2]) > _MAX_DIGITS:
         return None

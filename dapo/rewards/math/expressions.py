@@ -15,7 +15,7 @@ from typing import Any
 Tree = Any  # Fraction | ("var", name) | (operator, Tree, ...)
 
 MAX_LENGTH = 400  # characters
-MAX_DEPTH = 40  # nested calls of the parser
+MAX_DEPTH = 40  # of brackets and commands in each other
 MAX_DIGITS = 3_000  # of one constant
 MAX_FACTORIAL = 1_000
 
@@ -96,14 +96,10 @@ class _Parser:
         return found
 
     def sum(self) -> Tree:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise GaveUp("depth")
         tree = self.signed(self.product)
         while self.next in ("+", "-"):
             sign = -1 if self.take() == "-" else 1
             tree = add(tree, multiply(Fraction(sign), self.signed(self.product)))
-        self.depth -= 1
         return tree
 
     def signed(self, operand: Any) -> Tree:
@@ -163,7 +159,14 @@ class _Parser:
         return Fraction(self.take()) if _is_number(self.next) else self.atom()
 
     def atom(self) -> Tree:
-        token = self.take()
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise GaveUp("depth")
+        tree = self.symbol(self.take())
+        self.depth -= 1
+        return tree
+
+    def symbol(self, token: str) -> Tree:
         if _is_number(token):
             return self.mixed(Fraction(token))
         if token in _BRACKETS:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from dapo.rewards.extract import extract
+from dapo.rewards.extract import HYPHENS, extract, without_invisible
 
 _SIGNS = {
-    "-": "−‐‑‒–—―⁃﹘﹣－➖",
+    "-": HYPHENS + "—―⁃﹘",
     "/": "÷⁄∕",
     ":": "∶ː",
     "'": "’′",
@@ -41,14 +41,13 @@ def plain_characters(text: str) -> str:
         return text
     text = re.sub("[⁰¹²³⁴-⁹⁺⁻]+", lambda match: f"^{{{match.group().translate(_SUPERSCRIPTS)}}}", text)
     text = re.sub("[₀-₉]+", lambda match: f"_{{{match.group().translate(_SUBSCRIPTS)}}}", text)
-    found = []
-    for character in text.translate(_CHARACTERS):
-        kind = "" if character.isascii() else unicodedata.category(character)
-        if kind == "Nd":
-            character = str(unicodedata.digit(character))
-        if kind not in ("Cf", "Mn"):  # zero-width spaces, joiners, direction marks, variation selectors
-            found.append(" " if kind == "Zs" else character)
-    return "".join(found)
+    text = without_invisible(text).translate(_CHARACTERS)
+    return "".join(map(_plain, text))
+
+
+def _plain(character: str) -> str:
+    kind = "" if character.isascii() else unicodedata.category(character)
+    return " " if kind == "Zs" else str(unicodedata.digit(character)) if kind == "Nd" else character
 
 
 # Formatting commands and alternative spellings. The order matters.

@@ -103,6 +103,20 @@ def test_the_normalization_of_a_final_answer(answer, normal):
     assert normalize(answer) == normal
 
 
+@pytest.mark.parametrize(
+    ("answer", "normal"),
+    [
+        ("so $5$ it is\nand $6$ too", "5\n6"),
+        ("first\nit is $34$ now", "first\n34"),
+        ("$3\n4$", "3\n4"),
+        ("\\text{a\nb}", "\\text{a\nb}"),
+        ("x = 1\ny = 2", "2"),
+    ],
+)
+def test_each_line_of_an_answer_is_normalized_alone_as_published(answer, normal):
+    assert normalize(answer) == normal
+
+
 def test_gold_answers_may_be_numbers_but_not_empty():
     assert is_right("Answer: 34", 34)
     for gold in (None, "", [34], True):
