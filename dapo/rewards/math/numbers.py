@@ -44,6 +44,8 @@ _NUMBER = re.compile(
 
 def read_number(text: str) -> Number | None:
     """Parse a literal number with its multiplier, mark and unit; return None if the text is anything else."""
+    if text.isdecimal() and len(text) <= MAX_DIGITS:  # the common case
+        return Number(Fraction(int(text)), "integer", len(text.lstrip("0")))
     match = _NUMBER.fullmatch(text)
     if match is None or len(text) > 2 * MAX_DIGITS:
         return None
