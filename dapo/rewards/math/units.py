@@ -82,7 +82,7 @@ _MULTIPLES: dict[str, Fraction] = {
 _OTHER_CHANGES = """
 squared cubed factorial plus minus times multiplied over divided choose mod modulo root point power exponent logarithm
 inverse reciprocal double doubled triple tripled twice thrice quarter quarters score scores gross lakh lakhs
-crore crores myriad myriads grand mil mill mils mln bil bln tril thou ppm permille out ratio
+crore crores myriad myriads grand mil mill mils mln bil bln tril thou ppm permille basis out ratio
 not or and nor but unless except neither never no none isn't without cannot can't wrong incorrect impossible if instead
 negative positive more less fewer greater smaller than least most about around approximately approx roughly nearly
 almost under below above between within estimated maximum minimum beyond exceeding
@@ -118,9 +118,14 @@ def split_tail(text: str, *, after_number: bool = False) -> tuple[str, Fraction,
     # Letters outside of \text{} may be variables.
     bare = re.findall(r"[a-zA-Z.]+", re.sub(r"⟦[^⟧]*⟧", " ", tail.group()))
     bare = bare[1:] if multiple and bare and bare[0].lower() == words[0] else bare
-    if CHANGING_WORDS & set(rest) or not all(_is_unit_word(word, after_number) for word in bare):
+    bare = [word for word in bare if len(bare) == 1 or word not in _FILLERS]
+    if any(map(_changes_number, rest)) or not all(_is_unit_word(word, after_number) for word in bare):
         return text, one, "", ""
     return text[: tail.start()].strip(), multiple or one, "", _canonical_unit(rest)
+
+
+def _changes_number(word: str) -> bool:
+    return word in CHANGING_WORDS or word.removesuffix("s").endswith("illion")
 
 
 def _multiple(word: str) -> Fraction | None:
@@ -144,7 +149,7 @@ def _is_unit_word(word: str, after_number: bool) -> bool:
 _POWER_WORDS = {"sq": "^2", "sq.": "^2", "square": "^2", "cubic": "^3", "cu": "^3", "cu.": "^3"}
 _FILLER_WORDS = """
 a an the of in on at to for with by from total altogether each left remaining all is are was unit units different
-distinct possible st nd rd th
+distinct possible do so it we st nd rd th
 """
 _FILLERS = frozenset(_FILLER_WORDS.split())
 _MAX_UNIT_WORDS = 3  # more unknown words are a sentence, not a unit

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from dapo.rewards.math.compare import math_reward
 from tests.rewards.math.cases import RIGHT, WRONG
@@ -59,12 +60,13 @@ def mutated(rng: random.Random, text: str) -> str:
     return text[:1200]
 
 
-# Trees of the grammar: a number, a variable, or (operator, operands).
+Node = Any  # a number, a variable, or (operator, operands)
+
 LEAVES = ["x", "y", "n", 1, 2, 3, 5, 7, 12, "pi", "e"]
 BINARY, UNARY = ["+", "-", "*", "/"], ["sqrt", "sin", "cos", "square", "cube", "negative", "exp"]
 
 
-def tree(rng: random.Random, size: int):
+def tree(rng: random.Random, size: int) -> Node:
     if size <= 1:
         return rng.choice(LEAVES)
     if rng.random() < 0.25:
@@ -73,7 +75,7 @@ def tree(rng: random.Random, size: int):
     return (rng.choice(BINARY), tree(rng, left), tree(rng, size - left))
 
 
-def rewritten(rng: random.Random, node):
+def rewritten(rng: random.Random, node: Node) -> Node:
     """Return an equal tree in another form."""
     if not isinstance(node, tuple):
         return ("/", ("*", node, 6), 6) if rng.random() < 0.1 else node
@@ -96,7 +98,7 @@ def rewritten(rng: random.Random, node):
     return (operator, *operands)
 
 
-def changed(rng: random.Random, node):
+def changed(rng: random.Random, node: Node) -> Node:
     """Return the tree with one leaf or operator changed."""
     if not isinstance(node, tuple):
         return rng.choice(LEAVES)
@@ -108,7 +110,7 @@ def changed(rng: random.Random, node):
     return (operator, *operands)
 
 
-def latex(rng: random.Random, node) -> str:
+def latex(rng: random.Random, node: Node) -> str:
     """Write the tree in LaTeX, with brackets around every operand that could need them."""
     if not isinstance(node, tuple):
         return {"pi": "\\pi"}.get(str(node), str(node))
@@ -131,7 +133,7 @@ def latex(rng: random.Random, node) -> str:
     return sign.join(texts)
 
 
-def value(node, point: dict[str, float]) -> float:
+def value(node: Node, point: dict[str, float]) -> float:
     """Evaluate a tree, or raise ArithmeticError or ValueError where floating point would lose a term."""
     if not isinstance(node, tuple):
         return point[node] if node in point else {"pi": math.pi, "e": math.e}.get(node) or float(node)
@@ -147,7 +149,7 @@ def value(node, point: dict[str, float]) -> float:
     return powers[operator] if operator in powers else getattr(math, operator)(x)
 
 
-def are_equal(left, right) -> bool | None:
+def are_equal(left: Node, right: Node) -> bool | None:
     """Compare two trees in floating-point arithmetic; return None where it is too inexact to tell."""
     verdicts = []
     for point in (
