@@ -21,11 +21,12 @@ from dapo.rewards.math.expressions import GaveUp, Tree, add, multiply
 
 _DIGITS = 35  # agreement required beyond the digits of the texts
 _SPARE_DIGITS = 15  # for rounding errors
-_MAX_DIGITS = 1_000  # of the arithmetic
+_STABLE_DIGITS = 20
+_MAX_DIGITS = 600  # of the arithmetic
 _MAX_FUNCTION_DIGITS = 200  # of the texts, if they have functions
 _MAX_WORK = 100  # functions in one expression; a factorial counts as ten
 _MAX_FACTORS = 200  # of a factorial at a point
-_MAX_BITS = 1_600  # values are between 2^-1600 and 2^1600, so that no sum of two needs more than _MAX_DIGITS
+_MAX_BITS = 960  # values are between 2^-960 and 2^960, so that no sum of two needs more than _MAX_DIGITS
 _BITS = 3.33  # per decimal digit
 # For each point, the size of its coordinates and their sign; at 0 some are positive and some negative.
 _POINTS = ((1, 1), (3, -1), (2, 0), (Fraction(1, 10), 0), (50, 0), (3_000, 0), (10**7, 1), (10**7, -1))
@@ -150,6 +151,7 @@ def _evaluate_pair(left: Tree, right: Tree, point: dict[str, Fraction], digits: 
     """Return both values, and the digits to which equal ones must agree."""
     context = _context()
     precision = digits + _DIGITS + _SPARE_DIGITS
+    before: list[Any] = []
     while True:
         context.dps = precision
         is_last = precision == digits + _MAX_DIGITS
@@ -163,6 +165,11 @@ def _evaluate_pair(left: Tree, right: Tree, point: dict[str, Fraction], digits: 
             return values[0], values[1], agreement
         if is_last:
             raise GaveUp("precision")
+        # Values that stay the same at a higher precision and are far from each other need no more of it.
+        is_stable = all(_is_close(x, y, _STABLE_DIGITS) for x, y in zip(before, values, strict=False))
+        if before and is_stable and not _is_close(values[0], values[1], _STABLE_DIGITS // 2):
+            return values[0], values[1], agreement
+        before = values
         precision = min(2 * needed, digits + _MAX_DIGITS)
 
 

@@ -184,7 +184,7 @@ def judgments(seed: int, count: int) -> Iterator[tuple[str, str, bool | None]]:
             continue
         text = mutated(rng, rng.choice(SEEDS))
         form = rng.choice(["Answer: {}", "\\boxed{{{}}}", "So it is ${}$.", "Answer:\n{}"])
-        for gold in rng.sample(POOL, 4):
+        for gold in rng.sample(POOL, 12):
             yield gold, form.format(text), None
             made += 1
 

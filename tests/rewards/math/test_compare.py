@@ -130,7 +130,7 @@ def test_generated_and_mutated_answers_raise_nothing_and_are_right_for_one_gold_
     totals, _, faults = fuzz.run(seed=0, count=3_000)
     assert faults == []
     assert totals["judged"] >= 3_000
-    assert totals["with a known verdict"] > 200
+    assert totals["with a known verdict"] > 100
 
 
 def test_no_two_gold_answers_of_the_fuzz_test_are_equal():
