@@ -132,7 +132,7 @@ def submit(pool, spec, texts, prompt=PROMPT):
 
 
 def test_a_rule_that_a_response_keeps_busy_for_too_long_scores_it_wrong():
-    with closing(WorkerPool(["regex"], RewardConfig(workers=1, timeout=0.5, regex="(a+)+$"))) as pool:
+    with closing(WorkerPool(["regex"], RewardConfig(workers=1, timeout=TIMEOUT, regex="(?:a+)+$"))) as pool:
         scores = submit(pool, "regex", ["aaa", "a" * 40 + "b", "aaaa"]).result(timeout=60)
     assert [(score.value, score.acc, score.error) for score in scores] == [
         (1.0, True, None),
