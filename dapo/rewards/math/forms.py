@@ -154,7 +154,7 @@ def names_value(text: str) -> bool:
     call = _CALL.fullmatch(text)
     if call is not None and _is_enclosed(text[call.start(2) - 1 :]):
         return call[1] is None or (call[1] not in _NEVER_CALLED and (call[1] in "fgh" or call[1] not in call[2]))
-    parts = [part.strip() for part in text.split("+")]
+    parts = [part.strip(" '") for part in text.split("+")]
     is_tuple = text.startswith("(") and all(names_variable(p.strip()) for p in text.strip("()").split(","))
     return is_tuple or (len(set(parts)) == len(parts) > 1 and all(map(names_variable, parts)))
 

@@ -349,7 +349,7 @@ $5
   + x \approx 6 ¦ area = 6 ¦ 2 \cdot 3 = 6 = x
   - -x = 6 ¦ x! = 6 ¦ x!=6 ¦ x^2 = 6 ¦ x + 1 = 6 ¦ \sqrt{x} = 6 ¦ |x| = 6 ¦ \frac{1}{x} = 6 ¦ \sin x = 6
   - \frac{x}{2} = 6 ¦ xy = 6 ¦ n(n+1) = 6 ¦ x - y = 6 ¦ e^x = 6 ¦ \log_2 x = 6 ¦ x^{-1} = 6 ¦ 6 = x^2 ¦ 6 = -x
-  - \lfloor x \rfloor = 6 ¦ 6 \approx 7 ¦ 7 \approx 6 ¦ 5.4 \approx 6 ¦ 2 \cdot 4 = 6 ¦ x = 5 = 6
+  - \lfloor x \rfloor = 6 ¦ 6 \approx 7 ¦ 7 \approx 6 ¦ 5.4 \approx 6 ¦ 2 \cdot 4 = 6 ¦ x = 5 = 6 ¦ x'' + x = 6
 \frac{20}{3}
   + \frac{20}{3} \approx 6.67 ¦ x = \frac{20}{3} \approx 6.666 ¦ 20/3 \approx 6.7
   - \frac{20}{3} \approx 6.8 ¦ 6.67 \approx \frac{20}{3}
