@@ -113,7 +113,7 @@ def split_tail(text: str, *, after_number: bool = False) -> tuple[str, Fraction,
     words = re.findall(
         r"[a-zA-Z.'’-]+|\^\s?\{?[23]|\S", re.sub(r"[⟦⟧]|(?<=square)(?!d)|(?<=cubic)", " ", tail.group().lower())
     )
-    multiple = _multiple(words[0]) if after_number else None
+    multiple = _multiple(words[0]) if words and after_number else None
     rest = words[1:] if multiple else words
     # Letters outside of \text{} may be variables.
     bare = re.findall(r"[a-zA-Z.]+", re.sub(r"⟦[^⟧]*⟧", " ", tail.group()))

@@ -13,7 +13,7 @@ CASES = r"""
   - 34 = x + 1 ¦ x + 34 ¦ 34x ¦ 34 = 35 ¦ 35 = 34 ¦ x = 35 ¦ 2x = 34 ¦ x + y - 34 = 0 ¦ x > 34 ¦ x \ne 34
 34
   + 34 cm ¦ 34 \text{ cm} ¦ 34\,\text{cm}^2 ¦ \$34 ¦ $34 ¦ 34 dollars ¦ 34 apples ¦ 34 m ¦ 34^\circ ¦ 34° ¦ 34 degrees
-  + 34 square units ¦ €34
+  + 34 square units ¦ €34 ¦ 34\text{} ¦ 34 \mbox{ }
   - 34 x ¦ 34 thousand ¦ 34 million ¦ 34 squared ¦ 34 factorial ¦ 34! ¦ 34 halves ¦ 34i ¦ 34\pi ¦ 34e
 34
   - 34, 35 ¦ \boxed{34, 35} ¦ 34 or 35 ¦ 34 and 35 ¦ 1 or 2 or 34 ¦ 34 35 ¦ 34; 35 ¦ \{34, 35\} ¦ (34, 35) ¦ [34, 35]

@@ -145,6 +145,8 @@ def value(node: Node, point: dict[str, float]) -> float:
             raise ArithmeticError
         return {"+": x + y, "-": x - y, "*": x * y}[operator] if operator != "/" else x / y
     [x] = values
+    if operator in ("sin", "cos") and not 1e-3 < abs(x) < 1e3:
+        raise ArithmeticError
     powers = {"square": x**2, "cube": x**3, "negative": -x}
     return powers[operator] if operator in powers else getattr(math, operator)(x)
 
