@@ -116,7 +116,7 @@ _VARIABLE = re.compile(r"([a-zA-Z]|\\[a-zA-Z]+)(?:_\{?\w+\}?)?'*")
 _CALL = re.compile(r"(?:([a-zA-Z])(?:_\{?\w+\}?)?'*(?:\^\{-1\})?|\\(?:gcd|lcm|det|max|min)|⟦[^⟧]*⟧)\s?[(\[](.*)[)\]]")
 _NEVER_CALLED = frozenset("ektuvwxyznmi")  # n(n+1) is a product
 _LABEL = re.compile(
-    r"(?:the |its |our )*(?:⟦[^⟧]*⟧|[a-zA-Z]{4,}|sum|ans|max|min|lcm|gcd|[A-Z]{1,5}\d?)(?: ?(?:⟦[^⟧]*⟧|[a-zA-Z]+))*"
+    r"(?:the |its |our )*(?:⟦[^⟧]*⟧|[a-zA-Z]{4,}|sum|ans|max|min|lcm|gcd|[A-Z]{1,5}\d?)(?: [a-zA-Z]+| ?⟦[^⟧]*⟧)*"
     r"|m?\s?\\(?:angle|measuredangle|triangle|overline|overrightarrow|widehat)\s?\{?\s?[A-Z]{1,5}\s?\}?"
     r"|[|\[]\s?[A-Z]{2,6}\s?[|\]]"
     r"|\\(?:int|sum|prod|lim)(?![a-zA-Z]).*",

@@ -428,6 +428,11 @@ TOO_BIG = [
     ("9", "9+" * 400 + "9"),
     ("x+y+z", ",".join(map(str, range(5000)))),
     ("x+y+z", "(" * 400 + "5" + ")" * 400),
+    ("34", "So the" * 150 + " area is $ ≈ 5"),  # no pattern may try every way to split a text
+    ("34", "the area " * 100 + "$ = 5"),
+    ("34", "5" + " apples" * 130 + " $"),
+    ("34", "She has" * 130 + " 5 $"),
+    ("34", "\\text{a} " * 100 + "$ = 5"),
 ]
 
 
