@@ -87,8 +87,7 @@ def main() -> None:
         table.add_row(what, f"{rate:,.0f}")
     console.print(table)
     console.print(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"math-verify {version('math-verify')}, sympy {version('sympy')}"
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, mpmath {version('mpmath')}"
     )
 
 

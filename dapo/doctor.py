@@ -34,7 +34,7 @@ OPTIONAL = {
     "vllm": "samples, if rollout.engine is vllm",
     "ray": "trains on a cluster",
     "nicegui": "shows runs in the browser",
-    "math-verify": "judges mathematical answers",
+    "mpmath": "judges mathematical answers",
     "reasoning-gym": "generates tasks",
     "datasets": "reads datasets from the hub",
     **dict.fromkeys(("tensorboard", "wandb", "trackio"), "shows metrics, if named in run.trackers"),

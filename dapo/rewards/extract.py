@@ -17,6 +17,17 @@ def extract(completion: str, policies: Sequence[Extraction]) -> str | None:
     return None
 
 
+HYPHENS = "−‐‑‒–﹣－"  # a minus sign, and hyphens that are written for one
+_INVISIBLE = re.compile(
+    r"[\u00ad\u034f\u061c\u180b-\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\ufff9-\ufffb]+"
+)
+
+
+def without_invisible(text: str) -> str:
+    """Remove zero-width spaces and joiners, soft hyphens, direction marks and variation selectors."""
+    return text if text.isascii() else _INVISIBLE.sub("", text)
+
+
 # A label counts only at the start of a line or sentence, apart from markup. In quotation marks or inside a sentence it
 # is a mention: prompts say `after "Answer:"`, and responses repeat that.
 _LABEL = re.compile(r"(?:answer|答案)[ \t]{0,3}(?:is[ \t]{0,3})?[*_]{0,3}[ \t]{0,3}[:：]", re.IGNORECASE)
@@ -37,6 +48,7 @@ def _answer_line(text: str) -> str | None:
 
     The label may stand on a line of its own, with the answer on one of the next lines.
     """
+    text = without_invisible(text)
     for label in reversed(list(_LABEL.finditer(text))):
         before = text[max(0, label.start() - _LABEL_CONTEXT) : label.start()]
         if not _BEFORE_LABEL.search(before):
@@ -119,7 +131,7 @@ _NUMBER = re.compile(
     # Digits inside a name (x2, H2O, a_1) are not numbers. A minus after a letter, digit or closing bracket is an
     # operator, so the number in x-3 is 3.
     r"(?<![A-Za-z_\\\d.])"
-    r"(?P<sign>(?<![\w)\]}])[-−+])?\\?[$€£¥]?(?P<inner_sign>(?<=[$€£¥])[-−])?"
+    rf"(?P<sign>(?<![\w)\]}}])[-+{HYPHENS}])?\\?[$€£¥]?(?P<inner_sign>(?<=[$€£¥])[-{HYPHENS}])?"
     rf"(?:(?:(?P<whole>\d+)\s?)?\\[dt]?frac\{{(?P<over>-?\d+)\}}\{{(?P<under>\d+)\}}|(?P<plain>{_DIGITS}))"
     r"(?P<slash>\s?/\s?\d+(?![\d.]))?"
     r"(?P<power>[eE][-+]?\d+(?!\w)|\s?(?:\\times|\\cdot|×|\*)\s?10\s?\^\s?\{?-?\d+\}?)?"
@@ -129,6 +141,7 @@ _NUMBER = re.compile(
 
 def _last_number(text: str) -> str | None:
     """Return the last number in plain form: no currency sign or thousands commas, `a/b` for a fraction, `%` kept."""
+    text = without_invisible(text)
     last, end = None, len(text)
     while last is None and end >= 0:  # line by line from the end, because the answer is usually there
         start = text.rfind("\n", 0, end) + 1
@@ -137,7 +150,7 @@ def _last_number(text: str) -> str | None:
         end = start - 1
     if last is None:
         return None
-    sign = "-" if (last["sign"] or last["inner_sign"] or "") in ("-", "−") else ""
+    sign = "-" if (last["sign"] or last["inner_sign"] or "+") != "+" else ""
     if last["over"]:
         body = f"{last['whole'] + ' ' if last['whole'] else ''}{last['over']}/{last['under']}"
     else:

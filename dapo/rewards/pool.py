@@ -23,6 +23,7 @@ from dapo.config import AUTO_WORKERS, RewardConfig
 from dapo.errors import RewardError
 from dapo.rewards.function import JUDGE_CLOSED, Sample, explain, unjudged
 from dapo.rewards.process import WorkerProcess
+from dapo.rewards.rules import RULES, score_timeout
 from dapo.rewards.task import Job, Kind, Task
 from dapo.system.machine import usable_cores
 from dapo.types import Prompt, Rollout, Score
@@ -271,15 +272,18 @@ class WorkerPool:
         elif task is None:
             self.target_size -= 1  # it died while idle: replace it only when there is work
         else:
-            # A death or a slow import may have an outside cause, so it is retried. A missed deadline is not.
-            died = reason is not None or not worker.has_begun
-            cause = reason or (
-                task.timeout_reason(self.options.timeout) if worker.has_begun else self._import_timeout_reason()
-            )
-            failed, retries = task.assign_blame(has_begun=worker.has_begun, died=died)
+            # A death or a slow import may have an outside cause, so it is retried. A missed deadline is not, except
+            # for rules, whose work is bounded; the second time, the response is wrong.
+            timed_out, is_rule = reason is None and worker.has_begun, task.job.spec in RULES
+            failed, retries = task.assign_blame(has_begun=worker.has_begun, died=not timed_out or is_rule)
             with self.lock:
                 self.queue.extendleft(reversed(retries))
-            task.mark_unjudged(failed, cause)
+            if timed_out and is_rule:
+                for index in failed:
+                    task.job.fill(index, score_timeout(task.job.spec))
+            else:
+                timeout = task.timeout_reason(self.options.timeout) if timed_out else self._import_timeout_reason()
+                task.mark_unjudged(failed, reason or timeout)
 
     def _import_timeout_reason(self) -> str:
         files = ", ".join(spec.rpartition(":")[0] or spec for spec in self.setup["specs"])

@@ -13,9 +13,11 @@ from dapo.config import Extraction, RewardConfig
 from dapo.errors import RewardError
 from dapo.rewards.code import CodeRule, read_tests
 from dapo.rewards.extract import extract
-from dapo.rewards.math_dapo import gold_text, math_dapo_reward
-from dapo.rewards.math_verifier import POLICIES, math_reward, read_gold
+from dapo.rewards.math.compare import POLICIES, math_reward, read_gold
+from dapo.rewards.math.dapo import gold_text, math_dapo_reward
+from dapo.rewards.math.spelling import plain_characters
 from dapo.rewards.thought import split_thought
+from dapo.types import Score
 
 Rule = Callable[..., dict[str, Any]]
 
@@ -80,6 +82,12 @@ def _require_rule(name: str) -> None:
         close = difflib.get_close_matches(name, RULES, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         raise RewardError(f"reward.use: there is no rule '{name}', the rules are {', '.join(RULES)}{hint}")
+
+
+def score_timeout(name: str) -> Score:
+    """Return the score of a response that a rule could not judge in time: wrong, so that none escapes its penalty."""
+    value = -1.0 if name == "math_dapo" else 0.0
+    return Score(value, acc=False, extras={"extracted": None, "gave_up": "timeout"})
 
 
 def can_read_gold(name: str, answer: Any, options: RewardConfig) -> bool:
@@ -148,7 +156,7 @@ _WRAPPING = re.compile(r"\\?\$+|\\[()\[\],!;]|\*\*|\{(?=,\})|(?<=,)\}")
 def _read_integer(text: str) -> int | None:
     if len(text) > 2 * _MAX_DIGITS:
         return None
-    bare = _WRAPPING.sub("", text).replace("−", "-").strip().rstrip(".,;")
+    bare = _WRAPPING.sub("", plain_characters(text)).strip().rstrip(".,;")
     match = _INTEGER.fullmatch(bare)
     if match is None or len(match[2]) > _MAX_DIGITS:
         return None

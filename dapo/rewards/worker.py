@@ -34,7 +34,7 @@ from dapo.types import Prompt, Score
 MAX_LINE = 2**20  # bytes
 
 # Imported before {"begin"} is sent, because these imports can take longer than one response may.
-_SLOW_IMPORTS = {"math": "math_verify", "gym": "reasoning_gym"}
+_SLOW_IMPORTS = {"math": "mpmath", "gym": "reasoning_gym"}
 
 
 def main(requests: int, answers: int, lifeline: int) -> None:

@@ -124,6 +124,9 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollouts/unjudged": len(lengths) - len(values),
     }
     metrics |= _thought_metrics(groups)
+    given = [score.extras.get("gave_up") for group in groups for score in group.scores]
+    reasons = Counter(reason for reason in given if isinstance(reason, str) and reason.isidentifier())
+    metrics |= {f"reward/gave_up/{reason}": count for reason, count in reasons.items()}
     if len(values):
         metrics["score/mean"] = values.mean()
         metrics["reward/mean"] = np.nanmean(np.concatenate([group.rewards for group in groups]))  # NaN: unjudged

@@ -131,6 +131,17 @@ def submit(pool, spec, texts, prompt=PROMPT):
     return pool.submit(spec, prompt, [make.rollout([1], text=text, index=i) for i, text in enumerate(texts)])
 
 
+def test_a_rule_that_a_response_keeps_busy_for_too_long_scores_it_wrong():
+    with closing(WorkerPool(["regex"], RewardConfig(workers=1, timeout=TIMEOUT, regex="(?:a+)+$"))) as pool:
+        scores = submit(pool, "regex", ["aaa", "a" * 40 + "b", "aaaa"]).result(timeout=60)
+    assert [(score.value, score.acc, score.error) for score in scores] == [
+        (1.0, True, None),
+        (0.0, False, None),
+        (1.0, True, None),
+    ]
+    assert scores[1].extras["gave_up"] == "timeout"
+
+
 def test_scores_come_back_in_order_with_accuracy_and_extras(pool, spec):
     scores = submit(pool, spec, ["4", "5", "6"]).result(timeout=20)
     assert [(score.value, score.acc) for score in scores] == [(4.0, False), (5.0, True), (6.0, False)]

@@ -280,6 +280,16 @@ def test_later_unjudged_rollouts_are_counted_with_their_reason_and_left_out_of_t
     assert [event.message for event in sampled.events] == ["4 rollouts could not be judged: 4 x timeout"]
 
 
+def test_responses_that_a_rule_gave_up_on_are_judged_and_counted_by_reason():
+    def judge(prompt, rollout):
+        reason = ("size", "depth", None)[rollout.index]
+        return Score(float(rollout.index), acc=rollout.index == 2, extras={"gave_up": reason} if reason else {})
+
+    metrics = sampler_for(judge).fill(1, version=0).metrics()
+    assert (metrics["reward/gave_up/size"], metrics["reward/gave_up/depth"]) == (4, 4)
+    assert metrics["rollouts/unjudged"] == 0
+
+
 def test_the_ledger_skips_flat_prompts_counts_them_and_still_explores():
     overrides = ["algorithm.ledger={enable: true, explore: 0.2}", "algorithm.filter_groups.max_num_gen_batches=4"]
     sampler = sampler_for(lambda prompt, rollout: Score(float(prompt.answer == 0 and rollout.index == 0)), *overrides)

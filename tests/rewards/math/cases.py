@@ -13,7 +13,7 @@ CASES = r"""
   - 34 = x + 1 ¦ x + 34 ¦ 34x ¦ 34 = 35 ¦ 35 = 34 ¦ x = 35 ¦ 2x = 34 ¦ x + y - 34 = 0 ¦ x > 34 ¦ x \ne 34
 34
   + 34 cm ¦ 34 \text{ cm} ¦ 34\,\text{cm}^2 ¦ \$34 ¦ $34 ¦ 34 dollars ¦ 34 apples ¦ 34 m ¦ 34^\circ ¦ 34° ¦ 34 degrees
-  + 34 square units ¦ €34
+  + 34 square units ¦ €34 ¦ 34\text{} ¦ 34 \mbox{ }
   - 34 x ¦ 34 thousand ¦ 34 million ¦ 34 squared ¦ 34 factorial ¦ 34! ¦ 34 halves ¦ 34i ¦ 34\pi ¦ 34e
 34
   - 34, 35 ¦ \boxed{34, 35} ¦ 34 or 35 ¦ 34 and 35 ¦ 1 or 2 or 34 ¦ 34 35 ¦ 34; 35 ¦ \{34, 35\} ¦ (34, 35) ¦ [34, 35]
@@ -315,6 +315,108 @@ n!
 \text{A5}_{11}
   + A5_{11} ¦ \text{A5}_{11} ¦ A5
   - A6_{11} ¦ 115 ¦ A5_{12}
+# units, currencies and multiples on both sides
+$5
+  + $5 ¦ \$5 ¦ 5 ¦ 5 dollars ¦ \$5.00 ¦ five dollars ¦ 5 USD
+  - 5 cents ¦ 5 euros ¦ €5 ¦ 5€ ¦ 5¢ ¦ £5 ¦ 5 rupees ¦ 5 dozen dollars ¦ 5\% ¦ 5 dollars per hour
+5 \text{ cents}
+  + 5 ¦ 5¢ ¦ 5 cents each
+  - $5 ¦ \$5 ¦ 5 dollars ¦ €5 ¦ 5 pounds
+\$12 \text{ per hour}
+  + 12 dollars per hour ¦ \$12/hour ¦ 12
+  - 12 dollars per day ¦ 12 euros per hour
+5
+  - 5 dozens ¦ 5 dozen ¦ 5 billions ¦ 5 hundreds ¦ 5\text{ dozen} ¦ 5 sevenths ¦ 5 thirds ¦ 5 millionths ¦ five sevenths
+  - 5 score ¦ 5 gross ¦ 5 lakh ¦ 5 mil ¦ 5k ¦ 5 out of ten ¦ 5 to one ¦ 5 to 1 ¦ 5:1 ¦ 5 : 1 ¦ 5 times ten ¦ 5 or more
+5 \text{ dozens}
+  + 60 ¦ 5 dozen ¦ 60 eggs ¦ five dozen eggs
+  - 5 ¦ 5 eggs ¦ 12 ¦ 5 thousand
+\frac{5}{7}
+  + 5 sevenths ¦ five sevenths ¦ \frac{{5}}{{7}} ¦ \dfrac{{ 5 }}{7}
+  - 5 ¦ 7 fifths ¦ 5 eighths ¦ 5:7
+60 \text{ mph}
+  + 60 miles per hour ¦ 60 mi/h ¦ 60
+  - 60 km/h ¦ 60 miles ¦ 60 kilometers per hour ¦ 60 hours
+12 \text{ apples}
+  + 12 ¦ 12 apples ¦ 12 red apples ¦ 12 apples left
+  - 12 oranges ¦ 12 cm ¦ 12 dozen apples
+3:30
+  + 3:30 ¦ 3 : 30 ¦ 3∶30
+  - 0.1 ¦ 1/10 ¦ 3/30 ¦ 3 ¦ 330 ¦ 3.5
+# equations
+6
+  + 6 = x ¦ x = 6 ¦ \theta = 6 ¦ 3! = 6 ¦ \frac{12}{2} = 6 ¦ \gcd(12, 18) = 6 ¦ \text{Area} = 6 ¦ [ABC] = 6 ¦ a_{10} = 6
+  + x \approx 6 ¦ area = 6 ¦ 2 \cdot 3 = 6 = x
+  - -x = 6 ¦ x! = 6 ¦ x!=6 ¦ x^2 = 6 ¦ x + 1 = 6 ¦ \sqrt{x} = 6 ¦ |x| = 6 ¦ \frac{1}{x} = 6 ¦ \sin x = 6
+  - \frac{x}{2} = 6 ¦ xy = 6 ¦ n(n+1) = 6 ¦ x - y = 6 ¦ e^x = 6 ¦ \log_2 x = 6 ¦ x^{-1} = 6 ¦ 6 = x^2 ¦ 6 = -x
+  - \lfloor x \rfloor = 6 ¦ 6 \approx 7 ¦ 7 \approx 6 ¦ 5.4 \approx 6 ¦ 2 \cdot 4 = 6 ¦ x = 5 = 6 ¦ x'' + x = 6
+\frac{20}{3}
+  + \frac{20}{3} \approx 6.67 ¦ x = \frac{20}{3} \approx 6.666 ¦ 20/3 \approx 6.7
+  - \frac{20}{3} \approx 6.8 ¦ 6.67 \approx \frac{20}{3}
+# floating-point forms
+\frac{5}{6}
+  + 0.8333333333333334 ¦ 0.8333333333333333 ¦ 0.83333333333333337
+  - 0.8333333333333433 ¦ 0.83
+0.3
+  + 0.30000000000000004
+  - 0.3000000000000004 ¦ 0.3000001
+\sqrt{2}
+  + 1.4142135623730951 ¦ 1.41421356237309504880
+  - 1.4142135623731951 ¦ \frac{886731088897}{627013566048} ¦ \sqrt{2} + 10^{-60} ¦ \sqrt{2} + e^{-200} ¦ \cot 0
+  - \tan 90°
+7
+  - 6.999999999999999 ¦ 7.000000000000001
+# the empty set
+\emptyset
+  + \varnothing ¦ \{\} ¦ ∅ ¦ \text{the empty set} ¦ empty set ¦ $\emptyset$ ¦ \{ \} ¦ x \in \emptyset
+  - 0 ¦ \{0\} ¦ \{\emptyset\} ¦ ()
+# degrees and radians
+60^\circ
+  + \frac{\pi}{3} ¦ \frac{\pi}{3} \text{ radians} ¦ 60 degrees ¦ x = \frac{\pi}{3}
+  - \frac{\pi}{4} ¦ 60 radians ¦ \frac{\pi}{3}^\circ ¦ 60 minutes
+\frac{\pi}{3}
+  + 60^\circ ¦ 60 degrees ¦ \frac{\pi}{3} rad
+  - 60 ¦ 60 radians ¦ 61^\circ
+2 \text{ radians}
+  + 2 ¦ \frac{360}{\pi}^\circ ¦ 2 rad
+  - 2^\circ
+# characters
+-7
+  + ‐7 ¦ ‑7 ¦ –7 ¦ ﹣7 ¦ －7 ¦ x = ‑7
+34
+  + 3​4 ¦ ​34​ ¦ ﻿34 ¦ 3‍4 ¦ 3­4 ¦ ３４ ¦ x⁠ = 34
+# sentences
+34
+  + She has 34 apples left. ¦ There are 34 students in the class. ¦ The total cost is $34.
+  + So the area is $34$ square units. ¦ They need 34 buses, which is the answer. ¦ The number of ways is 34.
+  + It takes 34 minutes
+  - She has fewer than 34 apples. ¦ She does not have 34 apples. ¦ There are 34 or 35 apples. ¦ Is it 34?
+  - It is about 34. ¦ She has 34 dozen apples. ¦ She has 34 percent of them. ¦ Twice 34 is the answer.
+  - He has half of 34.
+  - It isn't 34. ¦ At least 34 apples ¦ From 3 to 34. ¦ It is 34 squared. ¦ The square root of 34
+  - The sum of 30 and 4 ¦ On October 3 at 34
+34 \text{ km}
+  + The distance is 34 km.
+  - The distance is 34 miles. ¦ It takes 34 hours.
+\frac{1}{2}
+  + The probability is \frac{1}{2}. ¦ The probability is 1/2
+# more expressions
+|x-5|
+  + |5-x| ¦ \sqrt{(x-5)^2} ¦ \left|x-5\right|
+  - x-5 ¦ 5-x ¦ |x| - 5
+x
+  - \sqrt{x^2} ¦ |x| ¦ x + 10^{-20} \cdot 10^{-20} \cdot 10^{-20} ¦ x + \cosh 99 - \sinh 99 ¦ x + 0^x
+\frac{n(n+1)}{2}
+  + \binom{n+1}{2} ¦ n(n+1)/2 ¦ \frac{(n+1)!}{2(n-1)!}
+  - \binom{n}{2} ¦ \frac{n!}{2}
+\sin^2 x
+  + \frac{1-\cos 2x}{2} ¦ \sin(x)^2 ¦ 1 - \cos^2 x
+  - \sin x^2 ¦ \sin 2x ¦ \sin^{-1} x
+\arctan 2
+  + \tan^{-1} 2 ¦ \arctan(2)
+  - \tan 2 ¦ \frac{1}{\tan 2}
+2\pi
+  - \pi/2 ¦ 1/2\pi
 # too large to compare
 9
   - 9^{9^{9^9}} ¦ 9^9^9^9 ¦ 9!!! ¦ (9!)! ¦ \binom{1000000}{500000}
@@ -326,6 +428,11 @@ TOO_BIG = [
     ("9", "9+" * 400 + "9"),
     ("x+y+z", ",".join(map(str, range(5000)))),
     ("x+y+z", "(" * 400 + "5" + ")" * 400),
+    ("34", "So the" * 150 + " area is $ ≈ 5"),  # no pattern may try every way to split a text
+    ("34", "the area " * 100 + "$ = 5"),
+    ("34", "5" + " apples" * 130 + " $"),
+    ("34", "She has" * 130 + " 5 $"),
+    ("34", "\\text{a} " * 100 + "$ = 5"),
 ]
 
 

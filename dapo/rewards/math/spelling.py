@@ -3,35 +3,60 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
-from dapo.rewards.extract import extract
+from dapo.rewards.extract import HYPHENS, extract, without_invisible
 
 _SIGNS = {
-    "-": "−–",
-    "/": "÷⁄",
-    "\\times ": "×",
-    "\\cdot ": "·",
+    "-": HYPHENS + "—―⁃﹘",
+    "/": "÷⁄∕",
+    ":": "∶ː",
+    "'": "’′",
+    "\\times ": "×✕",
+    "\\cdot ": "·⋅∙",
     "\\pi ": "π",
     "\\sqrt ": "√",
     "\\infty ": "∞",
-    "^2": "²",
-    "^3": "³",
+    "\\theta ": "θ",
+    "^": "ˆ",
     " 1/2": "½",
+    " 1/3": "⅓",
+    " 2/3": "⅔",
     " 1/4": "¼",
     " 3/4": "¾",
-    ",": "、",
+    ",": "、，",
     ".": "。",
-    " ": "\u00a0\u2009",
-    "": "⟦⟧⦃⦄",  # removed from the input, because they are used below as marks: ⟦words⟧ and ⦃sets⦄
+    "°": "º˚",
+    "": "⟦⟧⦃⦄¤",  # removed from the input, because they are used below as marks: ⟦words⟧, ⦃sets⦄ and ¤ for dollars
 }
 _CHARACTERS = str.maketrans({sign: spelling for spelling, signs in _SIGNS.items() for sign in signs})
 _CHARACTERS |= {0xFF01 + i: 0x21 + i for i in range(94)}  # full-width forms
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+
+
+def plain_characters(text: str) -> str:
+    """Return the text without invisible characters, and with ASCII hyphens, digits and spaces."""
+    if text.isascii():
+        return text
+    text = re.sub("[⁰¹²³⁴-⁹⁺⁻]+", lambda match: f"^{{{match.group().translate(_SUPERSCRIPTS)}}}", text)
+    text = re.sub("[₀-₉]+", lambda match: f"_{{{match.group().translate(_SUBSCRIPTS)}}}", text)
+    text = without_invisible(text).translate(_CHARACTERS)
+    return "".join(map(_plain, text))
+
+
+def _plain(character: str) -> str:
+    kind = "" if character.isascii() else unicodedata.category(character)
+    return " " if kind == "Zs" else str(unicodedata.digit(character)) if kind == "Nd" else character
+
+
 # Formatting commands and alternative spellings. The order matters.
 _SPELLINGS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"\{\s?(\{[^{}]*\})\s?\}", r"\1"),  # {{1}} is {1}
         (r"\\\\\[[^\]]{0,9}\]", r"\\\\"),  # end of a matrix row with extra space
-        (r"(?<!\\)\\[()\[\]]|\\?\$+|[€£¥]", " "),
+        (r"(?<!\\)\\[()\[\]]", " "),
         (r"\{,\}|,\s?\\!", ","),
         (r"(?<=\d)\\,(?=\d{3}(?!\d))", ","),
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s?\.?", ""),
@@ -56,6 +81,7 @@ _SPELLINGS = tuple(
         (r"\\pm(?![a-zA-Z])|\+/-", "±"),
         (r"\\(?:\{|lbrace(?![a-zA-Z]))", "⦃"),
         (r"\\(?:\}|rbrace(?![a-zA-Z]))", "⦄"),
+        (r"\\(?:emptyset|varnothing)(?![a-zA-Z])|∅|(?i:⟦?\s?(?:the )?(?:empty|null) set\s?⟧?)", "⦃⦄"),
         (r"\\langle(?![a-zA-Z])", "("),
         (r"\\rangle(?![a-zA-Z])", ")"),
         (r"\s?\^\s?(?:\\circ(?![a-zA-Z])|\{\s?\\circ\s?\}|°)|\\degree(?![a-zA-Z])", "°"),
@@ -63,7 +89,10 @@ _SPELLINGS = tuple(
         (r"(?i)\s?(?:⟦\s?)?(?<![a-z])(?:percent|per cent|percentage|pct\.?)(?![a-z])(?:\s?⟧)?", "%"),
         (r"(?i)(?<![\\a-z])(?:infinity|infty|inf)(?![a-z])", r"\\infty "),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
-        (r"(?<![\\a-zA-Z])(sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt)(?![a-zA-Z])", r"\\\1"),
+        (
+            r"(?<![\\a-zA-Z])(arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt)(?![a-zA-Z])",
+            r"\\\1",
+        ),
         (r"\\sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\*\*", "^"),
         (r"\\mathbb\s?\{?R\}?", r"(-\\infty,\\infty)"),
@@ -80,13 +109,23 @@ _TRAILING = " \t.,;:*_`\"'"
 
 def clean(text: str) -> str:
     """Return the answer in its normal spelling."""
-    text = text.strip(" \t\n*_`\"'").translate(_CHARACTERS)
+    text = plain_characters(text).strip(" \t\n*_`\"'")
     if "\\boxed" in text or "\\fbox" in text:
         text = extract(text, ("boxed",)) or text
     text = text.rstrip(_TRAILING)
-    plain = text.strip("$ ")
+    plain = text[1:-1] if text[:1] == text[-1:] == "$" else text
     if _PLAIN_NUMBER.fullmatch(plain):  # the common case, which the steps below would not change
         return plain
+    text = _without_delimiters(text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     return _LEAD_IN.sub("", text.strip()).strip().rstrip(_TRAILING)
+
+
+def _without_delimiters(text: str) -> str:
+    """Remove the $ around formulas, and write ¤ for each $ that means dollars: \\$5, and $5 without a second $."""
+    text = text.replace("\\$", "¤").replace("$$", " ")
+    dollars = text.count("$")
+    if dollars == 1:
+        text = re.sub(r"\$(?=\s?-?[\d.])", "¤", text)
+    return text.replace("$", " ")

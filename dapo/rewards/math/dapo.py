@@ -40,7 +40,7 @@ _UNWRAPPED = tuple(
     re.compile(rf"\\{command}\{{(.*{lazy})\}}")
     for command, lazy in (("text", "?"), ("textbf", "?"), ("overline", "?"), ("boxed", ""))
 )
-_DOLLARS = re.compile(r"^.*?\$(.*?)\$.*$", re.DOTALL)
+_DOLLARS = re.compile(r".*?\$(.*?)\$.*")  # within each line: a dot matches no line break, as published
 
 
 def math_dapo_reward(completion: str, answer: Any, **row: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 import pytest
 
-from dapo.rewards.math_dapo import math_dapo_reward, normalize
+from dapo.rewards.math.dapo import math_dapo_reward, normalize
 
 
 def is_right(completion, gold="34"):
@@ -100,6 +100,20 @@ def test_without_a_label_nothing_is_extracted_and_the_score_is_minus_one():
     ],
 )
 def test_the_normalization_of_a_final_answer(answer, normal):
+    assert normalize(answer) == normal
+
+
+@pytest.mark.parametrize(
+    ("answer", "normal"),
+    [
+        ("so $5$ it is\nand $6$ too", "5\n6"),
+        ("first\nit is $34$ now", "first\n34"),
+        ("$3\n4$", "3\n4"),
+        ("\\text{a\nb}", "\\text{a\nb}"),
+        ("x = 1\ny = 2", "2"),
+    ],
+)
+def test_each_line_of_an_answer_is_normalized_alone_as_published(answer, normal):
     assert normalize(answer) == normal
 
 

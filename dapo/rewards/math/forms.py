@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from dapo.rewards.math_numbers import Number, read_number, read_number_words, split_tail
+from dapo.rewards.math.expressions import is_greek
+from dapo.rewards.math.numbers import Number, read_number, read_number_words
+from dapo.rewards.math.units import CHANGING_WORDS, CURRENCIES, join_currency, split_tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,16 @@ def _read_members(parts: list[str]) -> tuple[Form, ...]:
 
 
 _SIGNS = re.compile(r"[<>≤≥≠=≈]")
-_NAME = re.compile(r"(?!\\infty|\\pi)(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\{?\w+\}?)?'?(?:\([a-zA-Z]\))?$")
+_VARIABLE = re.compile(r"([a-zA-Z]|\\[a-zA-Z]+)(?:_\{?\w+\}?)?'*")
+_CALL = re.compile(r"(?:([a-zA-Z])(?:_\{?\w+\}?)?'*(?:\^\{-1\})?|\\(?:gcd|lcm|det|max|min)|⟦[^⟧]*⟧)\s?[(\[](.*)[)\]]")
+_NEVER_CALLED = frozenset("ektuvwxyznmi")  # n(n+1) is a product
+_LABEL = re.compile(
+    r"(?:the |its |our )*(?:⟦[^⟧]*⟧|[a-zA-Z]{4,}|sum|ans|max|min|lcm|gcd|[A-Z]{1,5}\d?)(?: [a-zA-Z]+| ?⟦[^⟧]*⟧)*"
+    r"|m?\s?\\(?:angle|measuredangle|triangle|overline|overrightarrow|widehat)\s?\{?\s?[A-Z]{1,5}\s?\}?"
+    r"|[|\[]\s?[A-Z]{2,6}\s?[|\]]"
+    r"|\\(?:int|sum|prod|lim)(?![a-zA-Z]).*",
+    re.DOTALL,
+)
 _MEMBER_OF = re.compile(r"^(?:[a-zA-Z]|\\[a-zA-Z]+)(?:\([a-zA-Z]\))?\s?(?:∈|⟦\s?in\s?⟧)\s?")
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
 _INFINITIES = Expression("\\infty"), Expression("-\\infty")
@@ -118,39 +129,48 @@ _INFINITIES = Expression("\\infty"), Expression("-\\infty")
 
 def _read_relation(text: str) -> Form | None:
     sides, signs = split(text, _SIGNS)
-    if signs and signs[0] == "≈" and not sides[0]:  # "≈ 8.24"
-        return read(sides[1]) if len(sides) == 2 else None
+    if signs and signs[0] == "≈" and len(sides) == 2 and (not sides[0] or names_value(sides[0])):
+        return read(sides[1])  # "≈ 8.24"
     if not signs or not all(sides):
         return None
-    if set(signs) == {"≈"}:  # the exact side is the answer, unless it is only a name
-        return read(sides[0] if not is_name(sides[0]) else sides[1])
     if set(signs) <= {"=", "≈"}:
+        if names_variable(sides[-1]) and not names_value(sides[0]) and set(signs) == {"="}:  # 5 = x
+            sides = [sides[-1], *sides[:-1]]
         exact = len(sides) - 1 if "≈" not in signs else signs.index("≈")
-        return Equation(tuple(sides[: exact + 1]), tuple(signs[:exact]), read(sides[exact]))
+        return Equation(tuple(sides), tuple(signs), read(sides[exact]))
     return _read_interval(sides, signs) or Equation(tuple(sides), tuple(signs), read(sides[-1]))
 
 
-def is_name(text: str) -> bool:
-    return bool(_NAME.match(text))
+def names_variable(text: str) -> bool:
+    """Return whether the text is a lone variable: x, a_1, \\theta."""
+    match = _VARIABLE.fullmatch(text)
+    return match is not None and (len(match[1]) == 1 or is_greek(match[1]))
 
 
-def is_label(text: str) -> bool:
-    """Return whether the text can name a value: x, f(x), AB, the area."""
-    return is_name(text) or bool(re.fullmatch(r"[a-zA-Z⟦⟧ ]+", text))
+def names_value(text: str) -> bool:
+    """Return whether the text names a value rather than computing one: x, f(3), AB, the area, m + n."""
+    if names_variable(text) or _LABEL.fullmatch(text):
+        return True
+    call = _CALL.fullmatch(text)
+    if call is not None and _is_enclosed(text[call.start(2) - 1 :]):
+        return call[1] is None or (call[1] not in _NEVER_CALLED and (call[1] in "fgh" or call[1] not in call[2]))
+    parts = [part.strip(" '") for part in text.split("+")]
+    is_tuple = text.startswith("(") and all(names_variable(p.strip()) for p in text.strip("()").split(","))
+    return is_tuple or (len(set(parts)) == len(parts) > 1 and all(map(names_variable, parts)))
 
 
 def _read_interval(sides: list[str], signs: list[str]) -> Form | None:
     """Parse an inequality as an interval: `0 ≤ x < 1` is [0,1), `x > 2` is (2,∞), `x ≠ 5` is (-∞,5)∪(5,∞)."""
-    if len(sides) == 2 and is_name(sides[1]) and not is_name(sides[0]) and signs[0] in _FLIPPED:
+    if len(sides) == 2 and names_variable(sides[1]) and not names_variable(sides[0]) and signs[0] in _FLIPPED:
         sides, signs = sides[::-1], [_FLIPPED[signs[0]]]
-    if len(sides) == 2 and is_name(sides[0]) and not is_name(sides[1]):
+    if len(sides) == 2 and names_variable(sides[0]) and not names_variable(sides[1]):
         bound, (high, low) = read(sides[1]), _INFINITIES
         if signs[0] == "≠":
             return Group("∪", "", (Group("(", ")", (low, bound)), Group("(", ")", (bound, high))))
         if signs[0] in "<≤":
             return Group("(", ")" if signs[0] == "<" else "]", (low, bound))
         return Group("(" if signs[0] == ">" else "[", ")", (bound, high))
-    if len(sides) == 3 and is_name(sides[1]):
+    if len(sides) == 3 and names_variable(sides[1]):
         if set(signs) <= {">", "≥"}:
             sides, signs = sides[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
         if set(signs) <= {"<", "≤"}:
@@ -164,6 +184,8 @@ def _read_union(text: str) -> Form | None:
     parts, _ = split(text, re.compile("∪"))
     if len(parts) == 1:
         return _read_bracket(text)
+    if not all(parts):
+        return None
     return Group("∪", "", tuple(read(part) for part in parts))
 
 
@@ -177,7 +199,11 @@ def _read_bracket(text: str) -> Form | None:
     opening, closing = text[0].replace("⦃", "{"), text[-1].replace("⦄", "}")
     parts, _ = split(text[1:-1].strip(), re.compile("[,;]"))
     if len(parts) == 1:  # (34), [34] and {34} are 34
-        return read(parts[0]) if parts[0] else None
+        if not parts[0]:
+            return Group("{", "}", ()) if opening == "{" else None
+        inner = read(parts[0])
+        is_set = opening == "{" and isinstance(inner, Group) and inner.opening == "{"
+        return Group("{", "}", (inner,)) if is_set else inner
     return Group(opening, closing, tuple(read(part) for part in parts) if opening != "{" else _read_members(parts))
 
 
@@ -201,5 +227,34 @@ def _is_enclosed(text: str) -> bool:
 
 
 def _read_single(text: str) -> Expression:
-    core, mark, unit = split_tail(text)
-    return Expression(core.replace("⟦", " ").replace("⟧", " ").strip(), mark, unit)
+    core, _, mark, unit = split_tail(text)
+    sign = core[0] if core and core[0] in CURRENCIES else ""
+    unit = join_currency(sign, unit, text)
+    bare = re.sub("[⟦⟧]", " ", core).lstrip(CURRENCIES + "+ ").rstrip()
+    is_argument = unit == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", core)  # as in \tan 60°
+    if unit is None or not bare or is_argument:  # two currencies, or a unit alone: not a value
+        return Expression(re.sub("[⟦⟧]", " ", text).strip())
+    return Expression(bare, mark, unit)
+
+
+_SENTENCE = re.compile(
+    rf"(?P<before>[a-zA-Z][a-zA-Z',;’\- ]* )(?P<value>[-+]?[{CURRENCIES}]?(?:\\frac|\.?\d).*)", re.DOTALL
+)
+_MATH = re.compile(r"[\d=<>≤≥≠≈?+*^\\]")
+
+
+def read_sentence(text: str) -> Number | None:
+    """Return the number that a sentence states as its answer: 34 for "She has 34 apples left"."""
+    text = re.sub(r"[⟦⟧]", " ", text)
+    match = _SENTENCE.fullmatch(re.sub(r" +", " ", text).strip())
+    if match is None:
+        return None
+    before = match["before"].lower().replace("’", "'")
+    words = re.findall(r"[a-z']+", before)
+    if len(words) < 2 or CHANGING_WORDS & set(words) or any(word.endswith("n't") for word in words):
+        return None
+    # What follows the number may be its unit, and a clause that says nothing about numbers.
+    value, comma, clause = match["value"].partition(", ")
+    if comma and (_MATH.search(clause) or CHANGING_WORDS & set(re.findall(r"[a-z']+", clause.lower()))):
+        return None
+    return read_number(value.rstrip(" .,;!"))
