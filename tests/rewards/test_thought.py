@@ -64,7 +64,7 @@ def test_what_follows_an_end_is_the_reply_and_what_follows_a_beginning_is_not(pa
 
 
 ANSWERS = {"choice": ("B", "C"), "exact": ("yes", "no")}
-OTHER_RULES = sorted(set(RULES) - {"gym"})
+OTHER_RULES = sorted(set(RULES) - {"gym", "code"})
 
 
 def check_rule(judge, gold, right, wrong):
@@ -93,6 +93,12 @@ def test_every_rule_reads_only_the_reply(name, tags):
 
     plain = name in ("choice", "exact")
     check_rule(judge, right, *(answer if plain else f"Answer: {answer}" for answer in (right, wrong)))
+
+
+def test_the_code_rule_reads_only_the_reply():
+    rule = make_rule("code", RewardConfig(code_unsafe=True))
+    right, wrong = (f"```python\nprint({number})\n```" for number in (34, 35))
+    check_rule(rule, {"inputs": [""], "outputs": ["34"]}, right, wrong)
 
 
 def test_a_thought_without_an_end_does_not_match_a_pattern_that_matches_nothing():

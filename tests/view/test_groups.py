@@ -17,7 +17,7 @@ from dapo.types import Event
 from dapo.view import groups as module
 from dapo.view.groups import GroupFilter, count_groups, data_sources, group, groups, verdicts
 from dapo.view.health import events
-from dapo.view.report import _response
+from dapo.view.report import write_report
 from dapo.view.runs import find_run
 from dapo.view.source import Run
 from tests.view.made import HOSTILE, create, make_group, make_report
@@ -144,10 +144,12 @@ def test_a_response_comes_apart_into_thought_and_reply(tmp_path: Path):
     assert [response.parts for response in found.responses] == [
         ("<think>hm</think>", "5"), ("<think>hm", None), ("", "5"), ("", "5")
     ]  # fmt: skip
-    shown = [_response(response) for response in found.responses]
-    assert "<summary>thought</summary><pre>&lt;think&gt;hm&lt;/think&gt;</pre></details><pre>5</pre>" in shown[0]
-    assert shown[1].endswith("<summary>thought, without an end</summary><pre>&lt;think&gt;hm</pre></details></div>")
-    assert "<details" not in shown[2] and shown[2].endswith("<pre>5</pre></div>")
+    report = tmp_path / "report.html"
+    write_report(tmp_path / "made", report)
+    text = report.read_text().replace("\n", "")
+    assert "<summary>thought</summary><pre>&lt;think&gt;hm&lt;/think&gt;</pre></details><pre>5</pre></div>" in text
+    assert "<summary>thought, without an end</summary><pre>&lt;think&gt;hm</pre></details></div>" in text
+    assert text.count("<details") == 2 * text.count("<h3>Group 1:")
 
 
 def test_the_verdicts_and_sources_there_are(generated: Run):
