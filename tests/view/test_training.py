@@ -26,12 +26,23 @@ def step_shown(page: Any, at_least: int) -> int:
 
 @pytest.mark.timeout(400)
 def test_the_page_follows_a_training_in_another_process(page: Any, tmp_path: Path):
-    recipe = runs.recipe(tmp_path, run={"steps": STEPS, "save_every": 0, "name": "live"})
+    looked = tmp_path / "looked"  # the training waits for this file in an early step, however slow the page is
+    reward = runs.REWARD.replace(
+        "def reward(completion, answer, **row):",
+        "import time\nfrom pathlib import Path\ncalls = 0\n"
+        "def reward(completion, answer, **row):\n"
+        "    global calls\n    calls += 1\n"
+        f"    while calls > 200 and not Path({str(looked)!r}).exists():\n        time.sleep(0.05)",
+    )
+    recipe = runs.recipe(tmp_path, reward, run={"steps": STEPS, "save_every": 0, "name": "live"})
     (tmp_path / "runs").mkdir()
     with running(tmp_path / "runs") as url:
         page.goto(url)
         training = subprocess.Popen(
-            [sys.executable, "-m", "dapo", "train", str(recipe)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "dapo", "train", str(recipe), "reward.workers=1", "reward.timeout=300"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             # The run did not exist when the list of runs was opened.
@@ -42,6 +53,7 @@ def test_the_page_follows_a_training_in_another_process(page: Any, tmp_path: Pat
             page.evaluate("window.sameDocument = true")
             canvas = "document.querySelector('.curves :not(.waiting) > div > canvas').toDataURL()"
             before = page.evaluate(canvas)
+            looked.touch()
             assert step_shown(page, first + 2) > first
             page.wait_for_function(f"before => {canvas} !== before", arg=before)
             output, _ = training.communicate(timeout=200)
