@@ -173,7 +173,7 @@ def trl_row(workload: Workload, device: torch.device, steps: int, *, use_vllm: b
     """Time the same step in TRL's trainer, from the end of one step to the end of the next."""
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage, reportMissingImports]
 
     ends: list[float] = []
 
@@ -182,7 +182,7 @@ def trl_row(workload: Workload, device: torch.device, steps: int, *, use_vllm: b
             synchronize(device)
             ends.append(time.perf_counter())
 
-    def reward(completions: list[str], **_: Any) -> list[float]:
+    def reward(completions: list[str], **_: Any) -> list[float | None]:
         return [float(len(completion) % 2) for completion in completions]
 
     with tempfile.TemporaryDirectory() as folder:

@@ -182,7 +182,7 @@ def trl_points(
     """
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage, reportMissingImports]
 
     tokenizer = load_tokenizer(config.model.path)
     asked = held_out(load_eval_sets(config, tokenizer))
@@ -192,7 +192,7 @@ def trl_points(
     n, batch, updates = config.rollout.n, config.data.train_batch_size * config.rollout.n, 4
     points: list[Point] = []
 
-    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
         texts = [completion[0]["content"] for completion in completions]
         return [rule(text, gold)["score"] for text, gold in zip(texts, answer, strict=True)]
 
@@ -231,7 +231,8 @@ def trl_points(
         )  # fmt: skip
         # TRL trains float32 weights under bf16 autocast.
         GRPOTrainer(
-            loaded.model.float(), reward, args=options, train_dataset=Dataset.from_list(rows),
+            loaded.model.float(), reward,
+            args=options, train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer, callbacks=[Examination()],
         ).train()  # fmt: skip
     return points
