@@ -72,7 +72,7 @@ def ray_samplers(
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """What learners, engine and judge have in common."""
+    """The reserved resources and the rules that learners, engine and judge share."""
 
     config: Config
     on_gpu: bool

@@ -1,4 +1,4 @@
-"""What the sections of the configuration are built from: their base class, bounds, and the form of a dataset."""
+"""Building blocks of the configuration's sections: their base class, upper bounds, and the form of a dataset."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NO_QUESTION = "(no question)"
 
 @dataclass(frozen=True, slots=True)
 class Judgment:
-    """What a judge made of one response. Without a `score`, `error` says why it could not be judged."""
+    """The result of judging one response. If `score` is None, `error` is the reason."""
 
     score: float | None
     acc: float | None  # right (True) or wrong (False), or a share, if the judge says so

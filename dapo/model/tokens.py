@@ -1,4 +1,4 @@
-"""What tokens stand for: the bytes of each token, and the text of a response."""
+"""The bytes of each token, and the text of a response."""
 
 from __future__ import annotations
 

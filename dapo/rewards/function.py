@@ -164,7 +164,7 @@ class Reward:
 
 
 class _Log:
-    """What a TRL function logs about one group: columns with a value per response, and metrics of the group.
+    """Collects what a TRL function logs about one group: columns with a value per response, and metrics of the group.
 
     Both become extras of the scores. The name of a metric starts with METRIC.
     """

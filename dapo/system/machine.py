@@ -1,4 +1,4 @@
-"""What this machine offers."""
+"""The number of CPU cores that this process may use."""
 
 import os
 

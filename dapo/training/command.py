@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 
 from rich.console import Console
@@ -21,18 +20,19 @@ from dapo.training.trainer import Trainer
 def start_training(console: Console, config: Config, overrides: Sequence[str], recipe: str) -> int | None:
     """Train a new run. If its folder holds another run, take the next free name, unless the name is an override."""
     has_given_name = any(override.startswith("run.name=") for override in overrides)
-    for number in count(1):
-        named = config if number == 1 else config.renamed(f"{config.run.name}-{number}")
+    named, number = config, 1
+    while True:
         try:
             trainer = Trainer(named, reporter=ConsoleReporter(console), recipe=recipe)
+            break
         except RunExists:
             if has_given_name:
                 raise
-            continue
-        if number > 1:
-            console.print(f"{config.run_dir} holds another run, so this one is {named.run_dir}", markup=False)
-        return _run(console, trainer)
-    raise AssertionError("unreachable")
+            number += 1
+            named = config.renamed(f"{config.run.name}-{number}")
+    if named is not config:
+        console.print(f"{config.run_dir} holds another run, so this one is {named.run_dir}", markup=False)
+    return _run(console, trainer)
 
 
 def resume_training(
