@@ -39,6 +39,10 @@ MAY_USE: dict[str, set[str]] = {
         "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "policy", "rewards", "sampling",
         "store", "system", "terminal",
     },
+    "commands": {
+        "checkpoint", "cluster", "config", "data", "evaluation", "model", "plan", "profile", "rewards", "store",
+        "system", "terminal", "training", "view",
+    },
 }  # fmt: skip
 ROOT_FILES = {"__init__", "__main__", "types", "errors", "cli", "doctor", "profile"}
 

@@ -1,19 +1,19 @@
-"""The options of a run: `sections` (each option), `schema` (the tree and its rules), `loading` (YAML), `reference`."""
+"""The options of a run: `sampling_options`, `training_options`, `schema` (their tree and rules), `loading` (YAML)."""
 
 from dapo.config.base import FIXED, Section, Source
 from dapo.config.loading import apply_override
-from dapo.config.schema import Config, leaves, option_names
-from dapo.config.sections import (
+from dapo.config.sampling_options import (
     AUTO_WORKERS,
     REWARD_TOKEN,
     EngineName,
     Extraction,
     LoraConfig,
     ModelConfig,
-    OptimConfig,
     RewardConfig,
     RewardModelConfig,
 )
+from dapo.config.schema import Config, leaves, option_names
+from dapo.config.training_options import OptimConfig
 
 __all__ = [
     "AUTO_WORKERS",

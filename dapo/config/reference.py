@@ -28,7 +28,7 @@ _OPTIONS_INTRODUCTION = """\
 
 A YAML file holds the options of a run, by section. `dapo train recipe.yaml optim.lr=1e-5` overrides single options, and
 `--dry-run` prints the result. Unknown keys, wrong types and contradictory options are refused before a model is loaded.
-Relative paths start at the working directory. This page is generated from `dapo/config/sections.py`.
+Relative paths start at the working directory. This page is generated from `dapo/config/*_options.py`.
 """
 _ESCAPED_BAR = "\\|"
 _BOUNDS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))

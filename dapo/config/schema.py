@@ -12,19 +12,15 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from dapo.config.base import Section
 from dapo.config.loading import Dumper, apply_override, explain, parse_yaml, read_yaml
-from dapo.config.sections import (
+from dapo.config.sampling_options import (
     REWARD_TOKEN,
-    AlgorithmConfig,
-    ClusterConfig,
     DataConfig,
     EngineName,
-    EvalConfig,
     ModelConfig,
-    OptimConfig,
     RewardConfig,
     RolloutConfig,
-    RunConfig,
 )
+from dapo.config.training_options import AlgorithmConfig, ClusterConfig, EvalConfig, OptimConfig, RunConfig
 from dapo.errors import ConfigError, mask_secrets
 
 

@@ -1,0 +1,1 @@
+"""The commands of `dapo`, one function each; `dapo.cli` puts them together."""
