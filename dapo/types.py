@@ -107,13 +107,18 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A group to sample: `n` responses to one prompt (token ids)."""
+    """A group to sample, or a part of it: `n` responses to one prompt (token ids), with indices from `first` on."""
 
     serial: int
     prompt: tuple[int, ...]
     n: int
     params: SamplingParams
     phase: Phase = "train"
+    first: int = 0
+
+    @property
+    def indices(self) -> range:
+        return range(self.first, self.first + self.n)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,6 +188,7 @@ class Group:
     trains: np.ndarray  # bool [n], whether the rollout is part of the loss
     verdict: Verdict
     ref_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [L] each, the reference model's
+    chance: float = 1.0  # the probability with which the ledger drew the prompt
 
     @property
     def weight_version(self) -> int:

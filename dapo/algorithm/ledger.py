@@ -30,20 +30,38 @@ class Ledger:
     """Decides which prompts to draw: each flat group in a row halves a prompt's chance.
 
     A fraction `explore` of the draws ignores the history. So every prompt can come back, and drawing always ends.
-    Whether a draw explores depends only on the seed and on the number of prompts considered before it.
+    Whether a draw explores depends only on the seed and on the number of decisions before it.
     """
 
     def __init__(self, explore: float, seed: int) -> None:
         self.explore = explore
         self.seed = seed
-        self.considered = 0  # prompts considered so far in this run; the counter of the random numbers
+        self.considered = 0  # decisions so far in this run; the counter of the random numbers
         self.histories: dict[str, History] = {}
 
     def admits(self, uid: str) -> bool:
         """Decide at random whether to draw this prompt. Every call uses a new random number."""
-        exploring, chance = np.random.default_rng((self.seed, _DOMAIN, self.considered)).random(2)
+        exploring, luck = self._random()
+        return bool(exploring < self.explore or luck < 0.5 ** self.history(uid).flat_in_a_row)
+
+    def chance(self, uid: str) -> float:
+        """Return the probability with which `admits` is true now."""
+        return self.explore + (1 - self.explore) * 0.5 ** self.history(uid).flat_in_a_row
+
+    def is_worth_a_visit(self, uid: str) -> bool:
+        """Decide at random whether to visit a prompt again: the nearer its pass rate is to one half, the likelier."""
+        history = self.history(uid)
+        rate = history.pass_rate or 0.0
+        if history.flat_in_a_row:
+            return False
+        # Without right and wrong the rate is 0: the scores differ, and that is all there is to know.
+        return rate in (0.0, 1.0) or bool(self._random()[0] < 4 * rate * (1 - rate))
+
+    def _random(self) -> np.ndarray:
+        """Return two random numbers that depend only on the seed and on the number of calls so far."""
+        numbers = np.random.default_rng((self.seed, _DOMAIN, self.considered)).random(2)
         self.considered += 1
-        return bool(exploring < self.explore or chance < 0.5 ** self.history(uid).flat_in_a_row)
+        return numbers
 
     def history(self, uid: str) -> History:
         return self.histories.get(uid, History())

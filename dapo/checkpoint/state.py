@@ -36,6 +36,8 @@ class SamplerState:
     considered: int  # prompts that the ledger has decided on
     ledger: Mapping[str, Sequence[int]]
     carried: list[Group]
+    known: list[Prompt] = field(default_factory=list)  # prompts to visit again, oldest first
+    drawn: list[int] = field(default_factory=lambda: [0, 0])  # prompts drawn so far, and how many of them again
     pending: Mapping[int, Prompt] = field(default_factory=dict)  # by serial: in flight when saved, submitted again
 
 
@@ -93,6 +95,7 @@ class _GroupData(TypedDict):
     trains: list[bool]
     verdict: str
     ref_logprobs: list[list[float]] | None
+    chance: NotRequired[float]  # missing in older checkpoints
 
 
 class _PendingData(TypedDict):
@@ -120,6 +123,8 @@ class _StateData(TypedDict):
     considered: int
     ledger: dict[str, list[int]]
     carried: list[_GroupData]
+    known: NotRequired[list[_PromptData]]  # this and `drawn`: missing in older checkpoints
+    drawn: NotRequired[list[int]]
     pending: NotRequired[list[_PendingData]]
     best: NotRequired[_BestData | None]
 
@@ -133,7 +138,8 @@ def to_document(state: TrainerState) -> dict[str, Any]:
     return {
         "format": FORMAT,
         **_plain(state, leave_out=("sampler", "best")),
-        **_plain(sampler, leave_out=("carried", "pending")),
+        **_plain(sampler, leave_out=("carried", "known", "pending")),
+        "known": [asdict(prompt) for prompt in sampler.known],
         "carried": [_group_to_json(group) for group in sampler.carried],
         "pending": [{"serial": serial, "prompt": asdict(prompt)} for serial, prompt in sampler.pending.items()],
         "best": asdict(state.best) if state.best else None,
@@ -152,6 +158,8 @@ def from_document(document: dict[str, Any]) -> TrainerState:
         fault = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, fault['loc']))} in {STATE_FILE}: {fault['msg']}") from None
     document["carried"] = [_group_from_json(group) for group in document["carried"]]
+    document["known"] = [_prompt(prompt) for prompt in document.get("known", ())]
+    document.setdefault("drawn", [0, 0])
     document["pending"] = {item["serial"]: _prompt(item["prompt"]) for item in document.get("pending", ())}
     best = best_from_json(document.pop("best", None))
     sampler = SamplerState(**{f.name: document.pop(f.name) for f in fields(SamplerState)})
@@ -179,6 +187,7 @@ def _group_to_json(group: Group) -> dict[str, Any]:
         "trains": group.trains.tolist(),
         "verdict": group.verdict,
         "ref_logprobs": lists(group.ref_logprobs),
+        "chance": group.chance,
     }
 
 
@@ -203,4 +212,5 @@ def _group_from_json(data: Mapping[str, Any]) -> Group:
         trains=np.array(data["trains"], bool),
         verdict=Verdict(data["verdict"]),
         ref_logprobs=None if reference is None else tuple(np.array(row, np.float32) for row in reference),
+        chance=data.get("chance", 1.0),
     )

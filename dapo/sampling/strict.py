@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dapo.algorithm.filtering import GroupRules, form_group
-from dapo.algorithm.ledger import Ledger
+from dapo.algorithm.inclusion import inclusion_weights
 from dapo.checkpoint.state import SamplerState
 from dapo.config import Config
 from dapo.data.stream import PromptStream
@@ -21,6 +21,7 @@ from dapo.errors import RewardError
 from dapo.rewards.protocol import Judge
 from dapo.rewards.thought import with_reply_start
 from dapo.sampling.accounting import Sampled, count_tokens, mean_histogram, unjudged_message
+from dapo.sampling.drawing import Drawn, PromptDrawer
 from dapo.types import Event, EventKind, Group, Prompt, Request, Rollout, SamplingParams, Score, Verdict
 
 Reference = Callable[[Sequence[Group]], Sequence[tuple[np.ndarray, ...]]]  # float32 [L] per rollout
@@ -31,9 +32,11 @@ class Pending:
     """A group that is being sampled or judged."""
 
     prompt: Prompt
+    chance: float  # the probability with which the prompt was drawn
     version: int  # weight version at submission; no token of the group is older
+    asked: int  # rollouts submitted so far: those of the probe, or all n
     rollouts: list[Rollout] = field(default_factory=list)
-    future: Future[list[Score]] | None = None  # set once all n rollouts are finished and given to the judge
+    future: Future[list[Score]] | None = None  # set once these are finished and given to the judge
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +53,7 @@ class StepState:
     generated: int = 0  # tokens of the fresh groups
     submitted: int = 0  # groups
     rounds: int = 0
-    skipped: int = 0  # prompts that the ledger did not draw
+    settled_early: int = 0  # groups decided by their probe
     reward_seconds: float = 0.0
     stop: str | None = None
     unjudged: Counter[str] = field(default_factory=Counter)  # reason -> rollouts
@@ -62,7 +65,9 @@ class DynamicSampler:
 
     Every round is finished before any of its groups is decided. `InflightSampler` overrides that.
     Decisions use counts and submission order only, never the clock or the order in which rewards arrive.
-    State between steps: the stream, the ledger, carried and pending groups, the next serial, recent verdicts.
+    With `filter_groups.probe`, a group's first responses are judged before the others are sampled. If they are all
+    equal, the group is dropped there.
+    State between steps: the drawer, carried and pending groups, the next serial, recent verdicts.
     """
 
     def __init__(
@@ -78,16 +83,17 @@ class DynamicSampler:
         self.config = config
         self.engine = engine
         self.judge = judge
-        self.stream = stream
+        self.drawer = PromptDrawer(config, stream)
         self.reference = reference
         self.on_group = on_group
         self.on_progress = on_progress
-        self.ledger = Ledger(config.algorithm.ledger.explore, config.run.seed)
         self.carried: list[Group] = []
         self.pending: dict[int, Pending] = {}  # in submission order
         self.next_serial = 0
         self.recent: deque[bool] = deque(maxlen=4 * config.gen_batch_size)  # kept or not, for the keep rate
         self.rules = group_rules(config)
+        self.first_asked = config.algorithm.filter_groups.probe or config.rollout.n  # responses of a new group
+        self.probe_seconds = 0.0  # spent waiting for the scores of probes, since the last decision
         self.params = SamplingParams(
             config.rollout.temperature, max_tokens=config.data.max_response_length, stop=config.rollout.stop
         )
@@ -103,35 +109,41 @@ class DynamicSampler:
         if len(batch) < self.config.data.train_batch_size:
             batch, surplus = self._on_exhausted(step, batch)
         self._carry_over(step, surplus, updates=bool(batch))
-        return self._result(step, self._with_reference(batch), time.perf_counter() - start)
+        batch = self._with_reference(self._weighted(batch))
+        return self._result(step, batch, time.perf_counter() - start)
 
     def state(self) -> SamplerState:
+        drawer = self.drawer
         return SamplerState(
-            positions=list(self.stream.positions),
-            data_digest=self.stream.digest(),
+            positions=list(drawer.stream.positions),
+            data_digest=drawer.stream.digest(),
             next_serial=self.next_serial,
             recent=list(self.recent),
-            considered=self.ledger.considered,
-            ledger=self.ledger.state(),
+            considered=drawer.ledger.considered,
+            ledger=drawer.ledger.state(),
+            known=list(drawer.known),
+            drawn=[drawer.drawn, drawer.revisited],
             carried=self.carried,
             pending={serial: group.prompt for serial, group in self.pending.items()},
         )
 
     def restore(self, state: SamplerState, version: int) -> None:
         """Continue from `state`, whatever was in flight before. Its pending groups are submitted again."""
-        self.stream.restore(state.positions, state.data_digest)
+        self.drawer.stream.restore(state.positions, state.data_digest)
         self.engine.cancel(list(self.pending))
         self.pending = {}
         self.next_serial = state.next_serial
         self.recent = deque(state.recent, self.recent.maxlen)
-        self.ledger.restore(state.ledger, state.considered)
+        self.drawer.restore(state.considered, state.ledger, state.known, state.drawn)
         self.carried = list(state.carried)
-        self._submit(state.pending, version)
+        self._submit({serial: Drawn(prompt) for serial, prompt in state.pending.items()}, version)
 
-    def _submit(self, prompts: Mapping[int, Prompt], version: int) -> None:
-        n = self.config.rollout.n
-        self.engine.submit([Request(serial, prompt.tokens, n, self.params) for serial, prompt in prompts.items()])
-        self.pending |= {serial: Pending(prompt, version) for serial, prompt in prompts.items()}
+    def _submit(self, drawn: Mapping[int, Drawn], version: int) -> None:
+        asked = self.first_asked
+        self.engine.submit(
+            [Request(serial, prompt.tokens, asked, self.params) for serial, (prompt, _) in drawn.items()]
+        )
+        self.pending |= {serial: Pending(*drawing, version, asked) for serial, drawing in drawn.items()}
 
     def drain(self, is_stopping: Callable[[], bool] = lambda: False) -> bool:
         """Let the engine finish everything in flight, so that it can be used for evaluation.
@@ -185,7 +197,7 @@ class DynamicSampler:
         self._decide_finished(step)
 
     def _submit_more(self, step: StepState, size: int) -> None:
-        self._submit(dict(enumerate(self._draw(step, size), start=self.next_serial)), step.version)
+        self._submit(dict(enumerate(self.drawer.draw(size), start=self.next_serial)), step.version)
         self.next_serial += size
         step.submitted += size
 
@@ -197,13 +209,36 @@ class DynamicSampler:
         """Collect finished rollouts from the engine, and submit complete groups to the judge."""
         rollouts, n = self.engine.poll(), self.config.rollout.n
         assert rollouts, "the engine is idle, but rollouts are missing"
+        probed = []
         for rollout in rollouts:
             group = self.pending[rollout.serial]
             group.rollouts.append(rollout)
-            if len(group.rollouts) == n:
+            if len(group.rollouts) == group.asked:
                 group.rollouts.sort(key=lambda member: member.index)
                 group.future = self.judge.submit(group.prompt, group.rollouts)
-        self.on_progress(sum(len(group.rollouts) for group in self.pending.values()), len(self.pending) * n)
+                if group.asked < n:
+                    probed.append(rollout.serial)
+        self._sample_rest(sorted(probed))
+        done = [(len(group.rollouts), n if group.future is None else group.asked) for group in self.pending.values()]
+        self.on_progress(*map(sum, zip(*done, strict=True)))
+
+    def _sample_rest(self, serials: Sequence[int]) -> None:
+        """Submit the other responses of the groups whose probes differ or could not be judged.
+
+        Waits for the scores of the probes: when they arrive must not change what is sampled.
+        """
+        start, n, rest = time.perf_counter(), self.config.rollout.n, []
+        for serial in serials:
+            group = self.pending[serial]
+            assert group.future is not None
+            scores = group.future.result()
+            probe = form_group(serial, group.prompt, group.rollouts, scores, replace(self.rules, kl_reward_coef=0.0))
+            if not (probe.verdict.is_flat and all(score.judged for score in scores)):
+                rest.append(Request(serial, group.prompt.tokens, n - group.asked, self.params, first=group.asked))
+                group.asked, group.future = n, None
+        if rest:
+            self.engine.submit(rest)
+        self.probe_seconds += time.perf_counter() - start
 
     def _decide_finished(self, step: StepState) -> None:
         """Decide the finished groups in submission order, after waiting for their scores."""
@@ -213,7 +248,9 @@ class DynamicSampler:
         scores = [
             with_reply_start(group.prompt, group.rollouts, future.result(), tags) for _, group, future in finished
         ]
-        step.reward_seconds += time.perf_counter() - start
+        step.reward_seconds += time.perf_counter() - start + self.probe_seconds
+        self.probe_seconds = 0.0
+        step.settled_early += sum(group.asked < self.config.rollout.n for _, group, _ in finished)
         # A KL term in the reward changes the verdict, so it needs the reference model for every group here.
         # A KL term in the loss needs it only for the batch (`fill`). The reference takes whole groups, so they are
         # formed without the KL term first.
@@ -229,20 +266,21 @@ class DynamicSampler:
             ]
         for serial, _, _ in finished:
             del self.pending[serial]
-        self._decide(step, drafts)
+        self._decide(
+            step,
+            [replace(g, chance=g.chance * group.chance) for g, (_, group, _) in zip(drafts, finished, strict=True)],
+        )
 
-    def _draw(self, step: StepState, count: int) -> list[Prompt]:
-        """Take the next `count` prompts of the stream, skipping those that the ledger does not admit."""
-        if not self.config.algorithm.ledger.enable:
-            return self.stream.take(count)
-        drawn: list[Prompt] = []
-        while len(drawn) < count:
-            (prompt,) = self.stream.take(1)
-            if self.ledger.admits(prompt.uid):
-                drawn.append(prompt)
-            else:
-                step.skipped += 1
-        return drawn
+    def _weighted(self, batch: list[Group]) -> list[Group]:
+        """Undo what ledger and probe do to the mix of groups, if `algorithm.correct_sampling` asks for it."""
+        if not self.config.algorithm.correct_sampling:
+            return batch
+        by_tokens = self.config.algorithm.loss_agg_mode == "token-mean"
+        sizes = [group.trained_tokens if by_tokens else int(group.trains.sum()) for group in batch]
+        weights = inclusion_weights([group.chance for group in batch], sizes)
+        return [
+            replace(group, advantages=weight * group.advantages) for group, weight in zip(batch, weights, strict=True)
+        ]
 
     def _with_reference(self, groups: list[Group]) -> list[Group]:
         """Add the reference model's log-probabilities to groups without them, if the run has a reference model."""
@@ -260,7 +298,7 @@ class DynamicSampler:
             step.generated += group.tokens
             (step.kept if group.kept else step.dropped).append(group)
             self.recent.append(group.kept)
-            self.ledger.record(group)
+            self.drawer.record(group)
             self.on_group(group)
             step.unjudged.update(score.error for score in group.scores if score.error is not None)
 
@@ -323,7 +361,8 @@ class DynamicSampler:
             in_flight=len(self.pending),
             tokens=tokens,
             rounds=step.rounds,
-            skipped=step.skipped,
+            skipped=self.drawer.take_skipped(),
+            settled_early=step.settled_early,
             generate_seconds=seconds - step.reward_seconds,
             reward_seconds=step.reward_seconds,
             events=tuple(step.events),
@@ -344,4 +383,5 @@ def group_rules(config: Config) -> GroupRules:
         filter_metric=config.algorithm.filter_groups.metric,
         adv_norm=config.algorithm.adv_norm,
         kl_reward_coef=config.algorithm.kl_reward_coef,
+        probe=config.algorithm.filter_groups.probe,
     )

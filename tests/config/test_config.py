@@ -41,9 +41,10 @@ OPTIONS = [
     "algorithm.adv_norm", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c",
     "algorithm.loss_agg_mode", "algorithm.overlong_filter", "algorithm.kl_loss_coef", "algorithm.kl_reward_coef",
     "algorithm.max_staleness", "algorithm.max_logprob_gap",
-    "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches",
+    "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.filter_groups.probe",
+    "algorithm.filter_groups.max_num_gen_batches",
     "algorithm.filter_groups.on_exhausted", "algorithm.filter_groups.min_batch_ratio",
-    "algorithm.ledger.enable", "algorithm.ledger.explore",
+    "algorithm.ledger.enable", "algorithm.ledger.explore", "algorithm.ledger.revisit", "algorithm.correct_sampling",
     "optim.lr", "optim.warmup_steps", "optim.weight_decay", "optim.betas", "optim.grad_clip",
     "optim.ppo_mini_batch_size",
     "optim.ppo_epochs", "optim.max_tokens_per_micro_batch", "optim.recompute_activations",
@@ -292,6 +293,24 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
         (["run.name=a/b"], "run.name must be a plain folder name, found 'a/b'"),
         (["run.name=.."], "run.name must be a plain folder name, found '..'"),
         ([FINAL], "algorithm.filter_groups.metric seq_final_reward needs algorithm.kl_reward_coef > 0"),
+        (
+            ["rollout.n=4", "algorithm.filter_groups.probe=4"],
+            "algorithm.filter_groups.probe is 4, but must lie between 2 and rollout.n - 1 = 3, or be 0",
+        ),
+        (["algorithm.filter_groups.probe=1"], "algorithm.filter_groups.probe is 1, but must lie between 2 and"),
+        (
+            ["algorithm.filter_groups={probe: 2, enable: false}"],
+            "algorithm.filter_groups.probe needs algorithm.filter_groups.enable",
+        ),
+        (
+            ["algorithm.filter_groups={probe: 2, metric: seq_final_reward}", "algorithm.kl_reward_coef=0.1"],
+            "algorithm.filter_groups.probe cannot use the metric seq_final_reward",
+        ),
+        (["algorithm.ledger.revisit=0.5"], "algorithm.ledger.revisit needs algorithm.ledger.enable"),
+        (
+            ["algorithm.ledger={enable: true, revisit: 0.5}", "algorithm.correct_sampling=true"],
+            "algorithm.correct_sampling knows no weights for algorithm.ledger.revisit",
+        ),
         (["model.lora.target_modules=[q_proj, lm_head]"], "model.lora.target_modules cannot contain lm_head"),
     ],
 )

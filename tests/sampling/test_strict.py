@@ -299,20 +299,20 @@ def test_the_ledger_skips_flat_prompts_counts_them_and_still_explores():
     for step in range(1, 13):
         skipped += int(sampler.fill(step, version=step - 1).metrics()["groups/skipped"])
         sampler.engine.sync_weights(step)
-    assert sum(sampler.stream.positions) == len(drawn) + skipped
+    assert sum(sampler.drawer.stream.positions) == len(drawn) + skipped
     useful = drawn.count(0) / len(drawn)
     assert skipped > 0
     assert useful > 0.4  # one of five prompts is useful, so without the ledger it would be 0.2
     assert all(drawn.count(answer) >= 3 for answer in range(5))
-    assert sampler.ledger.history("p0").flat_in_a_row == 0
-    assert sampler.ledger.history("p1").flat_in_a_row == drawn.count(1)
+    assert sampler.drawer.ledger.history("p0").flat_in_a_row == 0
+    assert sampler.drawer.ledger.history("p1").flat_in_a_row == drawn.count(1)
 
 
 def test_without_the_ledger_no_prompt_is_skipped():
     sampler = sampler_for(lambda prompt, rollout: Score(0.0), "algorithm.filter_groups.max_num_gen_batches=2")
     sampled = sampler.fill(1, version=0)
     assert sampled.metrics()["groups/skipped"] == 0
-    assert sum(sampler.stream.positions) == sampled.metrics()["groups/generated"] == 8
+    assert sum(sampler.drawer.stream.positions) == sampled.metrics()["groups/generated"] == 8
 
 
 def test_groups_are_judged_while_others_are_still_sampled():
