@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import random
 import tempfile
 import time
@@ -76,24 +77,25 @@ class Examiner:
     """Evaluates on the held-out questions.
 
     It uses the trainer's engine, or in in-flight mode, where that one always has groups in flight, a second engine.
+    Each question gets `k` samples at temperature 1, and a greedy answer if `with_greedy`.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.questions = held_out(trainer.data.eval_sets)
+    def __init__(self, trainer: Trainer, questions: Sequence[Prompt], k: int = 1, *, with_greedy: bool = True) -> None:
+        self.trainer, self.questions, self.k, self.with_greedy = trainer, questions, k, with_greedy
         self.max_tokens = trainer.config.data.max_response_length
         is_idle = trainer.config.rollout.mode == "strict"
-        self.engine = trainer.engine if is_idle else _second_engine(trainer, len(self.questions))
+        self.engine = trainer.engine if is_idle else _second_engine(trainer, min(1024, k * len(questions)))
 
     def accuracy(self, temperature: float) -> float:
         params = SamplingParams(temperature, max_tokens=self.max_tokens)
         # Always step 0, so that every evaluation has the same random numbers.
-        report = evaluate(self.engine, self.trainer.judge, self.questions, 1, params, 0, "held_out")
+        k = self.k if temperature else 1
+        report = evaluate(self.engine, self.trainer.judge, self.questions, k, params, 0, "held_out")
         return sum(bool(sample.score.acc) for sample in report.samples) / len(report.samples)
 
     def warm_up(self) -> None:
         """Let the engines capture their graphs before the clock starts."""
-        for temperature in (1.0, 0.0):
+        for temperature in (1.0, 0.0) if self.with_greedy else (1.0,):
             params = SamplingParams(temperature, max_tokens=self.max_tokens)
             assert isinstance(self.trainer.engine, EmbeddedEngine)
             self.trainer.engine.prepare(params)
@@ -104,7 +106,7 @@ class Examiner:
             seconds=seconds,
             step=self.trainer.step,
             accuracy=self.accuracy(1.0),
-            greedy=self.accuracy(0.0),
+            greedy=self.accuracy(0.0) if self.with_greedy else math.nan,
             tokens_generated=metrics.total("tokens/generated"),
             groups_generated=metrics.total("groups/generated"),
             groups_kept=metrics.total("groups/kept"),
@@ -127,12 +129,14 @@ def our_points(
     every: float,
     device: torch.device,
     on_point: Callable[[Point], None] = lambda point: None,
+    examine_with: Callable[[Trainer], Examiner] = lambda trainer: Examiner(trainer, held_out(trainer.data.eval_sets)),
+    metrics: StepMetrics | None = None,
 ) -> list[Point]:
-    """Train for `seconds`. Evaluate at the start, just before each multiple of `every` seconds, and at the end."""
+    """Train for `seconds` or to the run's end. Evaluate before each multiple of `every` seconds, and at the end."""
     _warm_up(config)
-    metrics = StepMetrics()
+    metrics = metrics or StepMetrics()
     with closing(Trainer(config, reporter=metrics)) as trainer:
-        examiner = Examiner(trainer)
+        examiner = examine_with(trainer)
         examiner.warm_up()
         points: list[Point] = []
         clock = last = next_mark = 0.0
@@ -142,7 +146,7 @@ def our_points(
             on_point(points[-1])
 
         try:
-            while clock + last <= seconds:
+            while clock + last <= seconds and not trainer.is_finished:
                 # Evaluate before the step that would pass the mark: no point may have trained longer than it says.
                 if clock + last >= next_mark:
                     examine()

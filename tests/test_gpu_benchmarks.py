@@ -146,7 +146,7 @@ def test_accuracy_is_measured_before_the_first_step_and_after_the_last(arithmeti
 
 def test_an_evaluation_draws_the_same_numbers_each_time(arithmetic):
     trainer = Trainer(arithmetic)
-    examiner = time_to_accuracy.Examiner(trainer)
+    examiner = time_to_accuracy.Examiner(trainer, time_to_accuracy.held_out(trainer.data.eval_sets))
     assert len(examiner.questions) == 2 + 5 * 2 + 2
     seen = []
     submit = examiner.trainer.judge.submit

@@ -67,7 +67,8 @@ def mini_batches(
         return []
     order = np.random.default_rng((seed, step, epoch)).permutation(len(groups))
     whole_batches = max(1, round(len(groups) / batch_size))
-    parts = np.array_split(order, whole_batches * math.ceil(min(len(groups), batch_size) / size))
+    count = whole_batches * math.ceil(min(len(groups), batch_size) / size)
+    parts = np.array_split(order, min(count, len(groups)))
     return [[groups[i] for i in part] for part in parts]
 
 

@@ -162,6 +162,18 @@ def test_one_optimizer_step_gives_the_oracle_s_new_weights(share_prompts):
     assert result.metrics["grad_norm"] == pytest.approx(norm, rel=1e-6)
 
 
+def test_no_mini_batch_is_empty_whatever_the_sizes():
+    from dapo.policy.packing import mini_batches
+
+    for batch_size in range(1, 6):
+        for size in range(1, batch_size + 1):
+            for count in range(1, 12):
+                groups = [make.group([0.0, 1.0], serial=i) for i in range(count)]
+                parts = mini_batches(groups, size, seed=0, step=1, epoch=0, batch_size=batch_size)
+                assert all(parts)
+                assert sorted(group.serial for part in parts for group in part) == list(range(count))
+
+
 def test_mini_batches_are_whole_groups_near_equal_and_each_group_is_used_once_per_epoch():
     from dapo.policy.packing import mini_batches
 
