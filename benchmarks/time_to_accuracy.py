@@ -30,7 +30,6 @@ from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import TrainingStopped
 from dapo.evaluation.evaluate import evaluate
 from dapo.model.loading import load_model, load_tokenizer
-from dapo.policy.policy import Policy
 from dapo.rewards.rules import make_rule
 from dapo.training.trainer import Trainer
 from dapo.types import Prompt, SamplingParams
@@ -76,21 +75,19 @@ def held_out(sets: Mapping[str, Sequence[Prompt]]) -> list[Prompt]:
 class Examiner:
     """Evaluates on the held-out questions.
 
-    It uses the trainer's engine, or in in-flight mode, where that one always has groups in flight, a second engine.
+    It uses the trainer's engine. In in-flight mode the groups in flight are finished first, on the clock.
     Each question gets `k` samples at temperature 1, and a greedy answer if `with_greedy`.
     """
 
     def __init__(self, trainer: Trainer, questions: Sequence[Prompt], k: int = 1, *, with_greedy: bool = True) -> None:
         self.trainer, self.questions, self.k, self.with_greedy = trainer, questions, k, with_greedy
         self.max_tokens = trainer.config.data.max_response_length
-        is_idle = trainer.config.rollout.mode == "strict"
-        self.engine = trainer.engine if is_idle else _second_engine(trainer, min(1024, k * len(questions)))
 
     def accuracy(self, temperature: float) -> float:
         params = SamplingParams(temperature, max_tokens=self.max_tokens)
         # Always step 0, so that every evaluation has the same random numbers.
         k = self.k if temperature else 1
-        report = evaluate(self.engine, self.trainer.judge, self.questions, k, params, 0, "held_out")
+        report = evaluate(self.trainer.engine, self.trainer.judge, self.questions, k, params, 0, "held_out")
         return sum(bool(sample.score.acc) for sample in report.samples) / len(report.samples)
 
     def warm_up(self) -> None:
@@ -113,16 +110,6 @@ class Examiner:
         )
 
 
-def _second_engine(trainer: Trainer, slots: int) -> EmbeddedEngine:
-    data = trainer.config.data
-    assert isinstance(trainer.policy, Policy)
-    return EmbeddedEngine(
-        trainer.policy.causal_lm, trainer.tokenizer, trainer.parts.stop_ids,
-        trainer.config.run.seed, slots, max_length=data.max_prompt_length + data.max_response_length,
-        kv_memory_fraction=0.1,
-    )  # fmt: skip
-
-
 def our_points(
     config: Config,
     seconds: float,
@@ -131,9 +118,12 @@ def our_points(
     on_point: Callable[[Point], None] = lambda point: None,
     examine_with: Callable[[Trainer], Examiner] = lambda trainer: Examiner(trainer, held_out(trainer.data.eval_sets)),
     metrics: StepMetrics | None = None,
+    *,
+    warms_up: bool = True,
 ) -> list[Point]:
     """Train for `seconds` or to the run's end. Evaluate before each multiple of `every` seconds, and at the end."""
-    _warm_up(config)
+    if warms_up:
+        _warm_up(config)
     metrics = metrics or StepMetrics()
     with closing(Trainer(config, reporter=metrics)) as trainer:
         examiner = examine_with(trainer)
@@ -142,6 +132,10 @@ def our_points(
         clock = last = next_mark = 0.0
 
         def examine() -> None:
+            nonlocal clock
+            start = time.perf_counter()
+            trainer.sampler.drain()
+            clock += time.perf_counter() - start
             points.append(examiner.point(clock, metrics))
             on_point(points[-1])
 
@@ -157,7 +151,6 @@ def our_points(
             Console(stderr=True).print(str(stopped), markup=False, soft_wrap=True)
         if points[-1].step < trainer.step:
             examine()
-        examiner.engine.close()
     return points
 
 

@@ -12,15 +12,16 @@ with the same random numbers every time. Compilation happens before the clock st
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as parquet
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -32,12 +33,11 @@ from dapo.config import Config
 RECIPE = Path(__file__).parent.parent / "recipes" / "gsm8k.yaml"
 HELD_OUT, SAMPLES = 500, 2
 LEVELS = (0.60, 0.65, 0.70)
-STRICT = "rollout.mode=strict"
 ARMS = {
     "recipe": "",
-    "strict": f"{STRICT} algorithm.filter_groups.probe=0 algorithm.ledger.revisit=0",
-    "without probe": "algorithm.filter_groups.probe=0",
+    "strict": "rollout.mode=strict",
     "without revisits": "algorithm.ledger.revisit=0",
+    "as published": "rollout.mode=strict algorithm.ledger={enable:false} optim.lr=1e-6",
 }
 
 
@@ -95,33 +95,62 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=44, help="per arm, at most")
     parser.add_argument("--every", type=float, default=25.0, help="seconds of training between evaluations")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, default=Path("time_to_accuracy_gsm8k"), help="folder for runs and results")
     arguments = parser.parse_args()
     named = dict(text.split(":", 1) for text in arguments.arm) if arguments.arm else ARMS
-    table = Table(title=f"GSM8K, {HELD_OUT} held-out questions x {SAMPLES} samples, seed {arguments.seed}")
+    if len(named) == 1:
+        ((name, overrides),) = named.items()
+        measure(name, overrides.split(), arguments)
+    else:
+        # A process of its own for each arm: it has the whole GPU, and compiled kernels are read from the disk.
+        for number, (name, overrides) in enumerate(named.items()):
+            arm = ["--arm", f"{name}:{overrides}", *(["--no-warm-up"] if number else [])]
+            command = [sys.executable, "-m", "benchmarks.time_to_accuracy_gsm8k", *_without_arms(), *arm]
+            subprocess.run(command, check=True)
+    print_table([json.loads(result_file(arguments.out, name).read_text(encoding="utf-8")) for name in named])
+
+
+def measure(name: str, overrides: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Train one arm, and write its evaluations and the metrics of its steps."""
+    config, metrics = arm_config(overrides, result_file(arguments.out, name).stem, arguments), StepMetrics()
+    points = our_points(
+        config, arguments.seconds, arguments.every, default_device(),
+        lambda p: print(f"{name}: {p.seconds:.0f} s, step {p.step}, {p.accuracy:.1%}", flush=True),
+        lambda trainer: Examiner(trainer, trainer.data.eval_sets["held_out"], SAMPLES, with_greedy=False),
+        metrics,
+        warms_up=arguments.warm_up,
+    )  # fmt: skip
+    record = {
+        "arm": name, "options": list(overrides), "seed": arguments.seed, "machine": machine(),
+        "points": [asdict(point) for point in points], "steps": metrics.steps,
+    }  # fmt: skip
+    result_file(arguments.out, name).write_text(json.dumps(record), encoding="utf-8")
+
+
+def result_file(out: Path, name: str) -> Path:
+    return out / f"{name.strip().replace(' ', '-')}.json"
+
+
+def _without_arms() -> list[str]:
+    """Return the arguments of this command without its arms."""
+    given = sys.argv[1:]
+    return [text for i, text in enumerate(given) if text != "--arm" and (i == 0 or given[i - 1] != "--arm")]
+
+
+def print_table(records: Sequence[Mapping[str, Any]]) -> None:
+    table = Table(title=f"GSM8K, {HELD_OUT} held-out questions x {SAMPLES} samples, seed {records[0]['seed']}")
     headings = (
         *(f"{100 * level:.0f} %" for level in LEVELS), "at the end", "step", "s/step", "sampling", "training", "MFU",
         "occupancy", "dropped, steps 30-44",
     )  # fmt: skip
     for heading in ("arm", *headings):
         table.add_column(heading)
-    for name, overrides in named.items():
-        config, metrics = arm_config(overrides.split(), name.replace(" ", "-"), arguments), StepMetrics()
-        points = our_points(
-            config, arguments.seconds, arguments.every, default_device(),
-            lambda p, name=name: print(f"{name}: {p.seconds:.0f} s, step {p.step}, {p.accuracy:.1%}", flush=True),
-            lambda trainer: Examiner(trainer, trainer.data.eval_sets["held_out"], SAMPLES, with_greedy=False),
-            metrics,
-        )  # fmt: skip
-        table.add_row(name, *summary(points, metrics.steps))
-        record = {"arm": name, "options": overrides, "points": [asdict(p) for p in points], "steps": metrics.steps}
-        (arguments.out / f"{config.run.name}.json").write_text(json.dumps(record), encoding="utf-8")
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    for record in records:
+        table.add_row(record["arm"], *summary([Point(**point) for point in record["points"]], record["steps"]))
     console = Console(width=160)
     console.print(table)
-    console.print(machine(), markup=False, highlight=False)
+    console.print(records[0]["machine"], markup=False, highlight=False)
 
 
 if __name__ == "__main__":

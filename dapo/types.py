@@ -107,18 +107,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A group to sample, or a part of it: `n` responses to one prompt (token ids), with indices from `first` on."""
+    """A group to sample: `n` responses to one prompt (token ids)."""
 
     serial: int
     prompt: tuple[int, ...]
     n: int
     params: SamplingParams
     phase: Phase = "train"
-    first: int = 0
-
-    @property
-    def indices(self) -> range:
-        return range(self.first, self.first + self.n)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dapo.checkpoint import folder as checkpoint
-from dapo.checkpoint.state import Best, SamplerState, TrainerState
+from dapo.checkpoint.state import Best, DrawerState, SamplerState, TrainerState
 from dapo.config import Config
 from dapo.model.export import save_dense
 from dapo.model.loading import load_model
@@ -65,7 +65,9 @@ class SavedRun:
                 parameter.add_(0.1 * torch.randn_like(parameter))
 
     def save(self, step: int, best: Best | None = None) -> None:
-        sampler = SamplerState([0], data_digest="", next_serial=0, recent=[], considered=0, ledger={}, carried=[])
+        sampler = SamplerState(
+            DrawerState([0], data_digest="", considered=0, ledger={}), next_serial=0, recent=[], carried=[]
+        )
         state = TrainerState(step, step, empty_in_a_row=0, non_finite_in_a_row=0, sampler=sampler, best=best)
         checkpoint.save(self.folder, state, self.policy, self.tokenizer)
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 
 from dapo.algorithm.advantage import group_advantages
-from dapo.algorithm.inclusion import mixed_probe_chance
 from dapo.algorithm.overlong import soft_overlong_penalty, target_length_penalty
 from dapo.algorithm.ratio import kl_k3
 from dapo.errors import RewardError
@@ -29,7 +28,6 @@ class GroupRules:
     filter_metric: str | None = None  # None: acc if every judged score has it, else score
     adv_norm: Literal["std", "none"] = "std"
     kl_reward_coef: float = 0.0
-    probe: int = 0  # responses that are judged before the others are sampled; 0: none
 
 
 def form_group(
@@ -67,27 +65,7 @@ def form_group(
         trains=trains,
         verdict=_verdict(scores, shaped, final, trains, rules),
         ref_logprobs=None if ref_logprobs is None else tuple(ref_logprobs),
-        chance=_chance_of_a_mixed_probe(scores, shaped, final, rules),
     )
-
-
-def _chance_of_a_mixed_probe(
-    scores: Sequence[Score], shaped: np.ndarray, final: np.ndarray, rules: GroupRules
-) -> float:
-    """Return how likely the group's own responses, in random order, would not all be equal in the probe."""
-    if not 0 < rules.probe < len(scores) or not any(score.judged for score in scores):
-        return 1.0
-    _, values = _metric_values(scores, shaped, final, rules.filter_metric)
-    firsts: list[Any] = []
-    counts: list[int] = []
-    for value in values:
-        match = next((i for i, first in enumerate(firsts) if _is_same(value, first)), None)
-        if match is None:
-            firsts.append(value)
-            counts.append(1)
-        else:
-            counts[match] += 1
-    return mixed_probe_chance(counts, len(scores), rules.probe)
 
 
 def _shaped_reward(rollout: Rollout, score: Score, rules: GroupRules) -> float:

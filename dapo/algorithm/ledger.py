@@ -55,7 +55,7 @@ class Ledger:
         if history.flat_in_a_row:
             return False
         # Without right and wrong the rate is 0: the scores differ, and that is all there is to know.
-        return rate in (0.0, 1.0) or bool(self._random()[0] < 4 * rate * (1 - rate))
+        return rate in (0.0, 1.0) or bool(self._random()[0] < (4 * rate * (1 - rate)) ** 2)
 
     def _random(self) -> np.ndarray:
         """Return two random numbers that depend only on the seed and on the number of calls so far."""
@@ -80,6 +80,15 @@ class Ledger:
             right=previous.right + sum(score.acc is True for score in judged),
             flat_in_a_row=previous.flat_in_a_row + 1 if is_flat else 0,
         )
+
+    def weights(self, groups: Sequence[Group], sizes: Sequence[int]) -> np.ndarray:
+        """Return weights for a batch that undo what the ledger did to the mix of prompts.
+
+        They are proportional to 1 / chance of each group's prompt, and keep the size of the batch:
+        sum w_g size_g = sum size_g. The weighted mean then estimates the mean over prompts drawn without the ledger.
+        """
+        inverse = np.array([1 / group.chance for group in groups])
+        return inverse * (np.sum(sizes) / np.dot(inverse, sizes)) if np.any(sizes) else inverse
 
     def state(self) -> dict[str, Sequence[int]]:
         """Return the counts of every prompt as (groups, judged, right, flat_in_a_row), for the checkpoint."""

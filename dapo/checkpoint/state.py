@@ -26,18 +26,26 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SamplerState:
-    """The sampler's part of the state, with its prompt stream and ledger."""
+class DrawerState:
+    """The part of the state that decides which prompts are drawn next."""
 
     positions: list[int]  # one per data source: prompts drawn so far
     data_digest: str  # of the data that the positions index into
+    considered: int  # random decisions of the ledger so far
+    ledger: Mapping[str, Sequence[int]]
+    known: list[Prompt] = field(default_factory=list)  # prompts that may be drawn again, the longest ago first
+    drawn: int = 0  # prompts drawn so far
+    revisited: int = 0  # those of them that were known
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplerState:
+    """The sampler's part of the state."""
+
+    drawer: DrawerState
     next_serial: int
     recent: list[bool]  # whether each of the latest groups was kept; sizes the next round
-    considered: int  # prompts that the ledger has decided on
-    ledger: Mapping[str, Sequence[int]]
     carried: list[Group]
-    known: list[Prompt] = field(default_factory=list)  # prompts to visit again, oldest first
-    drawn: list[int] = field(default_factory=lambda: [0, 0])  # prompts drawn so far, and how many of them again
     pending: Mapping[int, Prompt] = field(default_factory=dict)  # by serial: in flight when saved, submitted again
 
 
@@ -122,9 +130,10 @@ class _StateData(TypedDict):
     non_finite_in_a_row: int
     considered: int
     ledger: dict[str, list[int]]
+    known: NotRequired[list[_PromptData]]  # this and the next two: missing in older checkpoints
+    drawn: NotRequired[int]
+    revisited: NotRequired[int]
     carried: list[_GroupData]
-    known: NotRequired[list[_PromptData]]  # this and `drawn`: missing in older checkpoints
-    drawn: NotRequired[list[int]]
     pending: NotRequired[list[_PendingData]]
     best: NotRequired[_BestData | None]
 
@@ -138,8 +147,9 @@ def to_document(state: TrainerState) -> dict[str, Any]:
     return {
         "format": FORMAT,
         **_plain(state, leave_out=("sampler", "best")),
-        **_plain(sampler, leave_out=("carried", "known", "pending")),
-        "known": [asdict(prompt) for prompt in sampler.known],
+        **_plain(sampler, leave_out=("drawer", "carried", "pending")),
+        **_plain(sampler.drawer, leave_out=("known",)),
+        "known": [asdict(prompt) for prompt in sampler.drawer.known],
         "carried": [_group_to_json(group) for group in sampler.carried],
         "pending": [{"serial": serial, "prompt": asdict(prompt)} for serial, prompt in sampler.pending.items()],
         "best": asdict(state.best) if state.best else None,
@@ -159,10 +169,11 @@ def from_document(document: dict[str, Any]) -> TrainerState:
         raise ValueError(f"{'.'.join(map(str, fault['loc']))} in {STATE_FILE}: {fault['msg']}") from None
     document["carried"] = [_group_from_json(group) for group in document["carried"]]
     document["known"] = [_prompt(prompt) for prompt in document.get("known", ())]
-    document.setdefault("drawn", [0, 0])
     document["pending"] = {item["serial"]: _prompt(item["prompt"]) for item in document.get("pending", ())}
     best = best_from_json(document.pop("best", None))
-    sampler = SamplerState(**{f.name: document.pop(f.name) for f in fields(SamplerState)})
+    drawer = DrawerState(**{f.name: document.pop(f.name) for f in fields(DrawerState) if f.name in document})
+    others = {f.name: document.pop(f.name) for f in fields(SamplerState) if f.name in document}
+    sampler = SamplerState(drawer=drawer, **others)
     return TrainerState(**document, sampler=sampler, best=best)
 
 

@@ -80,7 +80,7 @@ class RemoteEngine(Supervisor[_Worker]):
 
     def submit(self, requests: Sequence[Request]) -> None:
         with self.changed:
-            self.queue.extend(_Group(request, set(request.indices)) for request in requests)
+            self.queue.extend(_Group(request, set(range(request.n))) for request in requests)
             self._dispatch()
 
     def poll(self) -> list[Rollout]:

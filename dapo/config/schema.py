@@ -122,7 +122,6 @@ class Config(Section):
         self._check_eval()
         self._check_engine()
         self._check_training()
-        self._check_sampling()
         return self
 
     def _check_reward(self) -> None:
@@ -197,31 +196,19 @@ class Config(Section):
                 "algorithm.filter_groups.metric seq_final_reward needs algorithm.kl_reward_coef > 0; without a KL term "
                 "it equals seq_reward"
             )
+        ledger = self.algorithm.ledger
+        if (ledger.revisit or ledger.correct) and not ledger.enable:
+            name = "revisit" if ledger.revisit else "correct"
+            raise ValueError(f"algorithm.ledger.{name} needs algorithm.ledger.enable")
+        if ledger.revisit and ledger.correct:
+            raise ValueError(
+                "algorithm.ledger.correct knows no weights for prompts that algorithm.ledger.revisit draws again; "
+                "leave one of the two out"
+            )
         if not self.model.lora.target_modules:
             raise ValueError("model.lora.target_modules is empty; name the layers that get adapters, or all-linear")
         if "lm_head" in self.model.lora.target_modules:
             raise ValueError("model.lora.target_modules cannot contain lm_head: its loss is computed in fused chunks")
-
-    def _check_sampling(self) -> None:
-        algorithm, n = self.algorithm, self.rollout.n
-        probe, metric = algorithm.filter_groups.probe, algorithm.filter_groups.metric
-        if probe and not 2 <= probe < n:
-            raise ValueError(
-                f"algorithm.filter_groups.probe is {probe}, but must lie between 2 and rollout.n - 1 = {n - 1}, or be 0"
-            )
-        if probe and not algorithm.filter_groups.enable:
-            raise ValueError("algorithm.filter_groups.probe needs algorithm.filter_groups.enable: nothing is dropped")
-        if probe and metric == "seq_final_reward":
-            raise ValueError(
-                "algorithm.filter_groups.probe cannot use the metric seq_final_reward, whose KL term is computed for "
-                "whole groups; use seq_reward, or set probe to 0"
-            )
-        if algorithm.ledger.revisit and not algorithm.ledger.enable:
-            raise ValueError("algorithm.ledger.revisit needs algorithm.ledger.enable, which records the kept prompts")
-        if algorithm.ledger.revisit and algorithm.correct_sampling:
-            raise ValueError(
-                "algorithm.correct_sampling knows no weights for algorithm.ledger.revisit; set one of the two to 0"
-            )
 
 
 def _holds_secret(judge: str) -> bool:

@@ -29,14 +29,6 @@ class FilterGroupsConfig(Section):
         description="acc, score, seq_reward, seq_final_reward, or a named extra of the score; "
         "default: acc if there is one, else score.",
     )
-    probe: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_SAMPLES,
-        description="Responses of a group that are sampled and judged first; if all are equal, the group is dropped "
-        "without sampling the others. Saves tokens, and drops more of the very easy and very hard groups; see "
-        "correct_sampling. 0: sample whole groups, as published.",
-    )
     max_num_gen_batches: int = Field(default=10, description="Maximum rounds per step; 0 or less: no limit.")
     on_exhausted: Literal["train_partial", "skip", "pad", "raise"] = Field(
         default="train_partial", description="What to do when the rounds are used up and the batch is not full."
@@ -60,8 +52,13 @@ class LedgerConfig(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Fraction of draws that go back to prompts whose latest group was kept, oldest first, rather than "
-        "on in the data.",
+        description="Largest fraction of draws that go back to prompts whose latest group was kept, the longest ago "
+        "first and rather those with a pass rate near one half, instead of on in the data.",
+    )
+    correct: bool = Field(
+        default=False,
+        description="Weight each group by the inverse of its prompt's chance to be drawn, so that the expected "
+        "gradient is that without the ledger.",
     )
 
 
@@ -95,11 +92,6 @@ class AlgorithmConfig(Section):
     )
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     ledger: LedgerConfig = LedgerConfig()
-    correct_sampling: bool = Field(
-        default=False,
-        description="Weight each group by the inverse of the chance with which ledger.enable and filter_groups.probe "
-        "let it into the batch, so that the expected gradient is that without them.",
-    )
 
 
 class OptimConfig(Section):

@@ -26,7 +26,6 @@ class Sampled:
     tokens: Mapping[str, int]  # see `count_tokens`
     rounds: int
     skipped: int  # prompts that the ledger did not draw
-    settled_early: int  # groups that their probe decided
     generate_seconds: float
     reward_seconds: float  # spent waiting for the judge
     events: tuple[Event, ...]
@@ -48,7 +47,6 @@ class Sampled:
             "groups/generated": len(fresh),
             "groups/rounds": self.rounds,
             "groups/skipped": self.skipped,
-            "groups/settled_early": self.settled_early,
             "groups/in_flight": self.in_flight,
             **_staleness_metrics(self.batch, self.version),
         }

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dapo.algorithm.ledger import Ledger
+from dapo.checkpoint.state import DrawerState
 from dapo.config import Config
 from dapo.data.stream import PromptStream
 from dapo.types import Group, Prompt
 
-# A prompt is visited again after the prompts of this many other batches, and forgotten after those of so many more.
-MIN_BATCHES, MAX_BATCHES = 8, 64
+MIN_BATCHES = 8  # kept groups of this many batches come between two visits of a prompt
 
 
 class Drawn(NamedTuple):
@@ -23,56 +22,69 @@ class Drawn(NamedTuple):
 class PromptDrawer:
     """Draws from the stream what the ledger admits, and a share `algorithm.ledger.revisit` from earlier kept prompts.
 
-    A group that was kept once is likely to be kept again, while a new prompt's chance falls as the model improves.
-    Revisits go from the oldest to the newest, so that the visits of a prompt are far apart.
+    A prompt whose group was kept is likely to be kept again, while the chance of a new prompt falls as the model
+    improves. Revisits begin with the oldest, and the visits of a prompt are far apart.
     """
 
     def __init__(self, config: Config, stream: PromptStream) -> None:
         options = config.algorithm.ledger
         self.stream = stream
-        self.is_thinned = options.enable
-        self.share = options.revisit
+        self.uses_ledger, self.share = options.enable, options.revisit
         self.ledger = Ledger(options.explore, config.run.seed)
-        self.wait = MIN_BATCHES * config.data.train_batch_size
-        self.known: deque[Prompt] = deque(maxlen=MAX_BATCHES * config.data.train_batch_size)  # kept, oldest first
-        self.drawn = self.revisited = 0
-        self.skipped = 0  # prompts of the stream that the ledger did not admit, since `take_skipped`
+        self.least_known = MIN_BATCHES * config.data.train_batch_size
+        self.known: deque[Prompt] = deque()  # prompts whose latest group was kept, in the order of the visits
+        self.drawn = self.revisited = 0  # prompts in all, and those of them that were known
+        self.skipped = 0  # prompts that the ledger did not admit, since `take_skipped`
 
     def draw(self, count: int) -> list[Drawn]:
         return [self._revisit() or self._next() for _ in range(count)]
+
+    def record(self, group: Group) -> None:
+        """Remember the outcome of a decided group, and its prompt if there is more to learn from it."""
+        self.ledger.record(group)
+        if self.share > 0 and group.kept:
+            self.known.append(group.prompt)
 
     def take_skipped(self) -> int:
         skipped, self.skipped = self.skipped, 0
         return skipped
 
-    def record(self, group: Group) -> None:
-        """Remember the result of a decided group, and its prompt if there is more to learn from it."""
-        self.ledger.record(group)
-        if self.share > 0 and group.kept:
-            self.known.append(group.prompt)
+    def state(self) -> DrawerState:
+        return DrawerState(
+            positions=list(self.stream.positions),
+            data_digest=self.stream.digest(),
+            considered=self.ledger.considered,
+            ledger=self.ledger.state(),
+            known=list(self.known),
+            drawn=self.drawn,
+            revisited=self.revisited,
+        )
 
-    def restore(
-        self, considered: int, ledger: Mapping[str, Sequence[int]], known: Sequence[Prompt], drawn: Sequence[int]
-    ) -> None:
-        self.ledger.restore(ledger, considered)
-        self.known = deque(known, self.known.maxlen)
-        self.drawn, self.revisited = drawn
+    def restore(self, state: DrawerState) -> None:
+        self.stream.restore(state.positions, state.data_digest)
+        self.ledger.restore(state.ledger, state.considered)
+        self.known = deque(state.known)
+        self.drawn, self.revisited = state.drawn, state.revisited
 
     def _revisit(self) -> Drawn | None:
-        """Return the oldest known prompt that is worth another visit, or None if it is the stream's turn."""
-        while self.revisited < self.share * self.drawn and len(self.known) > self.wait:
+        """Return a known prompt that is worth a visit now, or None if there is none or it is the stream's turn."""
+        if self.revisited >= self.share * self.drawn:
+            return None
+        for _ in range(len(self.known) - self.least_known):
             prompt = self.known.popleft()
             if self.ledger.is_worth_a_visit(prompt.uid):
                 self.drawn += 1
                 self.revisited += 1
                 return Drawn(prompt)
+            self.known.insert(len(self.known) - self.least_known, prompt)  # before those that are too recent
         return None
 
     def _next(self) -> Drawn:
+        """Return the next prompt of the stream that the ledger admits."""
         self.drawn += 1
         while True:
             (prompt,) = self.stream.take(1)
-            if not self.is_thinned:
+            if not self.uses_ledger:
                 return Drawn(prompt)
             chance = self.ledger.chance(prompt.uid)
             if self.ledger.admits(prompt.uid):

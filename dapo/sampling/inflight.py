@@ -52,16 +52,16 @@ class InflightSampler(DynamicSampler):
     def _top_up(self, step: StepState) -> None:
         """Submit prompts to keep the engine busy, but no more than this batch and the next are expected to need.
 
-        The engine is busy with as many responses as `gen_batch_size` whole groups have.
+        It is busy with as many unfinished responses as `gen_batch_size` groups have.
 
         Invariant: kept + keep rate x undecided <= 2 x train_batch_size. What an update leaves over is then expected to
         fill the next batch, and the batch grows by the few groups that are kept beyond expectation.
         """
         size, limit = self.config.gen_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches
         missing = 2 * self.config.data.train_batch_size - len(step.kept)
-        unfinished = sum(group.asked - len(group.rollouts) for group in self._unfinished())
-        free = size * self.config.rollout.n - unfinished  # responses
-        count = min(free // self.first_asked, math.ceil(missing / self._keep_rate()) - len(self.pending))
+        unfinished = sum(self.config.rollout.n - len(group.rollouts) for group in self._unfinished())
+        free = size - math.ceil(unfinished / self.config.rollout.n)
+        count = min(free, math.ceil(missing / self._keep_rate()) - len(self.pending))
         if limit > 0:
             count = min(count, limit * size - step.submitted)
         if count > 0:

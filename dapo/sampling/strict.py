@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dapo.algorithm.filtering import GroupRules, form_group
-from dapo.algorithm.inclusion import inclusion_weights
 from dapo.checkpoint.state import SamplerState
 from dapo.config import Config
 from dapo.data.stream import PromptStream
@@ -34,9 +33,8 @@ class Pending:
     prompt: Prompt
     chance: float  # the probability with which the prompt was drawn
     version: int  # weight version at submission; no token of the group is older
-    asked: int  # rollouts submitted so far: those of the probe, or all n
     rollouts: list[Rollout] = field(default_factory=list)
-    future: Future[list[Score]] | None = None  # set once these are finished and given to the judge
+    future: Future[list[Score]] | None = None  # set once all n rollouts are finished and given to the judge
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +51,6 @@ class StepState:
     generated: int = 0  # tokens of the fresh groups
     submitted: int = 0  # groups
     rounds: int = 0
-    settled_early: int = 0  # groups decided by their probe
     reward_seconds: float = 0.0
     stop: str | None = None
     unjudged: Counter[str] = field(default_factory=Counter)  # reason -> rollouts
@@ -65,8 +62,6 @@ class DynamicSampler:
 
     Every round is finished before any of its groups is decided. `InflightSampler` overrides that.
     Decisions use counts and submission order only, never the clock or the order in which rewards arrive.
-    With `filter_groups.probe`, a group's first responses are judged before the others are sampled. If they are all
-    equal, the group is dropped there.
     State between steps: the drawer, carried and pending groups, the next serial, recent verdicts.
     """
 
@@ -92,8 +87,6 @@ class DynamicSampler:
         self.next_serial = 0
         self.recent: deque[bool] = deque(maxlen=4 * config.gen_batch_size)  # kept or not, for the keep rate
         self.rules = group_rules(config)
-        self.first_asked = config.algorithm.filter_groups.probe or config.rollout.n  # responses of a new group
-        self.probe_seconds = 0.0  # spent waiting for the scores of probes, since the last decision
         self.params = SamplingParams(
             config.rollout.temperature, max_tokens=config.data.max_response_length, stop=config.rollout.stop
         )
@@ -113,37 +106,28 @@ class DynamicSampler:
         return self._result(step, batch, time.perf_counter() - start)
 
     def state(self) -> SamplerState:
-        drawer = self.drawer
         return SamplerState(
-            positions=list(drawer.stream.positions),
-            data_digest=drawer.stream.digest(),
+            drawer=self.drawer.state(),
             next_serial=self.next_serial,
             recent=list(self.recent),
-            considered=drawer.ledger.considered,
-            ledger=drawer.ledger.state(),
-            known=list(drawer.known),
-            drawn=[drawer.drawn, drawer.revisited],
             carried=self.carried,
             pending={serial: group.prompt for serial, group in self.pending.items()},
         )
 
     def restore(self, state: SamplerState, version: int) -> None:
         """Continue from `state`, whatever was in flight before. Its pending groups are submitted again."""
-        self.drawer.stream.restore(state.positions, state.data_digest)
+        self.drawer.restore(state.drawer)
         self.engine.cancel(list(self.pending))
         self.pending = {}
         self.next_serial = state.next_serial
         self.recent = deque(state.recent, self.recent.maxlen)
-        self.drawer.restore(state.considered, state.ledger, state.known, state.drawn)
         self.carried = list(state.carried)
         self._submit({serial: Drawn(prompt) for serial, prompt in state.pending.items()}, version)
 
     def _submit(self, drawn: Mapping[int, Drawn], version: int) -> None:
-        asked = self.first_asked
-        self.engine.submit(
-            [Request(serial, prompt.tokens, asked, self.params) for serial, (prompt, _) in drawn.items()]
-        )
-        self.pending |= {serial: Pending(*drawing, version, asked) for serial, drawing in drawn.items()}
+        n = self.config.rollout.n
+        self.engine.submit([Request(serial, new.prompt.tokens, n, self.params) for serial, new in drawn.items()])
+        self.pending |= {serial: Pending(new.prompt, new.chance, version) for serial, new in drawn.items()}
 
     def drain(self, is_stopping: Callable[[], bool] = lambda: False) -> bool:
         """Let the engine finish everything in flight, so that it can be used for evaluation.
@@ -209,36 +193,13 @@ class DynamicSampler:
         """Collect finished rollouts from the engine, and submit complete groups to the judge."""
         rollouts, n = self.engine.poll(), self.config.rollout.n
         assert rollouts, "the engine is idle, but rollouts are missing"
-        probed = []
         for rollout in rollouts:
             group = self.pending[rollout.serial]
             group.rollouts.append(rollout)
-            if len(group.rollouts) == group.asked:
+            if len(group.rollouts) == n:
                 group.rollouts.sort(key=lambda member: member.index)
                 group.future = self.judge.submit(group.prompt, group.rollouts)
-                if group.asked < n:
-                    probed.append(rollout.serial)
-        self._sample_rest(sorted(probed))
-        done = [(len(group.rollouts), n if group.future is None else group.asked) for group in self.pending.values()]
-        self.on_progress(*map(sum, zip(*done, strict=True)))
-
-    def _sample_rest(self, serials: Sequence[int]) -> None:
-        """Submit the other responses of the groups whose probes differ or could not be judged.
-
-        Waits for the scores of the probes: when they arrive must not change what is sampled.
-        """
-        start, n, rest = time.perf_counter(), self.config.rollout.n, []
-        for serial in serials:
-            group = self.pending[serial]
-            assert group.future is not None
-            scores = group.future.result()
-            probe = form_group(serial, group.prompt, group.rollouts, scores, replace(self.rules, kl_reward_coef=0.0))
-            if not (probe.verdict.is_flat and all(score.judged for score in scores)):
-                rest.append(Request(serial, group.prompt.tokens, n - group.asked, self.params, first=group.asked))
-                group.asked, group.future = n, None
-        if rest:
-            self.engine.submit(rest)
-        self.probe_seconds += time.perf_counter() - start
+        self.on_progress(sum(len(group.rollouts) for group in self.pending.values()), len(self.pending) * n)
 
     def _decide_finished(self, step: StepState) -> None:
         """Decide the finished groups in submission order, after waiting for their scores."""
@@ -248,39 +209,35 @@ class DynamicSampler:
         scores = [
             with_reply_start(group.prompt, group.rollouts, future.result(), tags) for _, group, future in finished
         ]
-        step.reward_seconds += time.perf_counter() - start + self.probe_seconds
-        self.probe_seconds = 0.0
-        step.settled_early += sum(group.asked < self.config.rollout.n for _, group, _ in finished)
+        step.reward_seconds += time.perf_counter() - start
         # A KL term in the reward changes the verdict, so it needs the reference model for every group here.
         # A KL term in the loss needs it only for the batch (`fill`). The reference takes whole groups, so they are
         # formed without the KL term first.
         rules = self.rules
         drafts = [
-            form_group(serial, group.prompt, group.rollouts, judged, replace(rules, kl_reward_coef=0.0))
+            replace(
+                form_group(serial, group.prompt, group.rollouts, judged, replace(rules, kl_reward_coef=0.0)),
+                chance=group.chance,
+            )
             for (serial, group, _), judged in zip(finished, scores, strict=True)
         ]
         if rules.kl_reward_coef > 0:
             drafts = [
-                form_group(g.serial, g.prompt, g.rollouts, g.scores, rules, g.ref_logprobs)
+                replace(form_group(g.serial, g.prompt, g.rollouts, g.scores, rules, g.ref_logprobs), chance=g.chance)
                 for g in self._with_reference(drafts)
             ]
         for serial, _, _ in finished:
             del self.pending[serial]
-        self._decide(
-            step,
-            [replace(g, chance=g.chance * group.chance) for g, (_, group, _) in zip(drafts, finished, strict=True)],
-        )
+        self._decide(step, drafts)
 
     def _weighted(self, batch: list[Group]) -> list[Group]:
-        """Undo what ledger and probe do to the mix of groups, if `algorithm.correct_sampling` asks for it."""
-        if not self.config.algorithm.correct_sampling:
+        """Weight the advantages so that the ledger does not change the objective, if `ledger.correct` asks for it."""
+        if not self.config.algorithm.ledger.correct or not batch:
             return batch
         by_tokens = self.config.algorithm.loss_agg_mode == "token-mean"
         sizes = [group.trained_tokens if by_tokens else int(group.trains.sum()) for group in batch]
-        weights = inclusion_weights([group.chance for group in batch], sizes)
-        return [
-            replace(group, advantages=weight * group.advantages) for group, weight in zip(batch, weights, strict=True)
-        ]
+        weights = self.drawer.ledger.weights(batch, sizes)
+        return [replace(g, advantages=weight * g.advantages) for g, weight in zip(batch, weights, strict=True)]
 
     def _with_reference(self, groups: list[Group]) -> list[Group]:
         """Add the reference model's log-probabilities to groups without them, if the run has a reference model."""
@@ -362,7 +319,6 @@ class DynamicSampler:
             tokens=tokens,
             rounds=step.rounds,
             skipped=self.drawer.take_skipped(),
-            settled_early=step.settled_early,
             generate_seconds=seconds - step.reward_seconds,
             reward_seconds=step.reward_seconds,
             events=tuple(step.events),
@@ -383,5 +339,4 @@ def group_rules(config: Config) -> GroupRules:
         filter_metric=config.algorithm.filter_groups.metric,
         adv_norm=config.algorithm.adv_norm,
         kl_reward_coef=config.algorithm.kl_reward_coef,
-        probe=config.algorithm.filter_groups.probe,
     )

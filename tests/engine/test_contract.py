@@ -140,16 +140,6 @@ def test_a_serial_draws_the_same_tokens_again_and_other_serials_indices_and_phas
     assert len({tuple(r.tokens.tolist()) for r in [*first.values(), *other_phase.values()]}) == 9
 
 
-def test_a_group_sampled_in_two_parts_draws_the_same_tokens_as_the_whole(subject):
-    params, (prompt,) = SamplingParams(max_tokens=12), prompts(1, seed=3)
-    whole = drain(subject.engine, Request(7, prompt, 5, params))
-    parts = drain(subject.engine, Request(7, prompt, 2, params))
-    parts |= drain(subject.engine, Request(7, prompt, 3, params, first=2))
-    assert parts.keys() == whole.keys()
-    for key, rollout in whole.items():
-        assert parts[key].tokens.tolist() == rollout.tokens.tolist()
-
-
 def test_no_rollout_is_lost_or_comes_twice_when_groups_arrive_in_bursts(subject):
     requests = groups(60, 4, SamplingParams(max_tokens=15), seed=6)
     rollouts: list[Rollout] = []

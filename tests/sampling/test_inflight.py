@@ -50,7 +50,7 @@ class ScriptedEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.submitted += [request.serial for request in requests]
-        self.in_flight += [[request, index, None, [], 0] for request in requests for index in request.indices]
+        self.in_flight += [[request, index, None, [], 0] for request in requests for index in range(request.n)]
 
     def poll(self) -> list[Rollout]:
         self.busy.append(len({seq[0].serial for seq in self.in_flight}))

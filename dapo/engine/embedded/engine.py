@@ -86,7 +86,7 @@ class EmbeddedEngine:
                 self.stops[stop] = StopStrings(self.tokenizer, stop)
             prompt = self.prompts.setdefault(request.prompt, SharedPrompt(request.prompt))
             prompt.users += request.n
-            for index in request.indices:
+            for index in range(request.n):
                 key = row_key(self.seed, request.phase, request.serial, index)
                 self.waiting.append(Response(request, prompt, index, key, self.stops[stop]))
         # One step draws for the whole batch.

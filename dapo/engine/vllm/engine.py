@@ -100,7 +100,7 @@ class VllmEngine:
             stop = request.params.stop
             if stop not in self.stops:
                 self.stops[stop] = StopStrings(self.tokenizer, stop)
-            for index in request.indices:
+            for index in range(request.n):
                 self.submitted += 1
                 name = f"{request.phase}/{request.serial}/{index}/{self.submitted}"
                 params = self._params(request, index)

@@ -1,0 +1,140 @@
+"""Test which prompts are drawn: revisits of kept ones, their order and share, and the state that a resume needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dapo.checkpoint.state import TrainerState, from_document, to_document
+from dapo.config import Config
+from dapo.data.stream import PromptStream, ShuffledSource
+from dapo.sampling.drawing import MIN_BATCHES, PromptDrawer
+from dapo.types import Prompt, Score
+from tests import make
+from tests.sampling import test_inflight as inflight
+from tests.sampling import test_strict as strict
+
+BATCH = 4
+
+
+def drawer_for(prompts=400, **ledger):
+    values = {
+        "model": {"path": "tiny"},
+        "data": {"train": "none", "train_batch_size": BATCH},
+        "algorithm": {"ledger": {"enable": True, **ledger}},
+    }
+    rows = [Prompt(f"p{i}", (), (i,), answer=i) for i in range(prompts)]
+    return PromptDrawer(Config.parse(values), PromptStream([ShuffledSource(rows, 0)]))
+
+
+def outcome(prompt, right, n=8):
+    group = make.group([float(i < right) for i in range(n)], accs=[i < right for i in range(n)])
+    return replace(group, prompt=prompt)
+
+
+def test_a_share_of_the_draws_goes_back_to_kept_prompts_and_visits_are_far_apart():
+    drawer, seen, pauses = drawer_for(revisit=0.4), {}, []
+    for turn in range(390):  # less than an epoch: the stream itself repeats nothing
+        ((prompt, _),) = drawer.draw(1)
+        if prompt.uid in seen:
+            pauses.append(turn - seen[prompt.uid])
+        seen[prompt.uid] = turn
+        drawer.record(outcome(prompt, right=prompt.answer % 9))
+    assert len(pauses) == drawer.revisited
+    assert drawer.revisited / drawer.drawn == pytest.approx(0.4, abs=0.01)
+    assert min(pauses) >= MIN_BATCHES * BATCH
+    assert not any(prompt.answer % 9 in (0, 8) for prompt in drawer.known)  # none or all of 8 right: dropped
+
+
+def test_prompts_with_a_pass_rate_near_one_half_are_revisited_most():
+    drawer, visits, seen = drawer_for(prompts=4000, revisit=0.6), [0] * 9, set()
+    for _ in range(3000):
+        ((prompt, _),) = drawer.draw(1)
+        visits[prompt.answer % 9] += prompt.uid in seen
+        seen.add(prompt.uid)
+        drawer.record(outcome(prompt, right=prompt.answer % 9))
+    assert visits[0] == visits[8] == 0
+    assert visits[4] > 3 * visits[1]
+    assert visits[4] > 3 * visits[7]
+
+
+def test_a_prompt_that_became_flat_is_not_visited_again():
+    drawer = drawer_for(revisit=0.5)
+    for _ in range(300):
+        ((prompt, _),) = drawer.draw(1)
+        drawer.record(outcome(prompt, right=8 if drawer.ledger.history(prompt.uid).groups else 4))
+    assert drawer.revisited > 50
+    assert all(history.groups <= 2 for history in drawer.ledger.histories.values())
+
+
+def test_without_right_and_wrong_every_kept_prompt_is_worth_a_visit():
+    drawer = drawer_for(revisit=0.5)
+    for _ in range(200):
+        ((prompt, _),) = drawer.draw(1)
+        drawer.record(replace(make.group([0.1, 0.9]), prompt=prompt))
+    assert drawer.revisited / drawer.drawn > 0.4
+
+
+def test_without_revisits_nothing_is_kept_for_them():
+    drawer = drawer_for()
+    for _ in range(100):
+        ((prompt, _),) = drawer.draw(1)
+        drawer.record(outcome(prompt, right=4))
+    assert (len(drawer.known), drawer.revisited) == (0, 0)
+
+
+def test_the_weights_undo_what_the_ledger_does_to_the_mix_of_prompts():
+    """Draw for a long time: prompt 0 always teaches, prompt 1 is flat in every other group.
+
+    Each draw counts with the inverse of its chance. So weighted, both prompts count the same.
+    """
+    drawer = drawer_for(prompts=2, explore=0.2)
+    plain, weighted, visits = np.zeros(2), np.zeros(2), 0
+    for _ in range(6000):
+        ((prompt, chance),) = drawer.draw(1)
+        plain[prompt.answer] += 1
+        weighted[prompt.answer] += 1 / chance
+        visits += prompt.answer
+        drawer.record(outcome(prompt, right=8 if prompt.answer and visits % 2 else 4))
+    assert plain[1] / plain[0] < 0.85
+    assert weighted[1] / weighted[0] == pytest.approx(1, abs=0.05)
+
+
+def test_corrected_advantages_are_weighted_and_the_batch_keeps_its_size():
+    sampler = strict.sampler_for(
+        strict.mixed_when(lambda serial: True), "algorithm.ledger={enable: true, correct: true}"
+    )
+    groups = [replace(make.group([0.0, 1.0], [5, 7]), chance=chance) for chance in (1.0, 0.25, 0.5)]
+    weighted = sampler._weighted(groups)
+    ratios = [after.advantages[0] / before.advantages[0] for before, after in zip(groups, weighted, strict=True)]
+    assert ratios[1] / ratios[0] == pytest.approx(4)
+    assert ratios[2] / ratios[0] == pytest.approx(2)
+    assert sum(ratios) == pytest.approx(3)  # equal sizes: the mean weight is 1
+    off = strict.sampler_for(strict.mixed_when(lambda serial: True), "algorithm.ledger.enable=true")
+    assert off._weighted(groups) == groups
+
+
+@pytest.mark.parametrize("correct", ["revisit: 0.5", "correct: true"])
+def test_a_restored_sampler_draws_and_samples_the_same(correct):
+    def judge(prompt, rollout):
+        return Score(float(rollout.index == 0 and (prompt.answer < 3 or rollout.serial % 2 > 0)))
+
+    options = (f"algorithm.ledger={{enable: true, {correct}}}", "data.gen_batch_size=6")
+    one, other = (strict.sampler_for(judge, *options) for _ in range(2))
+    one.drawer.least_known = other.drawer.least_known = 3
+    for step in range(1, 6):
+        inflight.advance(one, step, step - 1)
+    document = json.loads(json.dumps(to_document(TrainerState(5, 5, 0, 0, one.state()))))
+    del document["format"]
+    other.restore(from_document(document).sampler, version=5)
+    other.engine.sync_weights(5)
+    for step in range(6, 10):
+        first, second = (inflight.advance(sampler, step, step - 1) for sampler in (one, other))
+        for mine, theirs in zip(first.groups, second.groups, strict=True):
+            assert (mine.serial, mine.prompt.uid, mine.chance) == (theirs.serial, theirs.prompt.uid, theirs.chance)
+            assert np.array_equal(mine.advantages, theirs.advantages)
+            assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(mine.rollouts, theirs.rollouts, strict=True))
+    assert (one.drawer.revisited > 0) == ("revisit" in correct)
