@@ -10,7 +10,7 @@ import pytest
 from tests import runs
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -26,7 +26,7 @@ def test_every_file_linked_and_every_test_named_exists(page):
 
 
 @pytest.mark.parametrize(
-    "name", re.findall(r"`dapo/([\w/]+\.py)` `([\w.]+)`", (ROOT / "docs/algorithm.md").read_text())
+    "name", re.findall(r"`dapo/([\w/]+\.py)` `([\w.]+)`", (ROOT / "docs/explanation/algorithm.md").read_text())
 )
 def test_every_function_named_beside_a_formula_exists(name):
     file, function = name

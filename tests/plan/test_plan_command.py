@@ -22,7 +22,7 @@ from dapo.plan.shapes import model_shape
 from dapo.plan.workload import workload
 from tests.plan.test_plan import H200, PUBLISHED, ROOT, planned, printed
 
-PAGE = ROOT / "docs" / "scaling.md"
+PAGE = ROOT / "docs" / "explanation" / "scaling.md"
 
 
 # Properties
