@@ -22,7 +22,10 @@ from tests.tiny import save_tiny
 
 # Blocks that cannot run here, with the reason in the page's source. Adding one is a decision.
 NOT_RUN = {("docs/how-to/rewards.md", "verl is not installed for the tests")}
-TESTED_ELSEWHERE = ("docs/reference/run-database.md",)  # in tests/store/test_database.py
+TESTED_ELSEWHERE = (
+    "docs/reference/python.md",  # in tests/training/test_python_page.py
+    "docs/reference/run-database.md",  # in tests/store/test_database.py
+)
 GENERATED = ("docs/reference/cli.md",)
 MINIMAL = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
