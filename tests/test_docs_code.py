@@ -17,8 +17,8 @@ import yaml
 from dapo.cli import app
 from dapo.config import Config
 from dapo.config.loading import parse_yaml
+from tests import runs
 from tests.pages import PAGES, ROOT, blocks, name_of
-from tests.tiny import save_tiny
 
 # Blocks that cannot run here, with the reason in the page's source. Adding one is a decision.
 NOT_RUN = {("docs/how-to/rewards.md", "verl is not installed for the tests")}
@@ -30,19 +30,16 @@ GENERATED = ("docs/reference/cli.md",)
 MINIMAL = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
 def with_python(page: Path) -> bool:
     return name_of(page) not in TESTED_ELSEWHERE and any(not block.not_run for block in blocks(page, "python"))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if with_python(page)], ids=name_of)
-def test_the_python_blocks_of_a_page_run_one_after_the_other(page: Path, tiny: Path, tmp_path: Path, monkeypatch):
-    """With a tiny model in place of real ones, and two steps."""
+def test_the_python_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path, monkeypatch):
+    """With a tiny model in place of real ones, two steps, and a recipe.yaml."""
     monkeypatch.chdir(tmp_path)
+    runs.recipe(tmp_path, run={"steps": 2})
+    tiny = tmp_path / "model"
     (tmp_path / "five").symlink_to(tiny)  # exported before, in the tutorial
     names: dict[str, Any] = {}
     for block in blocks(page, "python"):
