@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLUSTER := .venv-cluster
 
-.PHONY: demo test test-slow test-all test-cluster test-faults lint bench clean
+.PHONY: demo test test-slow test-all test-cluster test-faults lint docs reference dist bench clean
 
 RUNS ?= runs
 PORT ?= 8080
@@ -46,6 +46,20 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The documentation with search, in site/. Building it and reading it need no network; a broken link ends the build.
+docs: $(VENV)/.ready
+	$(BIN)/zensical build --strict --clean
+	@echo "See it with: $(BIN)/python -m http.server --directory site"
+
+# The pages that are made from the code: options and commands.
+reference: $(VENV)/.ready
+	$(BIN)/python -m dapo.config.reference > docs/reference/configuration.md
+	$(BIN)/python -m typer dapo.cli utils docs --name dapo --title "Command line" --output docs/reference/cli.md
+
+# The wheel and the source distribution of dapo-rl, in dist/.
+dist: $(VENV)/.ready
+	$(BIN)/python -m build --no-isolation --outdir dist
+
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
 	$(BIN)/python -m benchmarks.rewards
@@ -72,4 +86,4 @@ $(CLUSTER)/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLUSTER) build dist *.egg-info
+	rm -rf $(VENV) $(CLUSTER) .cache build dist site *.egg-info

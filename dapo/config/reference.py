@@ -1,4 +1,4 @@
-"""Generates docs/configuration.md from the schema: `python -m dapo.config.reference > docs/configuration.md`."""
+"""Generates docs/reference/configuration.md: `python -m dapo.config.reference > docs/reference/configuration.md`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dapo.config.schema import leaves
 
 
 def options_markdown() -> str:
-    """Return the page docs/configuration.md: every option with its type, its default and its help."""
+    """Return the page docs/reference/configuration.md: every option with its type, its default and its help."""
     page, heading = [_OPTIONS_INTRODUCTION], ""
     for name, info in leaves():
         if not name.startswith(f"{heading}."):

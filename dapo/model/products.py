@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Without split sums, a product of few rows with many terms leaves most of a GPU idle. Padded to _ENOUGH_ROWS rows it is
-# faster (docs/performance.md).
+# faster (docs/explanation/performance.md).
 _MANY_TERMS = 4096
 _ENOUGH_ROWS = 128
 

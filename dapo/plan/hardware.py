@@ -1,6 +1,6 @@
 """GPUs by their data sheets, and the share of their peak rates that was measured on one H200.
 
-Every constant says where it comes from: MEASURED (docs/performance.md), a data sheet, or ASSUMED.
+Every constant says where it comes from: MEASURED (docs/explanation/performance.md), a data sheet, or ASSUMED.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CAPTURED_LAYER_SECONDS = 33e-3 / 30
 EAGER_LAYER_SECONDS = 108e-3 / 30
 # MEASURED, on two CPU cores: one LaTeX answer judged by `math` in one worker.
 JUDGE_SECONDS = 2 / 2602
-# MEASURED, on two CPU cores (docs/cluster.md): groups of 16 per second that one driver dispatches and collects.
+# MEASURED, on two CPU cores (docs/how-to/cluster.md): groups of 16 per second that one driver dispatches and collects.
 CONTROLLER_GROUPS = 20_000 / 60
 
 # ASSUMED.

@@ -1,4 +1,4 @@
-"""The tables of run.db, documented in docs/run-database.md. Any change here must raise SCHEMA_VERSION."""
+"""The tables of run.db, documented in docs/reference/run-database.md. Any change here must raise SCHEMA_VERSION."""
 
 APPLICATION_ID = 0x6461706F  # "dapo"
 SCHEMA_VERSION = 3

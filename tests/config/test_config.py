@@ -25,7 +25,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 SMALLEST = "model: {path: m}\ndata: {train: d.jsonl}\n"
 
-# Adding, renaming or removing an option is a decision: it changes this list, docs/configuration.md and the recipes.
+# Adding, renaming or removing an option is a decision: it changes this list, the page of options and the recipes.
 OPTIONS = [
     "run.name", "run.dir", "run.steps", "run.seed", "run.save_every", "run.store_tokens", "run.trackers",
     "model.path", "model.dtype", "model.device", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules",
@@ -362,8 +362,8 @@ def test_every_option_has_a_help_sentence():
 
 
 def test_the_options_page_is_current():
-    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    remedy = "python -m dapo.config.reference > docs/configuration.md"
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    remedy = "python -m dapo.config.reference > docs/reference/configuration.md"
     assert page == options_markdown(), remedy
 
 

@@ -164,7 +164,7 @@ def test_every_gpu_has_the_peak_rate_that_is_used_for_mfu():
         assert gpu.flops == peak_flops(devices.get(gpu.name, f"NVIDIA {gpu.name.upper()}"))
 
 
-# Measured on one H200 (docs/performance.md)
+# Measured on one H200 (docs/explanation/performance.md)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from dapo.plan.shapes import model_shape
 from dapo.plan.workload import workload
 from tests.plan.test_plan import H200, PUBLISHED, ROOT, planned, printed
 
-PAGE = ROOT / "docs" / "scaling.md"
+PAGES = (ROOT / "docs" / "explanation" / "scaling.md", ROOT / "docs" / "tutorial" / "lora.md")
+SHOWN = [block for page in PAGES for block in re.findall(r"```\n\$ dapo (plan .*?)```", page.read_text("utf-8"), re.S)]
 
 
 # Properties
@@ -181,7 +182,7 @@ def test_a_comparison_names_the_numbers_of_gpus_that_do_not_fit():
     assert "- 8 GPUs:" in text
 
 
-@pytest.mark.parametrize("block", re.findall(r"```\n\$ dapo (plan .*?)```", PAGE.read_text(encoding="utf-8"), re.S))
+@pytest.mark.parametrize("block", SHOWN)
 def test_the_tables_in_the_docs_are_what_the_command_prints(block, monkeypatch):
     command, shown = block.split("\n\n", 1)
     monkeypatch.chdir(ROOT)

@@ -741,7 +741,7 @@ def test_a_resumed_run_can_change_its_configuration(path: Path) -> None:
 
 
 def documented(language: str) -> list[str]:
-    page = Path(__file__).parents[2] / "docs" / "run-database.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "run-database.md"
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
