@@ -188,7 +188,7 @@ def explain(error: ValidationError, source: str, names: Sequence[str]) -> str:
         if is_unknown:
             theirs = explain_unknown(key, fault["input"]) if len(key) <= _MAX_SHOWN else None
             sentences.append(theirs or f"unknown key '{_cut(key)}'{_suggest(key, names)}")
-        elif fault["type"] == "model_type" and (row := find("trl", key)):  # TRL's `optim: adamw_torch`
+        elif isinstance(fault["input"], str) and (row := find("trl", key)):  # TRL's `optim: adamw_torch`
             sentences.append(f"'{key}' is {_shown(fault['input'])}: {row.plain_note}")
         elif fault["type"] == "missing" and not isinstance(fault["loc"][-1], int):
             sentences.append(f"'{key}' is missing")

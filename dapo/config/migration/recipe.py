@@ -102,12 +102,17 @@ def convert(settings: Settings) -> Recipe:
 
 
 def _by_first_name(recipe: Recipe) -> dict[str, Any]:
-    """Return the given values by the first of their names in the table; other spellings are known, too."""
-    found = {}
+    """Return the given values by the first of their names in the table; keys of a mapping are put together again."""
+    found: dict[str, Any] = {}
     for name, value in recipe.settings.given.items():
         row = find(recipe.settings.system, name)
+        above = next((each for each in row.names if name.startswith(f"{each}.")), None) if row else None
         if row is None:
             recipe.unknown.append(name)
+        elif above is not None:
+            mapping = found.setdefault(row.name, {})
+            if isinstance(mapping, dict):
+                mapping[name.removeprefix(f"{above}.")] = value
         else:
             found[row.name if name in row.names else name] = value
     return found

@@ -180,6 +180,8 @@ class _Reader:
         if sign and sign[-1] == "+":
             return self._substitute(default) if self._value(name, "") else ""
         value = self._value(name, default if sign and sign[-1] in "-=" else None)
+        if not value and sign in (":-", ":="):
+            value = self._substitute(default)
         return value.lower() if letters == ",," else value.upper() if letters == "^^" else value
 
     def _value(self, name: str, default: str | None) -> str:

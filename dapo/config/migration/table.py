@@ -1,12 +1,7 @@
-"""The tables of other systems' options: lookup for error messages, and the pages docs/from-verl.md and from-trl.md.
-
-`python -m dapo.config.migration.table docs` writes the tables into the two pages again.
-"""
+"""The tables of verl's and TRL's options, and the answer to somebody who uses such a name in a recipe."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +11,6 @@ from typing import Any
 import yaml
 
 SYSTEMS = {"verl": "verl 0.9.1", "trl": "TRL 1.16.0"}
-MARKER = "<!-- The rest of this page is generated: python -m dapo.config.migration.table docs -->\n"
 NOT_SET = object()  # the default of an option that a recipe need not repeat
 _FEW = 3  # names explained in one error message
 
@@ -84,13 +78,11 @@ def _by_name(system: str) -> Mapping[str, Row]:
 
 
 def find(system: str, name: str) -> Row | None:
-    """Return the row of a name, or of the nearest section above it that stands for everything in it."""
+    """Return the row of a name, of the option whose mapping it belongs to, or of a section that stands for it."""
     named = _by_name(system)
-    if name in named:
-        return named[name]
     parts = name.split(".")
-    sections = (".".join(parts[:length]) + ".*" for length in range(len(parts), 0, -1))
-    return next((named[section] for section in sections if section in named), None)
+    above = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((named[each] for part in above for each in (part, f"{part}.*") if each in named), None)
 
 
 def _find_by_ending(name: str) -> Row | None:
@@ -128,27 +120,3 @@ def leaves_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from leaves_of(value, name)
         else:
             yield name, value
-
-
-def table_markdown(system: str) -> str:
-    """Return the table of a system: its options, ours, and what differs."""
-    head = f"| {system} | default | dapo | what differs |\n| --- | --- | --- | --- |\n"
-    lines = [f"\n## Options of {SYSTEMS[system]}\n\n{head}"]
-    for row in rows(system):
-        names = "<br>".join(f"`{name}`" for name in row.names)
-        default = "" if row.default is NOT_SET else f"`{json.dumps(row.default)}`"
-        ours = f"`{row.ours}`" if row.ours else "–"
-        lines.append(f"| {names} | {default} | {ours} | {row.note} |\n")
-    return "".join(lines)
-
-
-def write_pages(docs: Path) -> None:
-    """Write the tables into the pages, below the marker."""
-    for system in SYSTEMS:
-        page = docs / f"from-{system}.md"
-        introduction = page.read_text(encoding="utf-8").partition(MARKER)[0]
-        page.write_text(introduction + MARKER + table_markdown(system), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_pages(Path(sys.argv[1]))

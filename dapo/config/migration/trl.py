@@ -68,7 +68,7 @@ def _warmup(value: Any, theirs: Theirs) -> Any:
 
 def _save_steps(value: Any, theirs: Theirs) -> Any:
     strategy = theirs.get("save_strategy", "steps")
-    if strategy == "no":
+    if strategy in ("no", False):  # YAML reads no as false
         return 0
     if strategy != "steps" or value < 1:
         raise NoCounterpart("run.save_every is a number of steps")
