@@ -106,15 +106,14 @@ def _by_first_name(recipe: Recipe) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in recipe.settings.given.items():
         row = find(recipe.settings.system, name)
-        above = next((each for each in row.names if name.startswith(f"{each}.")), None) if row else None
         if row is None:
             recipe.unknown.append(name)
-        elif above is not None:
-            mapping = found.setdefault(row.name, {})
-            if isinstance(mapping, dict):
-                mapping[name.removeprefix(f"{above}.")] = value
-        else:
-            found[row.name if name in row.names else name] = value
+        elif name in row.names:
+            found[row.name] = value
+        elif row.name.endswith(".*"):
+            found[name] = value
+        elif isinstance(mapping := found.setdefault(row.name, {}), dict):
+            mapping[name.removeprefix(f"{row.name}.")] = value
     return found
 
 

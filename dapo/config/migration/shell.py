@@ -126,12 +126,12 @@ class _Reader:
         text = self._substitute(token)
         return text.split() if re.fullmatch(r"\$\{?[A-Za-z_]\w*\}?", token) else [text]
 
-    def _substitute(self, token: str) -> str:
+    def _substitute(self, token: str, in_quotes: bool = False) -> str:
         """Remove quotes, and put in the values of variables."""
         if self.depth > _MAX_DEPTH:
             return UNKNOWN
         self.depth += 1
-        text, place, in_quotes = [], 0, False
+        text, place = [], 0
         while place < len(token):
             char = token[place]
             if char == "'" and not in_quotes:
@@ -148,7 +148,7 @@ class _Reader:
                 place = token.find("`", place + 1)
                 text.append(UNKNOWN)
             elif char == "$":
-                value, place = self._dollar(token, place)
+                value, place = self._dollar(token, place, in_quotes)
                 text.append(value)
             else:
                 text.append(char)
@@ -156,35 +156,35 @@ class _Reader:
         self.depth -= 1
         return "".join(text)
 
-    def _dollar(self, token: str, place: int) -> tuple[str, int]:
+    def _dollar(self, token: str, place: int, in_quotes: bool) -> tuple[str, int]:
         """Return the value of what begins with the dollar sign at `place`, and where it ends."""
         if token.startswith(("$(", "${"), place):
-            end = end_of_bracket(token, place + 1)
+            end = end_of_bracket(token, place + 1, in_quotes)
             inside = token[place + 2 : end]
             if token[place + 1] == "{":
-                return self._parameter(inside), end
+                return self._parameter(inside, in_quotes), end
             if inside.startswith("(") and inside.endswith(")"):
                 return self._arithmetic(inside[1:-1]), end
             return "." if inside.strip() == "pwd" else UNKNOWN, end
         if found := _NAME.match(token, place + 1):
-            return self._value(found[0], None), found.end() - 1
+            return self._value(found[0]), found.end() - 1
         is_special = place + 1 < len(token) and (token[place + 1].isdigit() or token[place + 1] in "@*#?$")
         return (UNKNOWN, place + 1) if is_special else ("$", place)
 
-    def _parameter(self, text: str) -> str:
+    def _parameter(self, text: str, in_quotes: bool) -> str:
         """Return the value of ${text}: plain, with a default, or in small or capital letters."""
         found = re.fullmatch(r"([A-Za-z_]\w*|\d+)(?:(:?[-=?+])(.*)|(,,|\^\^))?", text, re.DOTALL)
         if not found:
             return UNKNOWN  # ${name%pattern}, ${#name} and the like
         name, sign, default, letters = found.groups()
         if sign and sign[-1] == "+":
-            return self._substitute(default) if self._value(name, "") else ""
-        value = self._value(name, default if sign and sign[-1] in "-=" else None)
-        if not value and sign in (":-", ":="):
-            value = self._substitute(default)
+            return self._substitute(default, in_quotes) if self._value(name) not in ("", UNKNOWN) else ""
+        value = self._value(name)
+        if (value == UNKNOWN and sign in ("-", "=", ":-", ":=")) or (not value and sign in (":-", ":=")):
+            value = self._substitute(default, in_quotes)
         return value.lower() if letters == ",," else value.upper() if letters == "^^" else value
 
-    def _value(self, name: str, default: str | None) -> str:
+    def _value(self, name: str) -> str:
         if name in self.values:
             self.collected.update(self.doubts.get(name, {}))
             return (self.values[name] or [""])[0]
@@ -193,12 +193,12 @@ class _Reader:
         if self.environment.get(name):
             self.collected[f"{name} comes from the environment"] = None
             return self.environment[name]
-        return UNKNOWN if default is None else self._substitute(default)
+        return UNKNOWN
 
     def _arithmetic(self, text: str) -> str:
         """Return the value of an expression of whole numbers, or UNKNOWN."""
         names = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text)
-        plain = _NAME.sub(lambda found: f"({self._value(found[0], None)})", names)
+        plain = _NAME.sub(lambda found: f"({self._value(found[0])})", names)
         if UNKNOWN in plain or len(plain) > 500:
             return UNKNOWN
         try:

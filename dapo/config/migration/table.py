@@ -78,11 +78,11 @@ def _by_name(system: str) -> Mapping[str, Row]:
 
 
 def find(system: str, name: str) -> Row | None:
-    """Return the row of a name, of the option whose mapping it belongs to, or of a section that stands for it."""
+    """Return the row of a name, or of the nearest section above it that stands for everything in it."""
     named = _by_name(system)
     parts = name.split(".")
-    above = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    return next((named[each] for part in above for each in (part, f"{part}.*") if each in named), None)
+    sections = (".".join(parts[:length]) + ".*" for length in range(len(parts), 0, -1))
+    return next((named[each] for each in (name, *sections) if each in named), None)
 
 
 def _find_by_ending(name: str) -> Row | None:

@@ -25,14 +25,17 @@ def split_words(text: str) -> list[str]:
     return [word for _, words in _commands(text) for word in words]
 
 
-def end_of_bracket(text: str, place: int) -> int:
-    """Return where the bracket at `place` closes, skipping quotes and nested brackets."""
+def end_of_bracket(text: str, place: int, in_quotes: bool = False) -> int:
+    """Return where the bracket at `place` closes, skipping quotes and nested brackets.
+
+    Between double quotes, ' has no meaning in ${...}.
+    """
     opening, closing, depth, at = text[place], _PAIRS[text[place]], 0, place
     while at < len(text):
         char = text[at]
         if char == "\\":
             at += 1
-        elif (char == "'" and opening == "(") or char == '"':
+        elif char == '"' or (char == "'" and not (in_quotes and opening == "{")):
             at = _end_of_quote(text, at)
         elif char == opening:
             depth += 1
@@ -58,7 +61,7 @@ def _end_of_quote(text: str, place: int) -> int:
         if quote == '"' and text[at] == "\\":
             at += 1
         elif quote == '"' and text.startswith(("$(", "${"), at):
-            at = end_of_bracket(text, at + 1)
+            at = end_of_bracket(text, at + 1, in_quotes=True)
         at += 1
     if at >= len(text):
         raise _Unclosed(place)
