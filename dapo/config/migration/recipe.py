@@ -91,8 +91,7 @@ def convert(settings: Settings) -> Recipe:
         recipe.options[option], recipe.comments[option] = value, reason
     given = _by_first_name(recipe)
     defaults = {row.name: row.default for row in rows(settings.system) if row.default is not NOT_SET}
-    readable = {name: value for name, value in given.items() if not _is_unknown(value)}
-    theirs = {**defaults, **readable}
+    theirs = {name: value for name, value in (defaults | given).items() if not _is_unknown(value)}
     for name, value in defaults.items():
         if name not in given:
             _convert_one(recipe, name, value, theirs, is_given=False)

@@ -34,7 +34,7 @@ class Row:
     @property
     def off_values(self) -> list[Any]:
         """The values for which nothing has to be written, if the conversion is `off`."""
-        return yaml.safe_load(f"[{self.conversion.removeprefix('off ')}]")
+        return [_scalar(text) for text in self.conversion.removeprefix("off ").split(", ")]
 
     def answer(self) -> str:
         """Return the answer to somebody who has used the name in a recipe: our option, and what differs."""
