@@ -49,7 +49,7 @@ def test_a_recipe_is_written_to_a_file_that_loads_and_what_is_missing_is_said(tm
     assert "No counterpart, so the run differs here:\n- actor_rollout_ref.actor.entropy_coeff=0.01: " in done.stdout
     assert Config.load(tmp_path / "recipe.yaml").rollout.n == 8
     done = dapo("convert", tmp_path / "run.sh", "--to", tmp_path / "other.yaml")
-    assert "it does not load yet: the recipe: 'model' is missing" in done.stdout
+    assert "it does not load yet: 'model' is missing" in done.stdout
 
 
 @pytest.mark.parametrize(

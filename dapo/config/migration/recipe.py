@@ -41,16 +41,16 @@ class Recipe:
     def problem(self) -> str | None:
         """Return what keeps the recipe from loading; None if nothing does."""
         try:
-            Config.parse(_nested(self.options), "the recipe")
+            Config.parse(_nested(self.options), "recipe")
         except ConfigError as error:
-            return str(error)
+            return str(error).removeprefix("recipe: ")
         return None
 
     def text(self, source: str) -> str:
         """Return the recipe as YAML with comments."""
         head = [f"Converted from {source} ({SYSTEMS[self.settings.system]}) by `dapo convert`."]
         if problem := self.problem():
-            head.append(f"It does not load yet. {problem}.")
+            head.append(f"It does not load yet: {problem}.")
         return "".join([*_comment(head), *self._yaml(), *(_comment(["", *self.report()]))])
 
     def _yaml(self) -> Iterator[str]:
@@ -67,7 +67,7 @@ class Recipe:
 
     def report(self) -> list[str]:
         """Return the lines that say what to look at: doubts, missing counterparts, differences, ignored names."""
-        system = self.settings.system
+        system = _title(self.settings.system)
         unknown = self.unknown[:_MAX_UNKNOWN] + ["..."] * (len(self.unknown) > _MAX_UNKNOWN)
         parts = [
             ("To check", [*self.settings.notes, *self._doubts()]),
@@ -81,7 +81,7 @@ class Recipe:
     def _doubts(self) -> Iterator[str]:
         if "reward.use" not in self.options:
             chooser = "by data_source" if self.settings.system == "verl" else "in Python"
-            yield f"reward.use is not set, so the judge is `math`; {self.settings.system} chooses it {chooser}"
+            yield f"reward.use is not set, so the judge is `math`; {_title(self.settings.system)} chooses it {chooser}"
 
 
 def convert(settings: Settings) -> Recipe:
@@ -103,12 +103,15 @@ def convert(settings: Settings) -> Recipe:
 def _by_first_name(recipe: Recipe) -> dict[str, Any]:
     """Return the given values by the first of their names in the table; keys of a mapping are put together again."""
     found: dict[str, Any] = {}
+    ranks: dict[str, int] = {}
     for name, value in recipe.settings.given.items():
         row = find(recipe.settings.system, name)
         if row is None:
             recipe.unknown.append(name)
-        elif name in row.names:
-            found[row.name] = value
+        elif name in row.names:  # of several spellings, the first that is not null counts
+            rank = row.names.index(name)
+            if row.name not in ranks or (value is not None and (found[row.name] is None or rank < ranks[row.name])):
+                found[row.name], ranks[row.name] = value, rank
         elif row.name.endswith(".*"):
             found[name] = value
         elif isinstance(mapping := found.setdefault(row.name, {}), dict):
@@ -135,8 +138,9 @@ def _convert_one(recipe: Recipe, name: str, value: Any, theirs: Mapping[str, Any
             recipe.options[row.ours] = converted
             recipe.comments.pop(row.ours, None)
             if not is_given:
-                recipe.comments[row.ours] = f"{recipe.settings.system}'s default"
-    if is_given and row.is_told:
+                recipe.comments[row.ours] = f"{_title(recipe.settings.system)}'s default"
+    is_other = converted is not SKIP and row.ours is not None and converted != _default(row.ours)
+    if is_given and row.is_told and (is_other or row.conversion == "skip"):
         recipe.differing[name] = row.note
 
 
@@ -152,7 +156,9 @@ def _converted(system: str, row: Row, value: Any, theirs: Mapping[str, Any]) -> 
         raise NoCounterpart
     try:
         converted = _CONVERSIONS[system][row.conversion](value, theirs)
-    except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError, OverflowError):
+    except KeyError as error:
+        raise NoCounterpart(f"it depends on {error.args[0]}, which could not be read; set {row.ours}") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError):
         raise NoCounterpart(f"the value could not be understood; set {row.ours}") from None
     if converted is not SKIP and row.ours is not None and (fault := _fault(row.ours, converted)):
         raise NoCounterpart(f"{row.ours}: {fault}")
@@ -167,6 +173,10 @@ def _fault(option: str, value: Any) -> str | None:
         faults = [fault for fault in error.errors() if fault["loc"]]
         return faults[0]["msg"] if faults else None
     return None
+
+
+def _title(system: str) -> str:
+    return SYSTEMS[system].split()[0]
 
 
 def _is_unknown(value: Any) -> bool:

@@ -118,7 +118,6 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "recompute": lambda value, theirs: "auto" if value else "never",
     "mini_batch": lambda value, theirs: min(value, theirs["data.train_batch_size"]),
     "micro_batch_tokens": lambda value, theirs: value if theirs[f"{_ACTOR}.use_dynamic_bsz"] else SKIP,
-    "clip_ratio": skip,
     "clip_ratio_side": lambda value, theirs: theirs.get(f"{_ACTOR}.clip_ratio", 0.2) if value is None else value,
     "loss_agg_mode": choice(
         token_mean="token-mean",

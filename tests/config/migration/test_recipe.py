@@ -163,8 +163,22 @@ def test_unneeded_and_unknown_names_are_listed_apart():
 
 def test_a_recipe_without_model_or_data_says_what_is_missing():
     recipe = convert(Settings("verl", {"algorithm.adv_estimator": "grpo"}, []))
-    assert recipe.problem() == "the recipe: 'model' is missing; 'data.train' is missing"
-    assert "# It does not load yet. the recipe: 'model' is missing; 'data.train' is missing." in recipe.text("x.sh")
+    assert recipe.problem() == "'model' is missing; 'data.train' is missing"
+    assert "# It does not load yet: 'model' is missing; 'data.train' is missing." in recipe.text("x.sh")
+
+
+def test_of_several_spellings_the_first_that_is_not_null_counts():
+    given = {"reward.custom_reward_function.path": "new.py", "custom_reward_function.path": None}
+    assert converted("verl", given).options["reward.use"] == "new.py:compute_score"
+    given = {f"{M}.lora.alpha": 32, f"{M}.lora_alpha": 16}
+    assert converted("verl", given).options["model.lora.alpha"] == 16
+
+
+def test_differences_are_told_only_where_the_run_is_not_the_same():
+    told = converted("trl", {"beta": 0.0, "loss_type": "dapo", "use_vllm": True}).differing
+    assert list(told) == ["max_steps", "use_vllm"]
+    told = converted("trl", {"beta": 0.1, "loss_type": "grpo"}).differing
+    assert list(told) == ["max_steps", "beta", "loss_type"]
 
 
 # The settings of the published run, written as the launch scripts of verl write theirs.
