@@ -17,8 +17,8 @@ from pydantic_core import ErrorDetails
 from dapo.config.migration.table import explain_unknown, find
 from dapo.errors import ConfigError
 
-# Limits of a YAML file. PyYAML needs eight seconds for a megabyte, and an alias can stand for any number of values.
-_MAX_YAML_BYTES = 2**18
+# Limits of a recipe. PyYAML needs eight seconds for a megabyte, and an alias can stand for any number of values.
+MAX_FILE_BYTES = 2**18
 _MAX_YAML_VALUES = 50_000  # with all aliases expanded
 _MAX_YAML_DEPTH = 32
 _MAX_SHOWN = 200  # characters of a wrong value that an error message quotes
@@ -119,7 +119,7 @@ def read_text(path: Path, form: str) -> str:
     """Read a text file, at most one character more than may be parsed; `form` is what it should contain."""
     try:
         with path.open("rb") as file:
-            content = file.read(_MAX_YAML_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
     try:
@@ -142,8 +142,8 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
 
 def parse_value(text: str) -> Any:
     """Parse with a SafeLoader, which builds no Python objects; raise ValueError for every fault in the text."""
-    if len(text) > _MAX_YAML_BYTES:
-        raise ValueError(f"longer than {_MAX_YAML_BYTES:,} characters")
+    if len(text) > MAX_FILE_BYTES:
+        raise ValueError(f"longer than {MAX_FILE_BYTES:,} characters")
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:

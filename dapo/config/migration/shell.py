@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dapo.config.migration.words import commands, end_of_bracket, split_words
+from dapo.config.migration.words import Unclosed, commands, end_of_bracket, end_of_quote, split_words
 from dapo.errors import ConfigError
 
 UNKNOWN = "\ufffd"  # stands in a value for a part that is not known
@@ -47,7 +47,12 @@ class Script:
 def read_script(text: str, source: str, environment: Mapping[str, str]) -> Script:
     """Return the options of the first call of verl in a script."""
     reader = _Reader(environment)
-    reader.run(text, source)
+    try:
+        reader.run(text, source)
+    except Unclosed:  # inside a value; `commands` names the line otherwise
+        raise ConfigError(f"{source}: a quote or a bracket is not closed") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: quotes and brackets are nested too deeply") from None
     if not reader.calls:
         raise ConfigError(
             f"{source}: found no call of verl; expected a line such as `python3 -m verl.trainer.main_ppo key=value`"
@@ -135,7 +140,7 @@ class _Reader:
         while place < len(token):
             char = token[place]
             if char == "'" and not in_quotes:
-                end = token.find("'", place + 1)
+                end = end_of_quote(token, place)
                 text.append(token[place + 1 : end])
                 place = end
             elif char == '"':
@@ -145,7 +150,7 @@ class _Reader:
                 kept = "\\" if in_quotes and token[place] not in '$`"\\\n' else ""
                 text.append(kept + token[place].replace("\n", ""))
             elif char == "`":
-                place = token.find("`", place + 1)
+                place = end_of_quote(token, place)
                 text.append(UNKNOWN)
             elif char == "$":
                 value, place = self._dollar(token, place, in_quotes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.config.loading import parse_value, read_text
+from dapo.config.loading import MAX_FILE_BYTES, parse_value, read_text
 from dapo.config.migration.shell import UNKNOWN, read_script
 from dapo.config.migration.table import find, leaves_of
 from dapo.config.schema import option_names
@@ -33,9 +33,11 @@ def read_settings(path: Path, environment: Mapping[str, str]) -> Settings:
     kind = path.suffix.lower()
     if kind in (".yaml", ".yml", ".json"):
         return _from_tree(read_text(path, "YAML"), str(path))
+    text = read_text(path, "Python" if kind == ".py" else "shell script")
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: longer than {MAX_FILE_BYTES:,} characters")
     if kind == ".py":
-        return _from_python(read_text(path, "Python"), str(path))
-    text = read_text(path, "shell script")
+        return _from_python(text, str(path))
     script = read_script(text, str(path), environment)
     return Settings("verl", {name: _value(value) for name, value in script.options.items()}, script.notes)
 

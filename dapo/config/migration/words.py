@@ -15,7 +15,7 @@ def commands(text: str, source: str) -> Iterator[tuple[int, list[str]]]:
     """Yield every simple command with the number of its first line."""
     try:
         yield from _commands(text)
-    except _Unclosed as error:
+    except Unclosed as error:
         line = text.count("\n", 0, error.place) + 1
         raise ConfigError(f"{source}: line {line}: {text[error.place]} is not closed") from None
 
@@ -36,7 +36,7 @@ def end_of_bracket(text: str, place: int, in_quotes: bool = False) -> int:
         if char == "\\":
             at += 1
         elif char == '"' or (char == "'" and not (in_quotes and opening == "{")):
-            at = _end_of_quote(text, at)
+            at = end_of_quote(text, at)
         elif char == opening:
             depth += 1
         elif char == closing:
@@ -44,10 +44,10 @@ def end_of_bracket(text: str, place: int, in_quotes: bool = False) -> int:
             if depth == 0:
                 return at
         at += 1
-    raise _Unclosed(place)
+    raise Unclosed(place)
 
 
-class _Unclosed(Exception):
+class Unclosed(Exception):
     """A quote or bracket without its end."""
 
     def __init__(self, place: int) -> None:
@@ -55,7 +55,7 @@ class _Unclosed(Exception):
         self.place = place
 
 
-def _end_of_quote(text: str, place: int) -> int:
+def end_of_quote(text: str, place: int) -> int:
     quote, at = text[place], place + 1
     while at < len(text) and text[at] != quote:
         if quote == '"' and text[at] == "\\":
@@ -64,7 +64,7 @@ def _end_of_quote(text: str, place: int) -> int:
             at = end_of_bracket(text, at + 1, in_quotes=True)
         at += 1
     if at >= len(text):
-        raise _Unclosed(place)
+        raise Unclosed(place)
     return at
 
 
@@ -91,7 +91,8 @@ def _commands(text: str) -> Iterator[tuple[int, list[str]]]:
         elif char in " \t\r":
             place += 1
         elif char == "#":
-            place = text.find("\n", place) if "\n" in text[place:] else len(text)
+            end = text.find("\n", place)
+            place = len(text) if end < 0 else end
         elif found := _HERE_DOCUMENT.match(text, place):
             end_marks.append(found[2])
             place = found.end()
@@ -120,7 +121,7 @@ def _end_of_word(text: str, place: int) -> int:
         if char == "\\":
             at += 1
         elif char in "'\"`":
-            at = _end_of_quote(text, at)
+            at = end_of_quote(text, at)
         elif text.startswith(("$(", "${"), at) or (char == "(" and text[at - 1 : at] == "=" and at > place):
             at = end_of_bracket(text, at + (char == "$"))
         elif char == "(" or (char == "<" and _HERE_DOCUMENT.match(text, at)):

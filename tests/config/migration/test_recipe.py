@@ -275,6 +275,8 @@ def test_scripts_trees_and_python_files_are_read(tmp_path, name, text, system, e
         ("a.py", "x = (", "not valid Python (line 1)"),
         ("a.py", "print('hello')", "found no call of GRPOConfig with named arguments"),
         ("a.sh", "\udcff", "not valid shell script (it is not a text file in UTF-8)"),
+        ("a.sh", "x" * 300_000, "longer than 262,144 characters"),
+        ("a.sh", 'a="${b:-' * 3000 + '}"' * 3000, "quotes and brackets are nested too deeply"),
         ("a.sh", "ls", "found no call of verl; expected a line such as"),
     ],
 )
