@@ -147,9 +147,9 @@ def _convert_one(recipe: Recipe, name: str, value: Any, theirs: Mapping[str, Any
 def _converted(system: str, row: Row, value: Any, theirs: Mapping[str, Any]) -> Any:
     """Return the value for our option, or SKIP; raise NoCounterpart if there is none."""
     if _is_unknown(value):
-        if row.conversion in ("skip", "run_name") or row.conversion.startswith("off"):
+        if row.conversion in ("skip", "run_name"):
             return SKIP
-        raise NoCounterpart(f"the value could not be read; set {row.ours}")
+        raise NoCounterpart(f"the value could not be read; {f'set {row.ours}' if row.ours else row.plain_note}")
     if row.conversion.startswith("off "):
         if any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in row.off_values):
             return SKIP
