@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from dapo import __version__
-from dapo.commands import data, judging, runs, training
+from dapo.commands import convert, data, judging, runs, training
 from dapo.errors import DISK_FAULTS, DapoError, StorageError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -25,6 +25,7 @@ app.command()(judging.judge)
 app.command()(training.plan)
 app.command()(training.profile)
 app.command()(runs.export)
+app.command()(convert.convert)
 data_app = typer.Typer(no_args_is_help=True, help="Check a dataset, or write a well-known one.")
 app.add_typer(data_app, name="data")
 data_app.command()(data.check)

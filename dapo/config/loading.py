@@ -14,10 +14,11 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from dapo.config.migration.table import explain_unknown, find
 from dapo.errors import ConfigError
 
-# Limits of a YAML file. PyYAML needs eight seconds for a megabyte, and an alias can stand for any number of values.
-_MAX_YAML_BYTES = 2**18
+# Limits of a recipe. PyYAML needs eight seconds for a megabyte, and an alias can stand for any number of values.
+MAX_FILE_BYTES = 2**18
 _MAX_YAML_VALUES = 50_000  # with all aliases expanded
 _MAX_YAML_DEPTH = 32
 _MAX_SHOWN = 200  # characters of a wrong value that an error message quotes
@@ -111,22 +112,26 @@ for _tool in (Loader, Dumper):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
+    return parse_yaml(read_text(path, "YAML"), str(path))
+
+
+def read_text(path: Path, form: str) -> str:
+    """Read a text file, at most one character more than may be parsed; `form` is what it should contain."""
     try:
         with path.open("rb") as file:
-            content = file.read(_MAX_YAML_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
     try:
-        text = content.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not valid YAML (it is not a text file in UTF-8)") from None
-    return parse_yaml(text, str(path))
+        raise ConfigError(f"{path}: not valid {form} (it is not a text file in UTF-8)") from None
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
     """Parse the YAML text of a configuration into nested values."""
     try:
-        values = _parse_yaml(text)
+        values = parse_value(text)
     except ValueError as error:
         raise ConfigError(f"{source}: not valid YAML ({error})") from None
     if not isinstance(values, dict):
@@ -135,10 +140,10 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
     return {name: {} if section is None else section for name, section in values.items()}  # `model:` alone is null
 
 
-def _parse_yaml(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Parse with a SafeLoader, which builds no Python objects; raise ValueError for every fault in the text."""
-    if len(text) > _MAX_YAML_BYTES:
-        raise ValueError(f"longer than {_MAX_YAML_BYTES:,} characters")
+    if len(text) > MAX_FILE_BYTES:
+        raise ValueError(f"longer than {MAX_FILE_BYTES:,} characters")
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
@@ -156,7 +161,7 @@ def apply_override(values: dict[str, Any], override: str, names: Sequence[str]) 
     if not equals or not key:
         raise ConfigError(f"override '{shown}': expected section.key=value, for example optim.lr=1e-5")
     try:
-        value = _parse_yaml(text)
+        value = parse_value(text)
     except ValueError as error:
         raise ConfigError(f"override '{shown}': the value is not valid YAML ({error})") from None
     *sections, leaf = key.split(".")
@@ -174,11 +179,17 @@ def explain(error: ValidationError, source: str, names: Sequence[str]) -> str:
     """Return one sentence per wrong value. `names` are all options, for suggestions."""
     sentences = []
     for fault in error.errors():
+        is_unknown = fault["type"] == "extra_forbidden"
         # pydantic adds the members of a union to the location; they are not names of options.
-        parts = (part for part in fault["loc"] if isinstance(part, str) and part.isidentifier())
+        parts = [part for part in fault["loc"] if isinstance(part, str) and part.isidentifier()]
+        if is_unknown and str(fault["loc"][-1]) not in parts[-1:]:
+            parts.append(str(fault["loc"][-1]))
         key = ".".join(part for part in parts if part not in ("str", "dict"))
-        if fault["type"] == "extra_forbidden":
-            sentences.append(f"unknown key '{_cut(key)}'{_suggest(key, names)}")
+        if is_unknown:
+            theirs = explain_unknown(key, fault["input"]) if len(key) <= _MAX_SHOWN else None
+            sentences.append(theirs or f"unknown key '{_cut(key)}'{_suggest(key, names)}")
+        elif isinstance(fault["input"], str) and (row := find("trl", key)):  # TRL's `optim: adamw_torch`
+            sentences.append(f"'{key}' is {_shown(fault['input'])}: {row.plain_note}")
         elif fault["type"] == "missing" and not isinstance(fault["loc"][-1], int):
             sentences.append(f"'{key}' is missing")
         elif not key:
@@ -192,13 +203,8 @@ def explain(error: ValidationError, source: str, names: Sequence[str]) -> str:
     return f"{source}: " + "; ".join(dict.fromkeys(sentences))
 
 
-# Names of options in other systems or earlier versions.
-_OTHER_NAMES = {
-    "reward.function": "reward.use",
-    "reward.overlong_buffer.enable": "reward.length_shaping: buffer",
-    "data.train_files": "data.train",
-    "data.val_files": "eval.data",
-}
+# Names of options in earlier versions.
+_EARLIER_NAMES = {"reward.function": "reward.use"}
 
 
 def _quoting(key: str, fault: ErrorDetails) -> str:
@@ -222,8 +228,8 @@ def _cut(text: str) -> str:
 def _suggest(key: str, names: Sequence[str]) -> str:
     if len(key) > _MAX_SHOWN:
         return ""
-    if key in _OTHER_NAMES:
-        return f"; in dapo it is '{_OTHER_NAMES[key]}'"
+    if key in _EARLIER_NAMES:
+        return f"; in dapo it is '{_EARLIER_NAMES[key]}'"
     sections = sorted({name.rsplit(".", 1)[0] for name in names})
     # The likeliest mistakes are a missing word and the wrong section, then a misspelling.
     section, _, leaf = key.rpartition(".")

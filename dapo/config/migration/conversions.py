@@ -1,0 +1,66 @@
+"""What the conversions of verl's and TRL's values have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from dapo.config.training_options import RunConfig
+
+SKIP = object()  # nothing to write
+Theirs = Mapping[str, Any]  # values of the other system by name, with its defaults for what was left out
+Conversion = Callable[[Any, Theirs], Any]
+
+_TRACKERS: tuple[str, ...] = get_args(get_args(RunConfig.model_fields["trackers"].annotation)[0])
+
+
+class NoCounterpart(Exception):
+    """The value cannot be expressed; the message says why, if the note of the row does not."""
+
+
+def same(value: Any, theirs: Theirs) -> Any:
+    return value
+
+
+def skip(value: Any, theirs: Theirs) -> Any:
+    return SKIP
+
+
+def null_skips(value: Any, theirs: Theirs) -> Any:
+    return SKIP if value is None else value
+
+
+def choice(**choices: Any) -> Conversion:
+    """Return a conversion that replaces each value by another one."""
+
+    def convert(value: Any, theirs: Theirs) -> Any:
+        key = str(value).lower().replace("-", "_")
+        if key not in choices:
+            raise NoCounterpart
+        return choices[key]
+
+    return convert
+
+
+def run_name(value: Any, theirs: Theirs) -> Any:
+    name = re.sub(r"[^\w.@+=-]+", "-", Path(str(value)).name).strip("-.")
+    return name or SKIP
+
+
+def trackers(value: Any, theirs: Theirs) -> Any:
+    names = value if isinstance(value, list) else [value]
+    unknown = [str(name) for name in names if name not in (*_TRACKERS, "console", "none", "all", None)]
+    if unknown:
+        raise NoCounterpart(f"the trackers are {', '.join(_TRACKERS)}, not {', '.join(unknown)}")
+    return [name for name in names if name in _TRACKERS] or SKIP
+
+
+def named_sets(paths: list[str]) -> Any:
+    """Return evaluation sets by name: the stem of each file, with its folder where stems are equal."""
+    for name_of in (lambda path: path.stem, lambda path: f"{path.parent.name}-{path.stem}"):
+        sets = {name_of(Path(path)): path for path in paths}
+        if len(sets) == len(paths):
+            return sets
+    return paths

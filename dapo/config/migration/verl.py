@@ -1,0 +1,154 @@
+"""Conversions from values of verl's options that need more than a name; verl.txt says which option needs which."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from dapo.config.migration.conversions import (
+    SKIP,
+    Conversion,
+    NoCounterpart,
+    Theirs,
+    choice,
+    named_sets,
+    null_skips,
+    run_name,
+    same,
+    skip,
+    trackers,
+)
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+def _train_files(value: Any, theirs: Theirs) -> Any:
+    paths = value if isinstance(value, list) else [value]
+    size = theirs.get("data.train_max_samples") or -1
+    if len(paths) > 1:
+        return paths
+    return {"path": paths[0], "size": size} if size > 0 else paths[0]
+
+
+def _train_samples(value: Any, theirs: Theirs) -> Any:
+    files = theirs.get("data.train_files")
+    if value in (None, -1) or not isinstance(files, list) or len(files) < 2:
+        return SKIP
+    raise NoCounterpart
+
+
+def _val_files(value: Any, theirs: Theirs) -> Any:
+    return named_sets(value) if isinstance(value, list) else value
+
+
+def _overlong_prompts(value: Any, theirs: Theirs) -> Any:
+    return "raise" if not value and theirs.get("data.truncation") == "error" else "drop"
+
+
+def _evaluates(theirs: Theirs) -> bool:
+    return "data.val_files" in theirs and (theirs["trainer.test_freq"] > 0 or theirs["trainer.val_before_train"])
+
+
+def _learners(value: Any, theirs: Theirs) -> int:
+    return value * (theirs.get("trainer.nnodes") or 1)
+
+
+def _offload(value: Any, theirs: Theirs) -> Any:
+    is_on = value or theirs.get(f"{_ACTOR}.fsdp_config.optimizer_offload")
+    learners = _learners(theirs.get("trainer.n_gpus_per_node") or 1, theirs)
+    return bool(is_on) if learners > 1 else SKIP
+
+
+def _warmup(value: Any, theirs: Theirs) -> Any:
+    ratio, steps = theirs[f"{_ACTOR}.optim.lr_warmup_steps_ratio"], theirs["trainer.total_training_steps"]
+    if (value is not None and value > 0) or not ratio:
+        return max(value or 0, 0)
+    if steps is None:
+        raise NoCounterpart(f"a warm-up of {ratio} of all steps needs their number; set optim.warmup_steps")
+    return int(ratio * steps)
+
+
+def _kl_type(value: Any, theirs: Theirs) -> Any:
+    if theirs[f"{_ACTOR}.use_kl_loss"] and value not in ("low_var_kl", "k3"):
+        raise NoCounterpart
+    return SKIP
+
+
+def _filter_metric(value: Any, theirs: Theirs) -> Any:
+    if not theirs["algorithm.filter_groups.enable"] or value is None:
+        return SKIP
+    has_kl = theirs["algorithm.use_kl_in_reward"]
+    return "seq_reward" if value == "reward" or (value == "seq_final_reward" and not has_kl) else value
+
+
+def _reward_file(value: Any, theirs: Theirs) -> Any:
+    if value is None:
+        return SKIP
+    return f"{os.path.expanduser(value)}:{theirs.get('custom_reward_function.name') or 'compute_score'}"
+
+
+def _reward_manager(value: Any, theirs: Theirs) -> Any:
+    is_replaced = theirs.get("custom_reward_function.path") or theirs.get("reward_model.enable")
+    return "math_dapo" if value == "dapo" and not is_replaced else SKIP
+
+
+def _reward_model(value: Any, theirs: Theirs) -> Any:
+    is_used = theirs["reward_model.enable"] and not theirs.get("custom_reward_function.path")
+    return f"model:{value}" if value and is_used else SKIP
+
+
+def _epochs(value: Any, theirs: Theirs) -> Any:
+    if theirs["trainer.total_training_steps"] is None:
+        raise NoCounterpart
+    return SKIP
+
+
+CONVERSIONS: Mapping[str, Conversion] = {
+    "same": same,
+    "skip": skip,
+    "null_skips": null_skips,
+    "train_files": _train_files,
+    "train_samples": _train_samples,
+    "val_files": _val_files,
+    "zero_if_null": lambda value, theirs: value or 0,
+    "overlong_prompts": _overlong_prompts,
+    "seed": null_skips,
+    "modules": lambda value, theirs: value if isinstance(value, list) or value == "all-linear" else [value],
+    "recompute": lambda value, theirs: "auto" if value else "never",
+    "mini_batch": lambda value, theirs: min(value, theirs["data.train_batch_size"]),
+    "micro_batch_tokens": lambda value, theirs: value if theirs[f"{_ACTOR}.use_dynamic_bsz"] else SKIP,
+    "clip_ratio_side": lambda value, theirs: theirs.get(f"{_ACTOR}.clip_ratio", 0.2) if value is None else value,
+    "loss_agg_mode": choice(
+        token_mean="token-mean",
+        seq_mean_token_sum="seq-mean-token-sum",
+        seq_mean_token_mean="seq-mean-token-mean",
+        seq_mean_token_sum_norm="seq-mean-token-sum",
+    ),
+    "kl_loss": lambda value, theirs: value if theirs[f"{_ACTOR}.use_kl_loss"] else 0.0,
+    "kl_type": _kl_type,
+    "warmup": _warmup,
+    "offload": _offload,
+    "eval_k": lambda value, theirs: value if _evaluates(theirs) else 0,
+    "eval_only": lambda value, theirs: value if _evaluates(theirs) else SKIP,
+    "top_k": lambda value, theirs: max(value, 0) if _evaluates(theirs) else SKIP,
+    "adv_norm": lambda value, theirs: "std" if value else "none",
+    "kl_reward": lambda value, theirs: value if theirs["algorithm.use_kl_in_reward"] else 0.0,
+    "filter_metric": _filter_metric,
+    "filter_rounds": lambda value, theirs: value if theirs["algorithm.filter_groups.enable"] else SKIP,
+    "reward_file": _reward_file,
+    "reward_manager": _reward_manager,
+    "reward_model": _reward_model,
+    "length_shaping": lambda value, theirs: "buffer" if value else "none",
+    "epochs": _epochs,
+    "steps": null_skips,
+    "run_name": run_name,
+    "trackers": trackers,
+    "learners": _learners,
+    "every": lambda value, theirs: max(value, 0),
+}
+
+# What verl always does, and dapo does only if it is told so: option -> (value, reason).
+ALWAYS: Mapping[str, tuple[Any, str]] = {
+    "algorithm.max_staleness": (0, "verl drops groups beyond the batch; 1 (our default) uses them in the next step"),
+}
