@@ -28,7 +28,7 @@ def train(config: Config, reporter: Reporter | None = None, prepare=lambda train
     trainer = Trainer(config, reporter=reporter)
     prepare(trainer)
     try:
-        return trainer.run()
+        return trainer.train()
     finally:
         trainer.close()
 
@@ -207,7 +207,7 @@ def test_without_restarts_left_the_run_saves_the_last_whole_step_and_can_resume(
     local = runs.load(tmp_path, "run.name=local", "run.save_every=0")
     train(local)
     trainer = Trainer(runs.load(tmp_path, *options, "cluster.max_restarts=0"), resume=True)
-    trainer.run()
+    trainer.train()
     assert_same_run(local.run_dir, config.run_dir, step=6)
 
 

@@ -56,7 +56,7 @@ def _train(job: dict[str, Any], recipe: Path) -> None:
         with sentences():
             trainer = Trainer(config, reward, resume=has_begun)
             try:
-                trainer.run()
+                trainer.train()
             finally:
                 trainer.close()
         code = 0
