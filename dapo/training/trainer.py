@@ -255,7 +255,7 @@ class Trainer:
             if self.is_finished:
                 raise CheckpointError(
                     f"{self.config.run_dir}: has already finished {self.step} steps; to continue, make a Trainer with "
-                    "resume=True and a larger run.steps"
+                    f"resume=True, run.name='{self.config.run.name}' and a larger run.steps"
                 )
             self._open(resume=self.directory.resume or self.step > 0, next_name=False)
         self.is_training = True
