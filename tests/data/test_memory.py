@@ -22,8 +22,12 @@ SOURCE = Source(path="python:train_dataset")
 
 
 def questions(rows, source: Source = SOURCE) -> list[Question]:
-    found = read_rows(source, {SOURCE.path: collect("train_dataset", rows)})
-    return [read_question(where, row, PromptFormat()) for where, row in found]
+    found = []
+    for where, row in read_rows(source, {SOURCE.path: collect("train_dataset", rows)}):
+        if isinstance(row, DataError):
+            raise row
+        found.append(read_question(where, row, PromptFormat()))
+    return found
 
 
 def as_dataset(rows):
@@ -66,9 +70,6 @@ def test_values_of_numpy_torch_and_pandas_become_plain_ones():
 )
 def test_what_cannot_be_used_is_one_sentence_that_names_the_row(rows, sentence):
     with pytest.raises(DataError) as found:
-        for _, row in read_rows(SOURCE, {SOURCE.path: collect("train_dataset", rows)}):
-            if isinstance(row, DataError):
-                raise row
         questions(rows)
     assert str(found.value).startswith(sentence)
 
