@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ def make_trainer(folder: Path, model: Path, config: dict | None = None, **argume
     }
     given = {"model": model, "train_dataset": ROWS, "reward_funcs": reward, "quiet": True, **arguments}
     return Trainer(options, **given)
+
+
+def is_unlocked(run_dir: Path) -> bool:
+    """Return whether no process holds the lock of a run."""
+    with (run_dir / ".lock").open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import gc
 import json
 import os
@@ -20,18 +19,9 @@ from dapo.errors import CheckpointError, ConfigError, DataError, RunExists
 from dapo.store.configuration import recorded_config
 from dapo.store.database import RunDatabase
 from tests import runs
-from tests.training.conftest import ROWS, reward
+from tests.training.conftest import ROWS, is_unlocked, reward
 
 IDS = torch.tensor([[1, 40, 50, 60, 70, 80]])
-
-
-def is_unlocked(run_dir: Path) -> bool:
-    with (run_dir / ".lock").open("rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
 
 
 def assert_same_run(first: Path, second: Path, step: int = 4) -> None:
