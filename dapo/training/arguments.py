@@ -70,7 +70,7 @@ def resolve(
             "cluster.reward_workers: a reward that is given as a Python function runs in the trainer's process; name "
             "it as path/to/file.py:function in reward.use, or leave reward_workers out"
         )
-    names_run = isinstance(config, Config) or "name" in _merged({}, explicit).get("run", {})
+    names_run = isinstance(config, Config) or "name" in _run_options(_merged({}, explicit))
     return Arguments(resolved, reward_funcs, rows, names_run, Path(config).stem if is_recipe else None)
 
 
@@ -95,20 +95,27 @@ def _base(config: ConfigLike | None) -> dict[str, Any]:
 
 def _merged(values: dict[str, Any], explicit: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = option_names()
-    for options in explicit:
-        merge_options(values, options, names)
+    try:
+        for options in explicit:
+            merge_options(values, options, names)
+    except RecursionError:
+        raise ConfigError("config: an option holds a value that contains itself, or is nested too deeply") from None
     return values
 
 
 def _of_recorded_run(values: dict[str, Any], explicit: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the recorded options of the run to resume, changed only by what was given explicitly."""
-    run = values.get("run", {})
-    place = {name: str(run[name]) for name in ("dir", "name") if name in run}
+    place = {name: str(value) for name, value in _run_options(values).items() if name in ("dir", "name")}
     folder = Path(place.get("dir", "runs")) / place.get("name", "run")
     if not is_run(folder):
         return values  # the trainer says what is wrong
     recorded = recorded_config(folder).model_dump(mode="json", exclude_unset=True)
     return _merged(recorded, [*explicit, {"run": place}])
+
+
+def _run_options(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    run = values.get("run")
+    return run if isinstance(run, dict) else {}  # a wrong type is reported with all other mistakes
 
 
 def _require(values: Mapping[str, Any]) -> None:

@@ -71,7 +71,7 @@ class Trainer:
     eval_dataset: the same, or a mapping of names to such sets. `eval.k` is then 1 unless it is given.
     callbacks: functions of (trainer, step), called after each step, or objects of subclasses of `Callback`.
     resume: continue the run `run.name` from its newest checkpoint, with its own options except those given here.
-    quiet: print nothing. `reporter` prints something else.
+    quiet: show no progress. `reporter` shows it in another way.
     next_name: whether a new run gets the name NAME-2 if NAME exists; by default if no argument sets `run.name`.
     sections: options as `optim={"lr": 1e-5}`, `rollout={"n": 8}`, and so on.
 
@@ -119,8 +119,7 @@ class Trainer:
         self._begin()
         handled = signals.handled(self.stopping, self.reporter.stopping)
         with closing(self), handled, self.reporter.training(self.config, self.step):
-            with self._faults_handled():
-                self._evaluate_first()
+            self._evaluate_first()
             try:
                 while not self.is_finished and not self.stopping:
                     if report := self._whole_step():
@@ -200,22 +199,21 @@ class Trainer:
         return self.step >= self.config.run.steps
 
     def close(self) -> None:
-        """Unlock the run directory, and end the run's processes. Once is enough; `train` does it."""
+        """Unlock the run directory and end the run's processes, as `train` does at its end."""
         self.is_training = False
         self._close()
 
     def _open(self, *, resume: bool, next_name: bool) -> None:
         """Lock the run directory, build the parts of the run, and open its records."""
+        wanted, is_renamed = self.config.run_dir, next_name and not resume
+        self.directory = (
+            RunDirectory.of_new_run(self.config) if is_renamed else RunDirectory(self.config, resume=resume)
+        )
+        self.config = config = self.directory.config  # whose directory is locked from here on
         self.step, self.version, self.saved_step = 0, 0, 0
         self.empty_in_a_row = 0
         self.before: tuple[EvalReport, ...] = ()
         self.stopping, self.is_training = StopRequest(), False
-        wanted = self.config.run_dir
-        if next_name and not resume:
-            self.directory = RunDirectory.of_new_run(self.config)
-        else:
-            self.directory = RunDirectory(self.config, resume=resume)  # locked from here on
-        self.config = config = self.directory.config
         with ExitStack() as undo:  # if anything below fails, release what was acquired before it
             undo.callback(self.directory.abandon)
             self.recorder = Recorder(self.directory, self.reporter)
@@ -258,7 +256,7 @@ class Trainer:
                     f"resume=True, run.name='{self.config.run.name}' and a larger run.steps"
                 )
             self._open(resume=self.directory.resume or self.step > 0, next_name=False)
-        self.is_training = True
+        self.is_training, self.stopping.is_asked = True, False
 
     def _build(self, judge: Judge | None) -> None:
         """Build data, policy, engine, judge and sampler, with the weights of the checkpoint if there is one."""

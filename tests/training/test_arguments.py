@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from dapo.config import Config
-from dapo.errors import ConfigError, RewardError
+from dapo.config import Config, option_names
+from dapo.errors import ConfigError, DapoError, RewardError
 from dapo.training.arguments import Arguments, resolve
 from tests import runs
 
 ROWS = [{"prompt": "one", "answer": 1}]
+ITSELF: dict = {}
+ITSELF["x"] = ITSELF
 
 
 def reward(completion, answer):
@@ -131,6 +136,7 @@ def test_a_mistake_in_options_gets_the_sentence_of_the_command_line(tmp_path, ov
         ({"model": object()}, r"model is a object; expected a hub id or a folder: save the model there"),
         ({"train_datset": ROWS}, r"Trainer has no argument 'train_datset'; did you mean 'train_dataset'\?"),
         ({"zzz": 1}, r"Trainer has no argument 'zzz'; the sections of options are run, model, data"),
+        ({"config": {"rollout.vllm": ITSELF}}, r"config: an option holds a value that contains itself"),
         ({"optim": 3}, r"Trainer: optim is 3; expected options, such as"),
     ],
 )
@@ -151,3 +157,25 @@ def test_wrong_arguments_are_one_sentence(arguments, sentence):
 def test_wrong_rewards_are_one_sentence(rewards, sentence):
     with pytest.raises(RewardError, match=sentence):
         resolved({"model.path": "m", "data.train": "t"}, rewards)
+
+
+class Odd:
+    """A value that no option takes."""
+
+
+ODD = st.sampled_from(
+    [Odd(), Odd, b"\xff", float("nan"), 10**30, "a\0b", "\ud800", np.arange(3), {1: 2}, Path("x"), ...]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | ODD,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = st.sampled_from([*option_names(), *Config.model_fields, "rollout.n.x", "", ".", "x"]) | st.text(max_size=8)
+
+
+@settings(max_examples=100)
+@given(options=st.dictionaries(KEYS, VALUES, max_size=3))
+def test_options_of_any_kind_are_a_configuration_or_a_sentence(options):
+    with suppress(DapoError):
+        assert isinstance(resolved({"model.path": "m", "data.train": "t.jsonl", **options}).config, Config)
