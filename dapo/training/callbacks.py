@@ -51,8 +51,14 @@ class Callbacks:
         self.failure: Exception | None = None  # raised by a callback
         self._trainer = weakref.ref(trainer)
 
-    def group(self, group: Group) -> None:
-        self._call(lambda callback, trainer: callback.on_group(trainer, group))
+    def after(self, report: Callable[[Group], None]) -> Callable[[Group], None]:
+        """Return a function that reports a group by `report`, and then to the callbacks."""
+
+        def on_group(group: Group) -> None:
+            report(group)
+            self._call(lambda callback, trainer: callback.on_group(trainer, group))
+
+        return on_group
 
     def step(self, step: StepReport) -> None:
         self._call(lambda callback, trainer: callback.on_step(trainer, step))

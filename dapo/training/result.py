@@ -1,4 +1,4 @@
-"""The result of a run, the metrics of a step, and the environment that a run is recorded with."""
+"""What a run gives: its result, its model, the metrics of a step, and the environment that is recorded with it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
-from dapo.policy.protocol import UpdateResult
+from dapo.checkpoint import folder as checkpoint
+from dapo.config import ModelConfig
+from dapo.errors import CheckpointError
+from dapo.model.loading import load_model
+from dapo.model.lora import plain_copy
+from dapo.policy.policy import Policy
+from dapo.policy.protocol import Learner, UpdateResult
 from dapo.sampling.accounting import Sampled
 from dapo.store.database import versions
 from dapo.terminal.evaltable import summary
@@ -31,6 +38,16 @@ class RunResult:
         for when, reports in (("before", self.before), ("after", self.after)):
             lines += [f"  {report.name} {when}: {summary(report.metrics)}" for report in reports]
         return "\n".join(lines)
+
+
+def trained_model(policy: Learner, source: ModelConfig, checkpoints: Path) -> PreTrainedModel:
+    """Return the current model of a policy in this process; if others learn, load the newest checkpoint."""
+    if isinstance(policy, Policy):
+        return plain_copy(policy.model)
+    saved = checkpoint.newest(checkpoints)
+    if saved is None:
+        raise CheckpointError(f"{checkpoints}: has no checkpoint yet to load the model from")
+    return load_model(source.model_copy(update={"path": str(saved)}), attention="sdpa").model
 
 
 def environment() -> dict[str, str]:

@@ -18,11 +18,9 @@ from dapo.cluster.assemble import assemble
 from dapo.data.dataset import load_run_data
 from dapo.errors import CheckpointError, ClusterLost, LearnerLost, RunExists, StorageError, TrainingStopped
 from dapo.evaluation.evaluate import Interrupted
-from dapo.model.loading import load_model, load_tokenizer
-from dapo.model.lora import plain_copy
+from dapo.model.loading import load_tokenizer
 from dapo.model.tokens import token_bytes
 from dapo.policy.build import model_source
-from dapo.policy.policy import Policy
 from dapo.rewards.judge import (
     RewardFunctions,
     build_judge,
@@ -41,10 +39,10 @@ from dapo.training.arguments import ConfigLike, resolve
 from dapo.training.callbacks import CallbackLike, Callbacks
 from dapo.training.evaluator import Evaluator
 from dapo.training.recorder import Recorder
-from dapo.training.result import RunResult, environment, step_metrics
+from dapo.training.result import RunResult, environment, step_metrics, trained_model
 from dapo.training.run_directory import RunDirectory
 from dapo.training.signals import StopRequest
-from dapo.types import EvalReport, Event, EventKind, Group, StepReport
+from dapo.types import EvalReport, Event, EventKind, StepReport
 
 MAX_EMPTY_BATCHES = 3
 
@@ -149,13 +147,7 @@ class Trainer:
         It shares its memory with the model being trained, except for weights that have adapters. If other processes
         learn, it is loaded from the newest checkpoint.
         """
-        if isinstance(self.policy, Policy):
-            return plain_copy(self.policy.model)
-        saved = checkpoint.newest(self.directory.checkpoints)
-        if saved is None:
-            raise CheckpointError(f"{self.config.run_dir}: has no checkpoint yet to load the model from")
-        source = self.config.model.model_copy(update={"path": str(saved)})
-        return load_model(source, attention="sdpa").model
+        return trained_model(self.policy, self.config.model, self.directory.checkpoints)
 
     def _whole_step(self) -> StepReport | None:
         """Train one step, evaluate and save as configured. Return None if the step was lost and undone."""
@@ -276,12 +268,6 @@ class Trainer:
         self.judge = judge
         sets = self.data.eval_sets
         self.evaluator = Evaluator(config, sets, self.engine, judge, self.recorder, self.stopping.has_signal)
-        reporter, callbacks = self.reporter, self.callbacks
-
-        def on_group(group: Group) -> None:
-            reporter.group(group)
-            callbacks.group(group)
-
         build_sampler = InflightSampler if config.rollout.mode == "inflight" else DynamicSampler
         self.sampler = build_sampler(
             config,
@@ -289,7 +275,7 @@ class Trainer:
             judge,
             self.data.stream,
             reference=self.policy.reference_logprobs if config.needs_reference else None,
-            on_group=on_group,
+            on_group=self.callbacks.after(self.reporter.group),
             on_progress=self.reporter.responses,
         )
 
