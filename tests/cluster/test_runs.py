@@ -209,6 +209,8 @@ def test_without_restarts_left_the_run_saves_the_last_whole_step_and_can_resume(
     trainer = Trainer(runs.load(tmp_path, *options, "cluster.max_restarts=0"), resume=True)
     trainer.train()
     assert_same_run(local.run_dir, config.run_dir, step=6)
+    embedding = runs.weights(config.run_dir, 6)["model.embed_tokens.weight"]
+    assert torch.equal(trainer.model.get_input_embeddings().weight, embedding), "loaded from the newest checkpoint"
 
 
 def test_a_run_whose_driver_was_killed_resumes(tmp_path, cluster):
