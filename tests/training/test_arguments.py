@@ -148,10 +148,10 @@ def test_wrong_arguments_are_one_sentence(arguments, sentence):
 @pytest.mark.parametrize(
     ("rewards", "sentence"),
     [
-        ([], r"reward_funcs is \[\]; expected a function"),
-        (3, r"reward_funcs is 3; expected a function"),
-        ([3], r"reward_funcs has a int; expected a function, or auto, math"),
-        ({reward: "much"}, r"the weight of reward is 'much'; expected a number"),
+        ([], r"the list of reward functions is empty"),
+        (3, r"the reward is 3; expected a function"),
+        ([3], r"the list of rewards has a int; expected a function, or auto, math"),
+        ({reward: "much"}, r"the weight of the reward reward is 'much'; expected a number"),
     ],
 )
 def test_wrong_rewards_are_one_sentence(rewards, sentence):
