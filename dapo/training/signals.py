@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+Step = TypeVar("Step")
 
 
 @dataclass(slots=True)
@@ -49,3 +53,16 @@ def handled(stopping: StopRequest, on_first: Callable[[], None]) -> Iterator[Non
         with suppress(ValueError):  # a generator of steps can be closed in another thread
             for number, former in previous.items():
                 signal.signal(number, former)
+
+
+def closed_at_exit(steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
+    """Return the generator, which is closed at the end of the program if its loop was not left before."""
+    reference = weakref.ref(steps)
+
+    def close() -> None:
+        if (suspended := reference()) is not None:
+            suspended.close()
+
+    atexit.register(close)
+    weakref.finalize(steps, atexit.unregister, close).atexit = False
+    return steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
@@ -114,16 +114,21 @@ class Trainer:
 
         Leaving the loop early ends the run as `stop` does: it is saved, closed, and can be resumed.
         """
+        return signals.closed_at_exit(self._steps())
+
+    def _steps(self) -> Generator[StepReport, None, None]:
         self._begin()
         handled = signals.handled(self.stopping, self.reporter.stopping)
         with closing(self), handled, self.reporter.training(self.config, self.step):
             self._evaluate_first()
             try:
-                while not self.is_finished and not self.stopping:
+                while not self.is_finished and not self.stopping and self._close.alive:
                     if report := self._whole_step():
                         yield report
             except GeneratorExit:  # the caller has left its loop
                 pass
+            if not self._close.alive:  # the caller has closed it
+                return
             if self.step > self.saved_step:
                 self._save()
             kind = EventKind.FINISHED if self.is_finished else EventKind.INTERRUPTED

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import json
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -153,6 +155,29 @@ def test_an_exception_in_the_loop_body_leaves_the_run_saved_and_unlocked(make, t
     with pytest.raises(AssertionError, match="mine"):
         loop()
     assert is_unlocked(tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "step_1").is_dir()
+
+
+def test_closing_inside_the_loop_ends_it_unsaved(make, tmp_path):
+    trainer = make()
+    for _ in trainer.steps():
+        trainer.close()
+    assert trainer.result.steps == 1
+    assert is_unlocked(tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_program_that_ends_in_the_middle_of_a_loop_ends_quietly_and_saves(tmp_path, tiny_model):
+    program = f"""
+from pathlib import Path
+from tests.training.conftest import make_trainer
+trainer = make_trainer(Path({str(tmp_path)!r}), Path({str(tiny_model)!r}), quiet=False)
+loop = trainer.steps()
+next(loop)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    assert "interrupted: after step 1" in ended.stdout
     assert (tmp_path / "run" / "checkpoints" / "step_1").is_dir()
 
 
