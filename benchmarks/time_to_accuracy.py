@@ -158,7 +158,7 @@ def _warm_up(config: Config) -> None:
     """Train two steps of a run that is thrown away. Compiled kernels stay in the process."""
     with tempfile.TemporaryDirectory() as folder:
         run = config.run.model_copy(update={"dir": folder})
-        trainer = Trainer(config.model_copy(update={"run": run}))
+        trainer = Trainer(config.model_copy(update={"run": run}), quiet=True)
         try:
             for _ in range(WARM_UP_STEPS):
                 trainer.train_step()

@@ -1,6 +1,7 @@
 """Reinforcement learning of language models from verifiable rewards with DAPO."""
 
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # Both variables must be set before torch is imported. By default its threads spin for milliseconds while they wait.
@@ -12,21 +13,42 @@ os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
 from dapo.config import Config
 
 if TYPE_CHECKING:
+    from dapo.errors import DapoError
     from dapo.evaluation.judging import Judgment, judge
+    from dapo.training.callbacks import Callback
     from dapo.training.trainer import RunResult, Trainer
+    from dapo.types import EvalReport, Group, StepReport
 
-__all__ = ["Config", "Judgment", "RunResult", "Trainer", "judge"]
+__all__ = [
+    "Callback",
+    "Config",
+    "DapoError",
+    "EvalReport",
+    "Group",
+    "Judgment",
+    "RunResult",
+    "StepReport",
+    "Trainer",
+    "judge",
+]
 __version__ = "0.1.0"
+
+
+_MODULES = {
+    "Callback": "dapo.training.callbacks",
+    "DapoError": "dapo.errors",
+    "EvalReport": "dapo.types",
+    "Group": "dapo.types",
+    "Judgment": "dapo.evaluation.judging",
+    "RunResult": "dapo.training.trainer",
+    "StepReport": "dapo.types",
+    "Trainer": "dapo.training.trainer",
+    "judge": "dapo.evaluation.judging",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Import torch only when it is needed: it takes seconds, which `dapo --help` and configuration errors should not.
-    if name in ("RunResult", "Trainer"):
-        from dapo.training import trainer
-
-        return getattr(trainer, name)
-    if name in ("Judgment", "judge"):
-        from dapo.evaluation import judging
-
-        return getattr(judging, name)
-    raise AttributeError(f"module 'dapo' has no attribute '{name}'")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'dapo' has no attribute '{name}'")
+    return getattr(import_module(_MODULES[name]), name)

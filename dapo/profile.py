@@ -63,7 +63,7 @@ def profile(config: Config, out: Path, steps: int = 1) -> tuple[Phase, Phase]:
     """Train a few steps in a temporary directory, and write Chrome traces of the last `steps` into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="dapo-profile-") as folder:
-        trainer = Trainer(_in_folder(config, folder, WARM_UP_STEPS + steps))
+        trainer = Trainer(_in_folder(config, folder, WARM_UP_STEPS + steps), quiet=True)
         try:
             for _ in range(WARM_UP_STEPS):
                 trainer.train_step()

@@ -219,8 +219,8 @@ class StepReport:
 
     step: int
     metrics: Mapping[str, float]
-    groups: tuple[Group, ...]
-    token_stats: Mapping[tuple[int, int], TokenStats]  # (serial, index) of each trained rollout
+    groups: tuple[Group, ...] = field(repr=False)
+    token_stats: Mapping[tuple[int, int], TokenStats] = field(repr=False)  # (serial, index) of each trained rollout
     events: tuple[Event, ...] = ()
 
 
@@ -240,7 +240,7 @@ class EvalReport:
     step: int
     name: str
     metrics: Mapping[str, float]
-    samples: tuple[EvalSample, ...]
+    samples: tuple[EvalSample, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The options of a run: `sampling_options`, `training_options`, `schema` (their tree and rules), `loading` (YAML)."""
 
 from dapo.config.base import FIXED, Section, Source
-from dapo.config.loading import apply_override
+from dapo.config.loading import apply_override, merge_options, read_yaml
 from dapo.config.sampling_options import (
     AUTO_WORKERS,
     REWARD_TOKEN,
@@ -31,5 +31,7 @@ __all__ = [
     "Source",
     "apply_override",
     "leaves",
+    "merge_options",
     "option_names",
+    "read_yaml",
 ]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from os import PathLike, fspath
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dapo.config.migration.table import explain_unknown, find
@@ -164,15 +165,51 @@ def apply_override(values: dict[str, Any], override: str, names: Sequence[str]) 
         value = parse_value(text)
     except ValueError as error:
         raise ConfigError(f"override '{shown}': the value is not valid YAML ({error})") from None
+    _set_option(values, key, value, f"override '{shown}'", names)
+
+
+def merge_options(values: dict[str, Any], options: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> None:
+    """Set the options that a Python program gives: nested sections, dotted names, or both. `names` are all options."""
+    for key, given in options.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"config: {_shown(key)} is not the name of an option or a section")
+        name = f"{prefix}{key}"
+        value = given.model_dump(exclude_unset=True) if isinstance(given, BaseModel) else given
+        if isinstance(value, Mapping) and name not in names:  # some options are mappings themselves
+            _section(values, name.split("."), name, "config", names)
+            merge_options(values, value, names, f"{name}.")
+        else:
+            _set_option(values, name, _to_yaml_value(value), "config", names)
+
+
+def _to_yaml_value(value: Any) -> Any:
+    """Convert what Python programs use in place of text, numbers, lists and mappings."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_unset=True)
+    if isinstance(value, Mapping):
+        return {key: _to_yaml_value(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_yaml_value(member) for member in value]
+    if isinstance(value, PathLike):
+        return fspath(value)
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _set_option(values: dict[str, Any], key: str, value: Any, where: str, names: Sequence[str]) -> None:
     *sections, leaf = key.split(".")
-    if len(sections) > _MAX_YAML_DEPTH:
-        raise ConfigError(f"override '{shown}': more than {_MAX_YAML_DEPTH} levels of nesting")
-    for name in sections:
+    _section(values, sections, key, where, names)[leaf] = value
+
+
+def _section(values: dict[str, Any], path: Sequence[str], key: str, where: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return the section at `path`, made if it is missing. `key` is the option it is for."""
+    if len(path) > _MAX_YAML_DEPTH:
+        raise ConfigError(f"{where}: more than {_MAX_YAML_DEPTH} levels of nesting")
+    for name in path:
         child = values.setdefault(name, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"override '{shown}': '{_cut(name)}' is a value, not a section{_suggest(key, names)}")
+            raise ConfigError(f"{where}: '{_cut(name)}' is a value, not a section{_suggest(key, names)}")
         values = child
-    values[leaf] = value
+    return values
 
 
 def explain(error: ValidationError, source: str, names: Sequence[str]) -> str:

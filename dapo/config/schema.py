@@ -58,6 +58,16 @@ class Config(Section):
         return cls.parse(values, source=source)
 
     @classmethod
+    def from_values(cls, values: Mapping[str, Any], source: str = "config") -> Self:
+        """Build from the nested values of a Python program, with the checks that YAML text gets."""
+        try:
+            text = yaml.dump(values, Dumper=Dumper, allow_unicode=True)
+        except (yaml.YAMLError, RecursionError) as error:
+            found = " ".join(map(str, error.args)) or "nested too deeply"
+            raise ConfigError(f"{source}: holds a value that YAML cannot represent ({found})") from None
+        return cls.from_text(text, source)
+
+    @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "configuration") -> Self:
         """Build from a nested mapping; raise ConfigError with one sentence per mistake."""
         try:

@@ -12,6 +12,7 @@ from dapo.config import Config, Source
 from dapo.data.distinct import Distinct, answer_key, columns_key, counted, question_key
 from dapo.data.encode import encode, progress
 from dapo.data.gym import MAX_ATTEMPTS, Gym, GymSource
+from dapo.data.memory import PYTHON, Rows
 from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM, read_rows
 from dapo.data.rows import Question, read_question
@@ -37,27 +38,35 @@ class RunData:
         return self.stream.columns().union({"data_source"}, *(prompt.extra for prompt in prompts))
 
 
-def load_run_data(config: Config, tokenizer: Any, seen: Collection[str] | None = ()) -> RunData:
+def load_run_data(
+    config: Config, tokenizer: Any, seen: Collection[str] | None = (), given: Mapping[str, Rows] | None = None
+) -> RunData:
     """Load what the run trains and evaluates on. Without `eval.data` it evaluates on the training questions.
 
     Two rows are duplicates if question, answer and the columns that the judge sees are equal (`seen` None: all).
+    `given` are the rows of `python:` sources, by path.
     """
     notes: list[str] = []
-    sets = load_eval_sets(config, tokenizer, notes, seen)
+    sets = load_eval_sets(config, tokenizer, notes, seen, given)
     # Evaluation questions are never trained on, even if this run does not evaluate.
-    stream = load_train_stream(config, tokenizer, [prompt for prompts in sets.values() for prompt in prompts], seen)
+    held_out = [prompt for prompts in sets.values() for prompt in prompts]
+    stream = load_train_stream(config, tokenizer, held_out, seen, given)
     if config.eval.k == 0:
         sets = {}
     elif not sets:
-        sets = {Path(config.data.train[0].path.removeprefix(GYM)).stem: stream.questions()}
+        sets = {Path(config.data.train[0].path.removeprefix(GYM).removeprefix(PYTHON)).stem: stream.questions()}
     return RunData(stream, sets, (*stream.notes, *notes))
 
 
 def load_train_stream(
-    config: Config, tokenizer: Any, held_out: Collection[Prompt] = (), seen: Collection[str] | None = ()
+    config: Config,
+    tokenizer: Any,
+    held_out: Collection[Prompt] = (),
+    seen: Collection[str] | None = (),
+    given: Mapping[str, Rows] | None = None,
 ) -> PromptStream:
     """Return the training questions as one endless stream, without those held out for evaluation."""
-    loader = _Loader(config, tokenizer, ("train",), held_out, seen)
+    loader = _Loader(config, tokenizer, ("train",), held_out, seen, given)
     sources = config.data.train
     finite = {i: loader.read(i, source) for i, source in enumerate(sources) if not _is_endless(source)}
     prompt_sources: list[PromptSource] = [
@@ -70,16 +79,20 @@ def load_train_stream(
 
 
 def load_eval_sets(
-    config: Config, tokenizer: Any, notes: list[str] | None = None, seen: Collection[str] | None = ()
+    config: Config,
+    tokenizer: Any,
+    notes: list[str] | None = None,
+    seen: Collection[str] | None = (),
+    given: Mapping[str, Rows] | None = None,
 ) -> dict[str, list[Prompt]]:
     """Return the prompts of eval.data by set name. Messages about rows that were left out are appended to `notes`."""
     sets = {}
     for name, sources in (config.eval.data or {}).items():
-        loader = _Loader(config, tokenizer, ("eval", name), (), seen)
+        loader = _Loader(config, tokenizer, ("eval", name), (), seen, given)
         found = [loader.read(i, source) for i, source in enumerate(sources)]
         sets[name] = [p for i, source in enumerate(sources) for p in loader.finish(i, source, found[i])]
         if notes is not None:
-            notes += [f"evaluation set {name}: {note}" for note in loader.notes]
+            notes += [f"evaluation set {name}: {note.removeprefix(f'{name}: ')}" for note in loader.notes]
     return sets
 
 
@@ -100,6 +113,7 @@ class _Loader:
         scope: tuple[Phase] | tuple[Phase, str],
         held_out: Collection[Prompt],
         seen: Collection[str] | None,
+        given: Mapping[str, Rows] | None,
     ) -> None:
         self.data = config.data
         self.tokenizer = tokenizer
@@ -110,7 +124,7 @@ class _Loader:
         self.is_training = scope[0] == "train"
         self.prompt_format = PromptFormat.of(config.data.prompt_template, config.data.system_prompt)
         self.held_out = frozenset(question_key(prompt.messages) for prompt in held_out)
-        self.seen = seen
+        self.seen, self.given = seen, given
         self.rows = Distinct()
         self.items = Distinct()  # gym questions, by question only: they can have several right answers
         self.failed_items: Counter[int] = Counter()  # by source: gym items without a question or an answer
@@ -121,7 +135,7 @@ class _Loader:
         if source.path.startswith(GYM):
             return self._read_gym(index, source)
         questions = []
-        for where, row in progress(read_rows(source), f"Reading {source.path}"):
+        for where, row in progress(read_rows(source, self.given), f"Reading {source.path}"):
             if isinstance(row, DataError):
                 raise row
             question = read_question(where, row, self.prompt_format)
@@ -131,7 +145,9 @@ class _Loader:
                 is_variant = self.rows.is_variant(key, columns)
                 questions.append(replace(question, variant=columns.hex()) if is_variant else question)
         if not self.rows.counts(index).rows:
-            raise DataError(f"{source.path}: no rows; expected one question with its answer per row")
+            raise DataError(
+                f"{source.path.removeprefix(PYTHON)}: no rows; expected one question with its answer per row"
+            )
         return questions
 
     def finish(self, index: int, source: Source, found: Sequence[Question]) -> list[Prompt]:
@@ -142,7 +158,7 @@ class _Loader:
         is_gym = source.path.startswith(GYM)
         row_counts = (self.items if is_gym else self.rows).counts(index)
         counts = row_counts.summary("item" if is_gym else "row", are_left_out=self.data.deduplicate)
-        summary = [f"{source.path}: {counts}"]
+        summary = [f"{source.path.removeprefix(PYTHON)}: {counts}"]
         if self.failed_items[index]:
             summary.append(f"{counted(self.failed_items[index], 'item')} that the task failed to generate left out")
         keyed = [(question_key(question.messages), question) for question in found]

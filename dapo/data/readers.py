@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dapo.config import Source
+from dapo.data.memory import PYTHON, Rows, python_rows
 from dapo.errors import DataError
 
 GYM = "gym:"
@@ -31,10 +32,12 @@ _BATCH_ROWS = 1024
 _MAX_LINE = 2**24  # bytes, so that a file without line breaks does not fill the memory
 
 
-def read_rows(source: Source) -> Iterator[RawRow]:
-    """Yield the rows of a dataset in order, at most `size` of them."""
-    files = find_files(source.path)
-    if files is None:
+def read_rows(source: Source, given: Mapping[str, Rows] | None = None) -> Iterator[RawRow]:
+    """Yield the rows of a dataset in order, at most `size` of them. `given` are rows from Python, by path."""
+    files = None if source.path.startswith(PYTHON) else find_files(source.path)
+    if source.path.startswith(PYTHON):
+        rows = python_rows(source.path, given or {})
+    elif files is None:
         rows = _read_hub(source)
     elif source.params:
         raise DataError(f"{source.path}: a file takes no params, found {', '.join(map(repr, source.params))}")

@@ -79,7 +79,7 @@ class PromptStream:
         """Continue at the positions of a checkpoint; refuse if the data changed since, which gives them no meaning."""
         if digest != self.digest():
             raise CheckpointError(
-                "data.train: the questions are not those that the run was trained on so far; restore the files, or "
+                "data.train: the questions are not those that the run was trained on so far; restore them, or "
                 "choose another run.name"
             )
         self.positions = list(positions)

@@ -62,7 +62,7 @@ def judge(
 ) -> Judgment:
     """Judge one response: `dapo.judge("math", completion="Answer: 34", answer="34")`.
 
-    `use` is what `reward.use` may be, a whole `RewardConfig`, or what `Trainer` takes as `reward`. `prompt` and
+    `use` is what `reward.use` may be, a whole `RewardConfig`, or what `Trainer` takes as `reward_funcs`. `prompt` and
     `columns` are the rest of the row, for judges that read them, and `completion_ids` the token ids.
     """
     function: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -74,6 +75,25 @@ def merged(model: PreTrainedModel | peft.PeftModel) -> dict[str, Tensor]:
             delta = module.get_delta_weight(_ADAPTER)  # pyright: ignore[reportAttributeAccessIssue]
             state[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype)
     return state
+
+
+@torch.no_grad()
+def plain_copy(model: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
+    """Return the model as transformers would load it: adapters merged, attention by PyTorch.
+
+    It shares all tensors with `model`, except for weights that have adapters.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    if isinstance(twin, peft.PeftModel):
+        weights = merged(model)
+        for name, module in causal_lm(twin).named_modules():
+            if isinstance(module, LoraLayer):
+                module.get_base_layer().weight = nn.Parameter(weights[f"{name}.weight"])
+        twin = twin.unload()
+    assert isinstance(twin, PreTrainedModel)
+    twin.set_attn_implementation("sdpa" if twin._supports_sdpa else "eager")
+    return twin.eval()
 
 
 def adapter_state(model: PreTrainedModel | peft.PeftModel) -> dict[str, Tensor]:

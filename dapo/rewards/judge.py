@@ -25,29 +25,37 @@ from dapo.rewards.sandbox.sandbox import DESCRIPTIONS, Sandbox
 from dapo.rewards.signature import TOKENS, Kind
 from dapo.types import TERM, Prompt, Rollout, Score
 
-# A function object, several of them, or several with their weights.
-RewardFunctions = RewardFunction | Sequence[RewardFunction] | Mapping[RewardFunction, float]
+# What Python programs give as rewards: a function object or what `reward.use` names, several, or several with weights.
+RewardLike = RewardFunction | str
+RewardFunctions = RewardLike | Sequence[RewardLike] | Mapping[RewardLike, float]
+
+PYTHON = "python:"  # in reward.use: a function object that was given to Trainer
 
 AUTO = "auto"
 KINDS = f"{AUTO}, {', '.join(RULES)}, path/to/file.py:function, model:PATH or http://..."
 
 
-def build_judge(options: RewardConfig, function: RewardFunctions | None = None) -> Judge:
-    """Return the judge for these options. Function objects take precedence and run in this process."""
-    if function is not None:
-        timeout, tags = options.timeout, options.think_tags
-        terms = [_Term(name, weight, FunctionJudge(f, timeout, tags)) for name, f, weight in function_terms(function)]
-        return terms[0].judge if callable(function) else WeightedSum(terms)
+def build_judge(options: RewardConfig, rewards: RewardFunctions | None = None) -> Judge:
+    """Return the judge for these options. `rewards` replace `reward.use`; function objects run in this process."""
+    functions: Mapping[str, RewardFunction] = {}
+    if rewards is not None:
+        use, functions = reward_terms(rewards)
+        options = options.model_copy(update={"use": use})
     specs = judge_specs(options)
     for spec in specs:
-        _check(spec)
+        if spec not in functions:
+            _check(spec)
     with ExitStack() as opened:  # if a later judge fails to open, close those before it
         pool = _pool(options)
         if pool is not None:
             opened.callback(pool.close)
         judges: list[Judge] = []
         for spec in specs:
-            judges.append(_open(spec, options, pool))
+            judges.append(
+                FunctionJudge(functions[spec], options.timeout, options.think_tags)
+                if spec in functions
+                else _open(spec, options, pool)
+            )
             opened.callback(judges[-1].close)
         opened.pop_all()
     if isinstance(options.use, str):
@@ -56,17 +64,36 @@ def build_judge(options: RewardConfig, function: RewardFunctions | None = None) 
     return WeightedSum([_Term(n, w, j) for n, w, j in zip(names, options.use.values(), judges, strict=True)])
 
 
-def function_terms(functions: RewardFunctions) -> list[tuple[str, RewardFunction, float]]:
-    """Return name, function and weight of each function object: one, several with weight 1, or a mapping to weights."""
-    if callable(functions):
-        functions = [functions]
-    weights = functions if isinstance(functions, Mapping) else dict.fromkeys(functions, 1.0)
-    if not weights:
+def reward_terms(rewards: RewardFunctions) -> tuple[str | dict[str, float], dict[str, RewardFunction]]:
+    """Return `reward.use` for what a Python program gives, and the function objects behind its `python:` names.
+
+    Several rewards without weights have weight 1.
+    """
+    is_single = isinstance(rewards, str) or callable(rewards)
+    several: Any = [rewards] if is_single else rewards
+    if not isinstance(several, Iterable):
+        raise RewardError(f"the reward is {several!r}; expected a function, a list of them, or a mapping to weights")
+    if not several:
         raise RewardError("the list of reward functions is empty; expected at least one function")
-    names: list[str] = []
-    for name in map(function_name, weights):
-        names.append(name if name not in names else f"{name} {len(names) + 1}")
-    return [(name, function, float(weight)) for name, (function, weight) in zip(names, weights.items(), strict=True)]
+    weights = several if isinstance(several, Mapping) else dict.fromkeys(several, 1.0)
+    use: dict[str, float] = {}
+    functions: dict[str, RewardFunction] = {}
+    for reward, weight in weights.items():
+        if not isinstance(reward, str) and not callable(reward):
+            raise RewardError(f"the list of rewards has a {type(reward).__name__}; expected a function, or {KINDS}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise RewardError(f"the weight of the reward {_name(reward)} is {weight!r}; expected a number")
+        spec = reward if isinstance(reward, str) else f"{PYTHON}{function_name(reward)}"
+        if spec in use:
+            spec = f"{spec} {len(use) + 1}"
+        use[spec] = float(weight)
+        if not isinstance(reward, str):
+            functions[spec] = reward
+    return (next(iter(use)) if is_single else use), functions
+
+
+def _name(reward: RewardLike) -> str:
+    return reward if isinstance(reward, str) else function_name(reward)
 
 
 def function_name(function: RewardFunction) -> str:
@@ -75,7 +102,7 @@ def function_name(function: RewardFunction) -> str:
 
 def _pool(options: RewardConfig) -> WorkerPool | None:
     """Return the workers for rules and functions from files, or None if there are none."""
-    local = [spec for spec in judge_specs(options) if not _is_url(spec) and not spec.startswith("model:")]
+    local = [spec for spec in judge_specs(options) if not _is_url(spec) and not spec.startswith(("model:", PYTHON))]
     return WorkerPool(["math" if spec == AUTO else spec for spec in local], options) if local else None
 
 
@@ -157,8 +184,8 @@ def _is_url(spec: str) -> bool:
 
 def _check(spec: str) -> None:
     """Raise if the spec names no kind of judge. Files and models are checked when they are opened."""
-    kind, colon, rest = spec.partition(":")
-    if kind == "python" and colon:
+    kind, _, rest = spec.partition(":")
+    if spec.startswith(PYTHON):
         raise RewardError(
             f"reward.use is '{spec}': the reward of this run was a Python function; pass it to Trainer again, or name "
             "it as path/to/file.py:function"

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from dapo.config import Config
 from dapo.terminal.evaltable import DifferenceRow, heading, summary, with_interval, with_sign
+from dapo.terminal.notebook import NotebookProgress
 from dapo.types import TERM, EvalReport, Event, Group, StepReport, Verdict, event_severity
 
 _STYLES = {"info": "dim", "warning": "yellow", "error": "red"}  # by severity
@@ -39,7 +40,8 @@ class ConsoleReporter(Reporter):
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
-        self.progress = Progress(
+        show_progress = NotebookProgress if self.console.is_jupyter else Progress
+        self.progress = show_progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),

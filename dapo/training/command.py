@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 
 from dapo.config import Config
-from dapo.errors import RunExists
 from dapo.evaluation.evaluate import differences
 from dapo.store.configuration import is_run, recorded_config
 from dapo.terminal.console import ConsoleReporter, before_after_table
@@ -20,18 +19,7 @@ from dapo.training.trainer import Trainer
 def start_training(console: Console, config: Config, overrides: Sequence[str], recipe: str) -> int | None:
     """Train a new run. If its folder holds another run, take the next free name, unless the name is an override."""
     has_given_name = any(override.startswith("run.name=") for override in overrides)
-    named, number = config, 1
-    while True:
-        try:
-            trainer = Trainer(named, reporter=ConsoleReporter(console), recipe=recipe)
-            break
-        except RunExists:
-            if has_given_name:
-                raise
-            number += 1
-            named = config.renamed(f"{config.run.name}-{number}")
-    if named is not config:
-        console.print(f"{config.run_dir} holds another run, so this one is {named.run_dir}", markup=False)
+    trainer = Trainer(config, reporter=ConsoleReporter(console), recipe=recipe, next_name=not has_given_name)
     return _run(console, trainer)
 
 
@@ -54,7 +42,7 @@ def resume_training(
 def _run(console: Console, trainer: Trainer) -> int | None:
     """Train, print the result, and return the signal that ended the run early."""
     try:
-        result = trainer.run()
+        result = trainer.train()
     finally:
         trainer.close()
     config = trainer.config

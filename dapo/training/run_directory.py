@@ -53,6 +53,17 @@ class RunDirectory:
             self.abandon()
             raise
 
+    @classmethod
+    def of_new_run(cls, config: Config) -> RunDirectory:
+        """Return the folder of a new run, with the next free name (NAME-2) if NAME holds another run."""
+        named, number = config, 1
+        while True:
+            try:
+                return cls(named, resume=False)
+            except RunExists:
+                number += 1
+                named = config.renamed(f"{config.run.name}-{number}")
+
     def begin(self, about: Mapping[str, str]) -> RunDatabase:
         """Open the database, and save the run's configuration."""
         resolved, file = self.config.to_yaml(), self.path / DATABASE_FILE
@@ -129,7 +140,10 @@ class RunDirectory:
         with RunDatabase.open(file) as database:
             has_steps = database.last_step() > 0
         if not self.resume and (has_steps or checkpoint.steps(self.checkpoints)):
-            raise RunExists(f"{self.path}: already holds a run; continue it with --resume, or choose another run.name")
+            raise RunExists(
+                f"{self.path}: already holds a run; continue it with --resume (from Python: resume=True), or choose "
+                "another run.name"
+            )
         return True
 
     def _find_checkpoint(self) -> None:

@@ -1,25 +1,68 @@
-"""Ctrl-C, SIGTERM and the loss of the terminal during training."""
+"""Requests to end a run: by Ctrl-C, SIGTERM, the loss of the terminal, or the program that trains."""
 
 from __future__ import annotations
 
+import atexit
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Step = TypeVar("Step")
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """Whether a run is to end after the current step. A signal also ends an evaluation that is in progress."""
+
+    signal: int | None = None
+    is_asked: bool = False  # by `Trainer.stop`
+
+    def __bool__(self) -> bool:
+        return self.is_asked or self.signal is not None
+
+    def has_signal(self) -> bool:
+        return self.signal is not None
 
 
 @contextmanager
-def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Call `handler` on SIGINT, SIGTERM and SIGHUP during the block. Outside the main thread this does nothing."""
+def handled(stopping: StopRequest, on_first: Callable[[], None]) -> Iterator[None]:
+    """On SIGINT, SIGTERM and SIGHUP during the block, ask to stop and call `on_first`; on a second one, stop at once.
+
+    Outside the main thread this does nothing.
+    """
     previous: dict[int, Callable[..., Any] | int | None] = {}
+
+    def handle(number: int, _: Any) -> None:
+        if stopping.signal is not None:
+            raise KeyboardInterrupt
+        stopping.signal = number
+        on_first()
+
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks for
-                previous[number] = signal.signal(number, handler)
+                previous[number] = signal.signal(number, handle)
     except ValueError:
         pass  # not in the main thread, which handles signals itself
     try:
         yield
     finally:
-        for number, former in previous.items():
-            signal.signal(number, former)
+        with suppress(ValueError):  # a generator of steps can be closed in another thread
+            for number, former in previous.items():
+                signal.signal(number, former)
+
+
+def closed_at_exit(steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
+    """Return the generator, which is closed at the end of the program if its loop was not left before."""
+    reference = weakref.ref(steps)
+
+    def close() -> None:
+        if (suspended := reference()) is not None:
+            suspended.close()
+
+    atexit.register(close)
+    weakref.finalize(steps, atexit.unregister, close).atexit = False
+    return steps

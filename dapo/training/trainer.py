@@ -3,130 +3,170 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
+from transformers import PreTrainedModel
 
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import TrainerState
 from dapo.cluster.assemble import assemble
-from dapo.config import Config
 from dapo.data.dataset import load_run_data
-from dapo.errors import ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped
+from dapo.errors import CheckpointError, ClusterLost, LearnerLost, RunExists, StorageError, TrainingStopped
 from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
 from dapo.model.tokens import token_bytes
 from dapo.policy.build import model_source
-from dapo.policy.protocol import UpdateResult
 from dapo.rewards.judge import (
     RewardFunctions,
     build_judge,
     check_columns,
     columns_seen,
-    function_terms,
     isolation_note,
     judge_kinds,
 )
 from dapo.rewards.protocol import Judge
-from dapo.sampling.accounting import Sampled
 from dapo.sampling.inflight import InflightSampler
 from dapo.sampling.strict import DynamicSampler
-from dapo.store.database import versions
 from dapo.store.trackers import require_trackers
-from dapo.terminal.console import Reporter
+from dapo.terminal.console import ConsoleReporter, Reporter
 from dapo.training import signals
+from dapo.training.arguments import ConfigLike, resolve
+from dapo.training.callbacks import CallbackLike, Callbacks
 from dapo.training.evaluator import Evaluator
 from dapo.training.recorder import Recorder
+from dapo.training.result import RunResult, environment, step_metrics, trained_model
 from dapo.training.run_directory import RunDirectory
+from dapo.training.signals import StopRequest
 from dapo.types import EvalReport, Event, EventKind, StepReport
 
 MAX_EMPTY_BATCHES = 3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RunResult:
-    """The result of a finished or interrupted run; everything else is in the run directory."""
-
-    run_dir: Path
-    steps: int
-    before: tuple[EvalReport, ...]  # one per set, before the first step
-    after: tuple[EvalReport, ...]  # the latest evaluation, one per set
-    signal: int | None  # the signal that ended the run early, after its step was finished and saved
-    seconds: float  # spent on training steps, without evaluation and saving, also before a resume
-
-
 class Trainer:
-    """Trains as the configuration says.
+    """Trains a language model with DAPO.
 
-    `reward` replaces `reward.use`: a Python function, a list of functions, or a mapping of functions to weights.
+        trainer = Trainer(
+            model="Qwen/Qwen2.5-0.5B-Instruct",
+            reward_funcs=[correct, short],
+            train_dataset=rows,
+            eval_dataset=held_out,
+            config={"run.steps": 50, "rollout.n": 8},
+        )
+        result = trainer.train()
+        trainer.model.generate(...)
+
+    config: options, as a mapping of dotted names or nested sections, the path of a recipe (YAML), or a Config.
+    reward_funcs: a function, a list of functions, or a mapping of functions to weights. A function may have dapo's
+        signature, TRL's or verl's. In place of a function, the name of a judge as in `reward.use` is possible.
+    model: a hub id, a folder, a .gguf file; or the section `model` as a mapping.
+    train_dataset: rows: a list or generator of dicts, a datasets.Dataset, a pandas DataFrame; or a path as in
+        `data.train`.
+    eval_dataset: the same, or a mapping of names to such sets. `eval.k` is then 1 unless it is given.
+    callbacks: functions of (trainer, step), called after each step, or objects of subclasses of `Callback`.
+    resume: continue the run `run.name` from its newest checkpoint, with its own options except those given here.
+    quiet: show no progress. `reporter` shows it in another way.
+    next_name: whether a new run gets the name NAME-2 if NAME exists; by default if no argument sets `run.name`.
+    sections: options as `optim={"lr": 1e-5}`, `rollout={"n": 8}`, and so on.
+
+    What is given besides `config` replaces its options. The constructor checks everything, loads data and model, and
+    locks the run directory until `train` ends, `close` is called, or the trainer is deleted.
     """
 
     def __init__(
         self,
-        config: Config,
-        reward: RewardFunctions | None = None,
+        config: ConfigLike | None = None,
+        reward_funcs: RewardFunctions | None = None,
         *,
+        model: str | PathLike[str] | Mapping[str, Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        callbacks: CallbackLike | Iterable[CallbackLike] = (),
         resume: bool = False,
+        quiet: bool = False,
         reporter: Reporter | None = None,
+        next_name: bool | None = None,
         recipe: str | None = None,  # the recipe's name, which is recorded in the database
+        **sections: Mapping[str, Any],
     ) -> None:
-        if reward is not None:
-            config = _with_function(config, reward)
-        self.config = config
-        self.reporter = reporter or Reporter()
-        self.step, self.version, self.saved_step = 0, 0, 0
-        self.empty_in_a_row = 0
-        self.before: tuple[EvalReport, ...] = ()
-        self.signal: int | None = None
-        require_trackers(config.run.trackers)
-        self.directory = RunDirectory(config, resume=resume)  # locked from here on
-        with ExitStack() as undo:  # if anything below fails, release what was acquired before it
-            undo.callback(self.directory.abandon)
-            self.recorder = Recorder(self.directory, self.reporter)
-            undo.callback(self.recorder.close)
-            judge = None if config.cluster.reward_workers else build_judge(config.reward, reward)
-            if judge is not None:
-                undo.callback(judge.close)
-            # Errors in data or model show here, before anything is written.
-            self._build(judge)
-            undo.callback(self.engine.close)
-            if self.directory.state:
-                self._restore(self.directory.saved, self.directory.state)
-            self.recorder.open(config, _environment() | ({"recipe": recipe} if recipe else {}), self.step)
-            self.seconds = self.recorder.training_seconds()
-            for note in self.data.notes:
-                self.recorder.event(EventKind.DATA, note)
-            if judge is not None and (note := isolation_note(config.reward)):
-                self.recorder.event(EventKind.SANDBOX, note)
-            if plan := self.policy.memory_plan(self.engine.cache_bytes):
-                self.recorder.event(EventKind.PLAN, plan)
-            undo.pop_all()
-        # The state after the last whole step, which is saved if the cluster is lost in the middle of the next one.
-        self.last_state = self.first_state = self._state()
+        given = resolve(config, reward_funcs, model, train_dataset, eval_dataset, sections, resume=resume)
+        self.config, self._arguments, self._recipe = given.config, given, recipe or given.recipe
+        self.callbacks = Callbacks(callbacks, self)
+        self.reporter = reporter or (Reporter() if quiet else ConsoleReporter())
+        require_trackers(given.config.run.trackers)
+        self._open(resume=resume, next_name=not given.names_run if next_name is None else next_name)
 
-    def run(self) -> RunResult:
-        """Train up to `run.steps`, or to the end of the step in which a signal asks to stop; then close everything."""
-        with closing(self), signals.handled(self._ask_to_stop), self.reporter.training(self.config, self.step):
+    def train(self) -> RunResult:
+        """Train up to `run.steps`, or to the end of the step in which a signal or `stop` asks to end; then close.
+
+        Called again, it continues a run that ended early.
+        """
+        for _ in self.steps():
+            pass
+        return self.result
+
+    def steps(self) -> Iterator[StepReport]:
+        """Train as `train` does, and yield the report of each step after it is evaluated and saved as configured.
+
+        Leaving the loop early ends the run as `stop` does: it is saved, closed, and can be resumed.
+        """
+        return signals.closed_at_exit(self._steps())
+
+    def _steps(self) -> Generator[StepReport, None, None]:
+        self._begin()
+        handled = signals.handled(self.stopping, self.reporter.stopping)
+        with closing(self), handled, self.reporter.training(self.config, self.step):
             self._evaluate_first()
-            while not self.is_finished and self.signal is None:
-                with self._faults_handled():
-                    self.train_step()
-                    if self.is_finished or self._is_due(self.config.eval.every):
-                        self._evaluate()
-                    if self.evaluator.is_best(self.step) or self._is_due(self.config.run.save_every):
-                        self._save()
+            try:
+                while not self.is_finished and not self.stopping and self._close.alive:
+                    if report := self._whole_step():
+                        yield report
+            except GeneratorExit:  # the caller has left its loop
+                pass
+            if not self._close.alive:  # the caller has closed it
+                return
             if self.step > self.saved_step:
                 self._save()
             kind = EventKind.FINISHED if self.is_finished else EventKind.INTERRUPTED
             self.recorder.event(kind, f"after step {self.step}")
-        seconds, reports = self.seconds, self.evaluator.reports
-        return RunResult(self.config.run_dir, self.step, self.before, reports, self.signal, seconds)
+        self.callbacks.end(self.result)
 
-    def train_step(self) -> None:
+    def stop(self) -> None:
+        """Ask the run to end after the current step, saved and ready to resume."""
+        self.stopping.is_asked = True
+
+    @property
+    def result(self) -> RunResult:
+        """The result up to now."""
+        reports, signal = self.evaluator.reports, self.stopping.signal
+        return RunResult(self.config.run_dir, self.step, self.before, reports, signal, self.seconds)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model with its current weights, adapters merged, as transformers loads it; `tokenizer` is its tokenizer.
+
+        It shares its memory with the model being trained, except for weights that have adapters. If other processes
+        learn, it is loaded from the newest checkpoint.
+        """
+        return trained_model(self.policy, self.config.model, self.directory.checkpoints)
+
+    def _whole_step(self) -> StepReport | None:
+        """Train one step, evaluate and save as configured. Return None if the step was lost and undone."""
+        with self._faults_handled():
+            report = self.train_step()
+            self.callbacks.step(report)
+            if self.is_finished or self._is_due(self.config.eval.every):
+                self._evaluate()
+            if self.evaluator.is_best(self.step) or self._is_due(self.config.run.save_every):
+                self._save()
+            return report
+        return None
+
+    def train_step(self) -> StepReport:
         """Run one step: Prompt -> Rollout -> Score -> Group -> Batch -> loss -> update -> report."""
         start, step = time.perf_counter(), self.step + 1
         sampled = self.sampler.fill(step, self.version)
@@ -139,26 +179,81 @@ class Trainer:
             self.version += 1
             self.engine.sync_weights(self.version)
         end = time.perf_counter()
-        metrics = _metrics(sampled, update, train=end - updating, total=end - start)
+        metrics = step_metrics(sampled, update, train=end - updating, total=end - start)
         metrics |= self.engine.metrics() | self.policy.efficiency(sampled.batch, update, end - updating)
         notes = tuple(Event(EventKind.MEMORY, note, step) for note in update.notes)
-        self.recorder.step(StepReport(step, metrics, sampled.groups, update.token_stats, (*sampled.events, *notes)))
+        report = StepReport(step, metrics, sampled.groups, update.token_stats, (*sampled.events, *notes))
+        self.recorder.step(report)
         self.step, self.seconds = step, self.seconds + end - start
         found_nothing = not sampled.batch and not self.sampler.carried
         self.empty_in_a_row = self.empty_in_a_row + 1 if found_nothing else 0
         self.last_state = self._state()
         self._stop_if_pointless(sampled.stop or update.stop)
+        return report
 
     @property
     def is_finished(self) -> bool:
         return self.step >= self.config.run.steps
 
     def close(self) -> None:
-        with ExitStack() as stack:  # closes in reverse order; if one fails, the others are closed all the same
-            stack.callback(self.directory.close)
-            stack.callback(self.recorder.close)
-            stack.callback(self.judge.close)
-            stack.callback(self.engine.close)
+        """Unlock the run directory and end the run's processes, as `train` does at its end."""
+        self.is_training = False
+        self._close()
+
+    def _open(self, *, resume: bool, next_name: bool) -> None:
+        """Lock the run directory, build the parts of the run, and open its records."""
+        wanted, is_renamed = self.config.run_dir, next_name and not resume
+        self.directory = (
+            RunDirectory.of_new_run(self.config) if is_renamed else RunDirectory(self.config, resume=resume)
+        )
+        self.config = config = self.directory.config  # whose directory is locked from here on
+        self.step, self.version, self.saved_step = 0, 0, 0
+        self.empty_in_a_row = 0
+        self.before: tuple[EvalReport, ...] = ()
+        self.stopping, self.is_training = StopRequest(), False
+        with ExitStack() as undo:  # if anything below fails, release what was acquired before it
+            undo.callback(self.directory.abandon)
+            self.recorder = Recorder(self.directory, self.reporter)
+            undo.callback(self.recorder.close)
+            local = not config.cluster.reward_workers
+            judge = build_judge(config.reward, self._arguments.reward_funcs) if local else None
+            if judge is not None:
+                undo.callback(judge.close)
+            # Errors in data or model show here, before anything is written.
+            self._build(judge)
+            undo.callback(self.engine.close)
+            if self.directory.state:
+                self._restore(self.directory.saved, self.directory.state)
+            about = environment() | ({"recipe": self._recipe} if self._recipe else {})
+            self.recorder.open(config, about, self.step)
+            self.seconds = self.recorder.training_seconds()
+            if config.run_dir != wanted:
+                note = f"{wanted} holds another run, so this one is {config.run_dir}"
+                self.recorder.event(EventKind.CONFIGURATION, note)
+            for note in self.data.notes:
+                self.recorder.event(EventKind.DATA, note)
+            if judge is not None and (note := isolation_note(config.reward)):
+                self.recorder.event(EventKind.SANDBOX, note)
+            if plan := self.policy.memory_plan(self.engine.cache_bytes):
+                self.recorder.event(EventKind.PLAN, plan)
+            undo.pop_all()
+        # Close also if the trainer is only deleted: nothing that is closed here refers to it.
+        self._close = weakref.finalize(self, _close_all, self.directory, self.recorder, self.judge, self.engine)
+        # The state after the last whole step, which is saved if the cluster is lost in the middle of the next one.
+        self.last_state = self.first_state = self._state()
+
+    def _begin(self) -> None:
+        """Open the run again if it ended early before; refuse if it is being trained, or has finished."""
+        if self.is_training:
+            raise RunExists(f"{self.config.run_dir}: this Trainer is training already")
+        if not self._close.alive:
+            if self.is_finished:
+                raise CheckpointError(
+                    f"{self.config.run_dir}: has already finished {self.step} steps; to continue, make a Trainer with "
+                    f"resume=True, run.name='{self.config.run.name}' and a larger run.steps"
+                )
+            self._open(resume=self.directory.resume or self.step > 0, next_name=False)
+        self.is_training, self.stopping.is_asked = True, False
 
     def _build(self, judge: Judge | None) -> None:
         """Build data, policy, engine, judge and sampler, with the weights of the checkpoint if there is one."""
@@ -168,16 +263,16 @@ class Trainer:
         if config.rollout.stop:
             token_bytes(tokenizer)  # raises if the engine could not compare its tokens with a text
         kinds = judge_kinds(config.reward, judge)
-        self.data = load_run_data(config, tokenizer, columns_seen(kinds))
+        self.data = load_run_data(config, tokenizer, columns_seen(kinds), self._arguments.rows)
         check_columns(kinds, self.data.columns())
-        self.parts = assemble(config, saved, self.recorder.event, self._is_stopping)
+        self.parts = assemble(config, saved, self.recorder.event, self.stopping.has_signal)
         self.policy, self.engine = self.parts.policy, self.parts.engine
         self.tokenizer = self.parts.tokenizer
         judge = judge or self.parts.judge
         assert judge is not None
         self.judge = judge
         sets = self.data.eval_sets
-        self.evaluator = Evaluator(config, sets, self.engine, judge, self.recorder, self._is_stopping)
+        self.evaluator = Evaluator(config, sets, self.engine, judge, self.recorder, self.stopping.has_signal)
         build_sampler = InflightSampler if config.rollout.mode == "inflight" else DynamicSampler
         self.sampler = build_sampler(
             config,
@@ -185,7 +280,7 @@ class Trainer:
             judge,
             self.data.stream,
             reference=self.policy.reference_logprobs if config.needs_reference else None,
-            on_group=self.reporter.group,
+            on_group=self.callbacks.after(self.reporter.group),
             on_progress=self.reporter.responses,
         )
 
@@ -201,11 +296,10 @@ class Trainer:
     def _evaluate(self) -> None:
         """Evaluate the current weights, or leave it if the run is stopping: a resume makes up for it."""
         with suppress(Interrupted):
-            if self.data.eval_sets and self.sampler.drain(self._is_stopping):
+            if self.data.eval_sets and self.sampler.drain(self.stopping.has_signal):
                 self.evaluator.run(self.step)
-
-    def _is_stopping(self) -> bool:
-        return self.signal is not None
+                for report in self.evaluator.reports:
+                    self.callbacks.evaluation(report)
 
     def _stop_if_pointless(self, stop: str | None) -> None:
         """Save and raise if the sampler or the update asked to stop, or if several batches in a row were empty."""
@@ -235,6 +329,12 @@ class Trainer:
             if self.step > self.saved_step:
                 self._save(self.last_state)
             self.recorder.event(EventKind.STOPPED, str(lost))
+            raise
+        except Exception as error:
+            if error is self.callbacks.failure:  # the weights are those of the last whole step
+                if self.step > self.saved_step:
+                    self._save(self.last_state)
+                self.recorder.event(EventKind.STOPPED, f"a callback raised {type(error).__name__}: {error}")
             raise
 
     def _restart_from_checkpoint(self, lost: LearnerLost) -> None:
@@ -278,52 +378,15 @@ class Trainer:
         self.reporter.phase("saving")
         self.recorder.flush()  # a resume can undo steps after the checkpoint, but cannot invent missing ones
         self.directory.require_in_place()
-        checkpoint.save(self.directory.checkpoints, state or self._state(), self.policy, self.tokenizer)
+        saved = checkpoint.save(self.directory.checkpoints, state or self._state(), self.policy, self.tokenizer)
         self.saved_step = self.step
+        self.callbacks.save(saved)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _ask_to_stop(self, number: int, _: Any) -> None:
-        """Stop after the current step and save on the first signal; stop at once on the second."""
-        if self.signal is not None:
-            raise KeyboardInterrupt
-        self.signal = number
-        self.reporter.stopping()
 
-
-def _with_function(config: Config, reward: RewardFunctions) -> Config:
-    """Return the configuration with `python:NAME` as the reward, which says that a resume needs the function again."""
-    if config.cluster.reward_workers:
-        raise ConfigError(
-            "cluster.reward_workers: a reward that is given as a Python function runs in the trainer's process; name "
-            "it as path/to/file.py:function in reward.use, or leave reward_workers out"
-        )
-    weights = {f"python:{name}": weight for name, _, weight in function_terms(reward)}
-    use = next(iter(weights)) if callable(reward) else weights
-    return config.model_copy(update={"reward": config.reward.model_copy(update={"use": use})})
-
-
-def _environment() -> dict[str, str]:
-    """Return what the bits of a run on a CPU depend on besides its configuration. A resume reports what differs."""
-    return versions() | {
-        "threads": str(torch.get_num_threads()),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def _metrics(sampled: Sampled, update: UpdateResult, *, train: float, total: float) -> dict[str, float]:
-    generate, reward = sampled.generate_seconds, sampled.reward_seconds
-    return {
-        **sampled.metrics(),
-        **update.metrics,
-        "timing_s/generate": generate,
-        "timing_s/reward": reward,
-        "timing_s/train": train,
-        "timing_s/step": total,
-        "throughput/generated_tokens_per_s": sampled.tokens["tokens/generated"] / max(generate, 1e-9),
-        "throughput/trained_tokens_per_s": sampled.tokens["tokens/trained"] / max(train, 1e-9),
-        "time_share/generate": generate / max(total, 1e-9),
-        "time_share/reward": reward / max(total, 1e-9),
-        "time_share/train": train / max(total, 1e-9),
-    }
+def _close_all(*parts: Any) -> None:
+    with ExitStack() as stack:  # closes in reverse order; if one fails, the others are closed all the same
+        for part in parts:
+            stack.callback(part.close)

@@ -28,7 +28,7 @@ def train(config: Config, reporter: Reporter | None = None, prepare=lambda train
     trainer = Trainer(config, reporter=reporter)
     prepare(trainer)
     try:
-        return trainer.run()
+        return trainer.train()
     finally:
         trainer.close()
 
@@ -207,8 +207,10 @@ def test_without_restarts_left_the_run_saves_the_last_whole_step_and_can_resume(
     local = runs.load(tmp_path, "run.name=local", "run.save_every=0")
     train(local)
     trainer = Trainer(runs.load(tmp_path, *options, "cluster.max_restarts=0"), resume=True)
-    trainer.run()
+    trainer.train()
     assert_same_run(local.run_dir, config.run_dir, step=6)
+    embedding = runs.weights(config.run_dir, 6)["model.embed_tokens.weight"]
+    assert torch.equal(trainer.model.get_input_embeddings().weight, embedding), "loaded from the newest checkpoint"
 
 
 def test_a_run_whose_driver_was_killed_resumes(tmp_path, cluster):

@@ -31,7 +31,7 @@ def shape(path: Path) -> list[tuple[str, str]]:
 def train(config: Config):
     trainer = Trainer(config)
     try:
-        return trainer.run()
+        return trainer.train()
     finally:
         trainer.close()
 

@@ -85,7 +85,7 @@ def test_two_processes_train_what_one_trains_and_resume_after_one_is_killed(tmp_
     # Adam's first updates depend on the sign of gradients near zero, so a small learning rate keeps runs close.
     options = ["optim.lr=1e-5", "run.steps=5", "run.save_every=1"]
     one = runs.load(tmp_path, "run.name=one", *options)
-    Trainer(one).run()
+    Trainer(one).train()
     two = one.run_dir.parent / "two"
     arguments = ["train", str(tmp_path / "recipe.yaml"), "run.name=two", *options, "cluster.learners=2"]
     process = launch(*arguments)
@@ -108,7 +108,7 @@ def test_a_stopped_run_finishes_its_step_saves_and_resumes_in_one_process(tmp_pa
     options += ["model.lora.rank=2", "algorithm.kl_loss_coef=0.01"]
     reward = runs.REWARD.replace("letters =", "__import__('time').sleep(0.02)\n    letters =")
     whole = runs.load(tmp_path, "run.name=whole", *options)
-    Trainer(whole).run()
+    Trainer(whole).train()
     slow = runs.recipe(tmp_path, reward=reward)
     stopped = whole.run_dir.parent / "stopped"
     process = launch("train", str(slow), "run.name=stopped", *options)
@@ -119,7 +119,7 @@ def test_a_stopped_run_finishes_its_step_saves_and_resumes_in_one_process(tmp_pa
     steps = len(runs.metrics(stopped))
     assert 0 < steps < 6
     assert (stopped / "checkpoints" / f"step_{steps}").is_dir()
-    Trainer(runs.load(tmp_path, "run.name=stopped", *options), resume=True).run()
+    Trainer(runs.load(tmp_path, "run.name=stopped", *options), resume=True).train()
     assert_same(whole.run_dir, stopped, step=6)
 
 

@@ -392,7 +392,7 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Section, "__getattribute__", reading, raising=False)
     trainer = Trainer(config)
-    trainer.run()
+    trainer.train()
     trainer.close()
     # Reads in worker processes cannot be watched, so build here what they build, and the other judges and shapings.
     options = RewardConfig(regex="(.)", length_shaping="target", target_length=3)

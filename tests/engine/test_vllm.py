@@ -244,7 +244,7 @@ def test_a_killed_run_takes_vllm_with_it_and_can_be_resumed(tmp_path):
     before = set(vllm_processes(os.getpid()))
     saved = max(int(path.name.removeprefix("step_")) for path in (tmp_path / "recipe/checkpoints").glob("step_*"))
     config = Config.load(recipe, [f"run.steps={saved + 2}", "rollout.mode=inflight"])
-    result = Trainer(config, resume=True).run()
+    result = Trainer(config, resume=True).train()
     assert result.steps == saved + 2
     steps = runs.metrics(config.run_dir)
     assert [step["step"] for step in steps] == list(range(1, saved + 3))

@@ -116,7 +116,7 @@ def test_a_run_learns_and_samples_in_turns_on_one_gpu(tmp_path):
     config = runs.load(tmp_path, "run.steps=3", "model.device=cuda", rollout=rollout)
     trainer = Trainer(config)
     try:
-        trainer.run()
+        trainer.train()
     finally:
         trainer.close()
     steps = runs.metrics(config.run_dir)

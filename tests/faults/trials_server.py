@@ -54,9 +54,9 @@ def _train(job: dict[str, Any], recipe: Path) -> None:
         has_begun = _has_begun(config.run_dir / "run.db")
         arm(Path(job["root"]), Mode(job["mode"]), job["at"], Path(job["log"]) if job["log"] else None)
         with sentences():
-            trainer = Trainer(config, reward, resume=has_begun)
+            trainer = Trainer(config, reward, resume=has_begun, quiet=True)
             try:
-                trainer.run()
+                trainer.train()
             finally:
                 trainer.close()
         code = 0

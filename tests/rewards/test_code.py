@@ -336,7 +336,7 @@ def test_a_run_says_which_isolation_is_in_force(tmp_path: Path, rule: CodeRule) 
         "reward.use=code",
         "reward.workers=1",
     )
-    Trainer(config).run()
+    Trainer(config).train()
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         messages = [event["message"] for event in database.events() if event["kind"] == "sandbox"]
         reasons = {rollout["extras"]["reason"] for rollout in database.rollouts(0)}

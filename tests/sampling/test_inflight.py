@@ -387,7 +387,7 @@ INFLIGHT = ("rollout.mode=inflight", "rollout.max_concurrent=6", "data.max_respo
 def train(config: Config, **kwargs: Any) -> Any:
     trainer = Trainer(config, **kwargs)
     try:
-        return trainer.run()
+        return trainer.train()
     finally:
         trainer.close()
 
@@ -436,7 +436,7 @@ def test_each_token_keeps_the_log_probability_of_its_weight_version_and_the_loss
         tmp_path, *INFLIGHT, "run.steps=4", "optim.lr=1e-2", "optim.warmup_steps=0", "optim.ppo_mini_batch_size=4"
     )
     trainer, models, batches = watched(config)
-    trainer.run()
+    trainer.train()
     stored = {group["serial"]: (group, rows) for group, rows in recorded(config.run_dir)}
     metrics = {step["step"]: step for step in runs.metrics(config.run_dir)}
     mixed = 0
@@ -470,7 +470,7 @@ def test_with_constant_weights_the_recorded_log_probabilities_match_one_forward_
         tmp_path, *INFLIGHT, "run.steps=4", "optim.lr=1e-30", "optim.weight_decay=0", "run.store_tokens=all"
     )
     trainer, models, _ = watched(config)
-    trainer.run()
+    trainer.train()
     switched = 0
     for group, rows in recorded(config.run_dir):
         expected = plain.logprobs(models[0], group["prompt_tokens"].tolist(), [row["tokens"].tolist() for row in rows])
@@ -589,7 +589,7 @@ def test_groups_that_span_an_update_get_reference_log_probabilities(tmp_path, co
         return sampled
 
     trainer.sampler.fill = recording
-    trainer.run()
+    trainer.train()
     assert any(rollout.switches for group in groups.values() for rollout in group.rollouts)
     for group in groups.values():
         expected = plain.logprobs(models[0], group.prompt.tokens, [r.tokens.tolist() for r in group.rollouts])

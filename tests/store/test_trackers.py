@@ -329,10 +329,10 @@ def test_an_unknown_tracker_is_refused_when_the_configuration_is_read(tmp_path):
 def test_a_run_sends_its_trackers_what_it_stores_in_its_database(tmp_path, capfd):
     trackers = "run.trackers=[tensorboard, wandb, trackio]"
     config = runs.load(tmp_path, trackers, "run.steps=2", "run.save_every=1", "eval.k=2")
-    Trainer(config).run()
+    Trainer(config).train()
     longer = runs.load(tmp_path, trackers, "run.steps=3", "run.save_every=1", "eval.k=2")
     _next_second()
-    Trainer(longer, resume=True).run()
+    Trainer(longer, resume=True).train()
     expected: dict[str, Points] = {}
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         assert [event for event in database.events() if event["kind"] == "tracker"] == []
@@ -351,13 +351,13 @@ def test_a_run_sends_its_trackers_what_it_stores_in_its_database(tmp_path, capfd
 @needs_tensorboard
 def test_a_run_whose_tracker_fails_trains_the_same_and_reports_it_once(tmp_path):
     plain = runs.load(tmp_path, "run.steps=2", "run.name=plain")
-    Trainer(plain).run()
+    Trainer(plain).train()
     config = runs.load(tmp_path, "run.steps=2", "run.name=tracked", "run.trackers=[tensorboard]")
     trainer = Trainer(config)
     (member,) = trainer.recorder.trackers.members
     os.killpg(member.process.pid, signal.SIGKILL)
     member.process.wait()
-    assert trainer.run().steps == 2
+    assert trainer.train().steps == 2
     assert runs.metrics(config.run_dir) == runs.metrics(plain.run_dir)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         events = [(event["step"], event["message"]) for event in database.events() if event["kind"] == "tracker"]

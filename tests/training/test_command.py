@@ -59,8 +59,8 @@ def test_a_resumed_run_keeps_its_options_and_lists_what_is_changed_and_what_the_
 def test_a_resumed_run_shows_the_table_of_the_whole_run_and_all_its_seconds(tmp_path):
     recipe = runs.recipe(tmp_path)
     options = ("eval.k=4", "eval.every=0")
-    first = Trainer(Config.load(recipe, ("run.steps=1", *options))).run()
-    second = Trainer(Config.load(recipe, ("run.steps=2", *options)), resume=True).run()
+    first = Trainer(Config.load(recipe, ("run.steps=1", *options))).train()
+    second = Trainer(Config.load(recipe, ("run.steps=2", *options)), resume=True).train()
     assert second.seconds > first.seconds > 0
     assert [report.step for report in second.before] == [0] * len(first.before)
     assert [report.step for report in second.after] == [2] * len(first.after)
@@ -104,7 +104,7 @@ class Interrupts(Reporter):
 
 
 def interrupted(config: Config, step: int) -> RunResult:
-    result = Trainer(config, reporter=Interrupts(step)).run()
+    result = Trainer(config, reporter=Interrupts(step)).train()
     assert result.signal == signal.SIGINT
     return result
 
@@ -116,7 +116,7 @@ def test_a_signal_during_an_evaluation_ends_it_and_a_resume_makes_up_for_it(tmp_
     result = interrupted(config, step=2)
     assert result.steps == 2
     assert evaluated_steps(config.run_dir) == [0]
-    resumed = Trainer(config, resume=True).run()
+    resumed = Trainer(config, resume=True).train()
     assert resumed.steps == 4
     assert evaluated_steps(config.run_dir) == [0, 2, 4]
 
@@ -125,4 +125,4 @@ def test_a_signal_during_the_first_evaluation_ends_the_run_before_it_trains(tmp_
     config = Config.load(runs.recipe(tmp_path), ("run.steps=1", "eval.k=64", "rollout.max_concurrent=8"))
     assert interrupted(config, step=0).steps == 0
     assert evaluated_steps(config.run_dir) == []
-    assert Trainer(config).run().steps == 1, "a run without a step does not block its name"
+    assert Trainer(config).train().steps == 1, "a run without a step does not block its name"

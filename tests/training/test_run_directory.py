@@ -30,7 +30,7 @@ def content(folder: Path) -> dict[str, bytes | None]:
 
 
 def train(config: Config, *, resume: bool = False) -> None:
-    Trainer(config, resume=resume).run()
+    Trainer(config, resume=resume).train()
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ def test_a_run_whose_folder_is_moved_away_while_it_trains_stops(tmp_path):
     trainer.train_step()
     trainer.config.run_dir.rename(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="was moved, deleted or replaced while the run was training; move it back"):
-        trainer.run()
+        trainer.train()
     assert not trainer.config.run_dir.exists(), "nothing is written to where the folder was"
 
 

@@ -89,7 +89,7 @@ def test_the_demo_s_first_step_learns(smollm2_dir, tmp_path):
         "model.device=cpu",
     ]  # fmt: skip
     trainer = Trainer(Config.load("recipes/guess_five.yaml", overrides))
-    result = trainer.run()
+    result = trainer.train()
     with RunDatabase.open_readonly(result.run_dir / "run.db") as database:
         step = next(database.steps())
     assert result.steps == 1

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent.parent
 def train(config: Config, **kwargs):
     trainer = Trainer(config, **kwargs)
     try:
-        return trainer.run()
+        return trainer.train()
     finally:
         trainer.close()
 
@@ -261,7 +261,7 @@ def test_a_python_function_is_a_reward_and_the_policy_learns_from_it(tmp_path):
     config = runs.load(
         tmp_path, "run.steps=25", "optim.lr=3e-3", "eval.k=32", "optim.warmup_steps=0", "run.save_every=0"
     )
-    result = train(config, reward=lambda completion, answer: completion.count("e") / 8)
+    result = train(config, reward_funcs=lambda completion, answer: completion.count("e") / 8)
     (before,), (after,) = result.before, result.after
     assert before.metrics["reward/mean"] < 0.1
     assert after.metrics["reward/mean"] > before.metrics["reward/mean"] + 0.2
@@ -296,7 +296,7 @@ def test_the_reference_does_not_change_and_its_kl_starts_at_zero(tmp_path, coeff
 def test_padded_groups_get_reference_log_probabilities_too(tmp_path):
     options = ("algorithm.kl_loss_coef=0.1", "algorithm.filter_groups.on_exhausted=pad", "run.steps=2")
     config = runs.load(tmp_path, *options, "algorithm.filter_groups.max_num_gen_batches=1")
-    result = train(config, reward=lambda completion, answer: float(answer == 3 and "a" in completion))
+    result = train(config, reward_funcs=lambda completion, answer: float(answer == 3 and "a" in completion))
     assert result.steps == 2
     assert "padded" in {verdict for _, verdict, _, _ in runs.verdicts(config.run_dir)}
     assert all("kl" in step for step in runs.metrics(config.run_dir))
@@ -312,7 +312,7 @@ def test_without_kl_no_reference_is_loaded(tmp_path):
 def test_three_steps_without_anything_to_learn_are_saved_and_stop_the_run(tmp_path):
     config = runs.load(tmp_path, "algorithm.filter_groups.max_num_gen_batches=1")
     with pytest.raises(TrainingStopped, match="3 steps in a row"):
-        train(config, reward=lambda completion, answer: 1.0)
+        train(config, reward_funcs=lambda completion, answer: 1.0)
     assert len(runs.metrics(config.run_dir)) == 3
     assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_3").step == 3
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
@@ -350,13 +350,13 @@ def test_on_exhausted_raise_records_and_saves_the_step_and_then_stops(tmp_path):
     options = ("algorithm.filter_groups.on_exhausted=raise", "algorithm.filter_groups.max_num_gen_batches=1")
     config = runs.load(tmp_path, *options)
     with pytest.raises(TrainingStopped, match=r"step 1: 1 rounds gave 0 of 4 groups"):
-        train(config, reward=lambda completion, answer: 1.0)
+        train(config, reward_funcs=lambda completion, answer: 1.0)
     assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_1").step == 1
 
 
 def test_a_trainer_releases_its_run_when_it_has_finished(tmp_path):
-    Trainer(runs.load(tmp_path, "run.steps=1")).run()
-    assert Trainer(runs.load(tmp_path, "run.steps=2"), resume=True).run().steps == 2
+    Trainer(runs.load(tmp_path, "run.steps=1")).train()
+    assert Trainer(runs.load(tmp_path, "run.steps=2"), resume=True).train().steps == 2
 
 
 def test_a_changed_option_on_resume_is_recorded(tmp_path):
@@ -538,7 +538,7 @@ def test_a_reward_given_as_a_function_is_recorded_and_needed_again_on_resume(tmp
         return len(completion) % 3
 
     config = runs.load(tmp_path, "run.steps=1")
-    Trainer(config, by_length).run()
+    Trainer(config, by_length).train()
     assert Config.load(config.run_dir / "config.yaml").reward.use == "python:by_length"
     with pytest.raises(RewardError, match="was a Python function; pass it to Trainer again"):
         Trainer(Config.load(config.run_dir / "config.yaml", ["run.steps=2"]), resume=True)
@@ -553,7 +553,7 @@ def test_functions_with_weights_are_added_and_each_one_is_a_metric(tmp_path):
         return [len(ids) for ids in completion_ids]
 
     config = runs.load(tmp_path, "run.steps=2", "run.save_every=1")
-    train(config, reward={share: 1.0, length: 0.5})
+    train(config, reward_funcs={share: 1.0, length: 0.5})
     for step in runs.metrics(config.run_dir):
         assert step["score/share/mean"] == 1.0
         assert step["score/length/mean"] == step["response_length/mean"]
@@ -563,7 +563,7 @@ def test_functions_with_weights_are_added_and_each_one_is_a_metric(tmp_path):
         accs = [rollout["acc"] for group in database.groups() for rollout in database.rollouts(group["serial"])]
     assert any(0 < acc < 1 for acc in accs)
     assert "python:share: 1.0" in (config.run_dir / "config.yaml").read_text()
-    train(runs.load(tmp_path, "run.steps=3"), reward={share: 1.0, length: 0.5}, resume=True)
+    train(runs.load(tmp_path, "run.steps=3"), reward_funcs={share: 1.0, length: 0.5}, resume=True)
     with pytest.raises(RewardError, match="the reward of this run was a Python function"):
         Trainer(Config.load(config.run_dir / "config.yaml", ["run.steps=4"]), resume=True)
 

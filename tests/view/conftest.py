@@ -27,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
         algorithm={"clip_ratio_low": 0.002, "clip_ratio_high": 0.003, "clip_ratio_c": 1.004, "max_logprob_gap": 1.0},
         eval={"k": 2, "every": 2},
     )
-    Trainer(config).run()
+    Trainer(config).train()
     return find_run(config.run_dir.parent, "real")
 
 

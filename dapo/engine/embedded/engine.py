@@ -142,6 +142,7 @@ class EmbeddedEngine:
     def close(self) -> None:
         self.cancel({response.request.serial for response in [*self.active, *self.waiting]})
         self.decoder.release_idle()
+        self.decoder.suspend()
 
     def _start_waiting(self) -> list[Finished]:
         newcomers = [self.waiting.popleft() for _ in range(self.decoder.room(self.waiting))]
