@@ -12,8 +12,9 @@ from typing import Any
 
 from dapo.config import Source
 from dapo.data.distinct import question_key
+from dapo.data.formats import one_line
 from dapo.data.prompt_format import PromptFormat
-from dapo.data.readers import GYM, one_line
+from dapo.data.readers import GYM
 from dapo.data.rows import Question
 from dapo.errors import DataError
 from dapo.system.digest import text_digest

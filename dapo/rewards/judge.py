@@ -39,8 +39,7 @@ def build_judge(options: RewardConfig, function: RewardFunctions | None = None) 
         terms = [_Term(name, weight, FunctionJudge(f, timeout, tags)) for name, f, weight in function_terms(function)]
         return terms[0].judge if callable(function) else WeightedSum(terms)
     specs = judge_specs(options)
-    for spec in specs:
-        _check(spec)
+    check_judges(options)
     with ExitStack() as opened:  # if a later judge fails to open, close those before it
         pool = _pool(options)
         if pool is not None:
@@ -153,6 +152,12 @@ def _open(spec: str, options: RewardConfig, pool: WorkerPool | None) -> Judge:
 
 def _is_url(spec: str) -> bool:
     return spec.startswith(("http://", "https://"))
+
+
+def check_judges(options: RewardConfig) -> None:
+    """Raise if reward.use names something that is no judge."""
+    for spec in judge_specs(options):
+        _check(spec)
 
 
 def _check(spec: str) -> None:

@@ -29,8 +29,8 @@ SMALLEST = "model: {path: m}\ndata: {train: d.jsonl}\n"
 OPTIONS = [
     "run.name", "run.dir", "run.steps", "run.seed", "run.save_every", "run.store_tokens", "run.trackers",
     "model.path", "model.dtype", "model.device", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules",
-    "data.train", "data.train_batch_size", "data.gen_batch_size", "data.max_prompt_length", "data.max_response_length",
-    "data.overlong_prompts", "data.deduplicate", "data.prompt_template", "data.system_prompt",
+    "data.train", "data.columns", "data.train_batch_size", "data.gen_batch_size", "data.max_prompt_length",
+    "data.max_response_length", "data.overlong_prompts", "data.deduplicate", "data.prompt_template", "data.system_prompt",
     "data.chat_template_kwargs",
     "rollout.n", "rollout.temperature", "rollout.stop", "rollout.max_concurrent",
     "rollout.kv_memory_fraction", "rollout.mode", "rollout.engine", "rollout.tensor_parallel", "rollout.vllm",
