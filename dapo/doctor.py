@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 import subprocess
@@ -24,7 +23,7 @@ from dapo.errors import ModelError, RewardError
 from dapo.model.cache import cache_dir
 from dapo.model.gguf import conversion_dir, find_fetched
 from dapo.rewards.judge import isolation_note
-from dapo.system.machine import usable_cores
+from dapo.system.machine import free_disk, memory, usable_cores
 
 Status = Literal["ok", "warn", "missing"]
 
@@ -122,25 +121,9 @@ def _memory() -> Finding:
     return _enough("memory", available, MEMORY_NEEDED, detail, "close other programs")
 
 
-def memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
-    """Return total and available bytes; None for what the system does not report."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-        return total, available
-    except (OSError, KeyError, ValueError):
-        pass  # not Linux
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), None
-    except (AttributeError, ValueError, OSError):
-        return None, None
-
-
 def _disk(name: str, folder: Path, needed: int, remedy: str) -> Finding:
-    folder = folder.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    return _enough(name, free, needed, f"{_size(free)} free at {folder}", remedy)
+    free = free_disk(folder)
+    return _enough(name, free, needed, f"{_size(free)} free at {folder.absolute()}", remedy)
 
 
 def _enough(name: str, found: int, needed: int, detail: str, remedy: str) -> Finding:

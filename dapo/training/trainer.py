@@ -16,7 +16,7 @@ from dapo.checkpoint.state import TrainerState
 from dapo.cluster.assemble import assemble
 from dapo.config import Config
 from dapo.data.dataset import load_run_data
-from dapo.errors import ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped
+from dapo.errors import CheckpointError, ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped
 from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
 from dapo.model.tokens import token_bytes
@@ -96,6 +96,11 @@ class Trainer:
             undo.callback(self.engine.close)
             if self.directory.state:
                 self._restore(self.directory.saved, self.directory.state)
+                if self.is_finished:  # by run.epochs; RunDirectory has checked run.steps
+                    raise CheckpointError(
+                        f"{config.run_dir}: has already finished {self.data.stream.epochs:.4g} epochs; raise "
+                        "run.epochs to continue"
+                    )
             self.recorder.open(config, _environment() | ({"recipe": recipe} if recipe else {}), self.step)
             self.seconds = self.recorder.training_seconds()
             for note in self.data.notes:
@@ -104,12 +109,13 @@ class Trainer:
                 self.recorder.event(EventKind.SANDBOX, note)
             if plan := self.policy.memory_plan(self.engine.cache_bytes):
                 self.recorder.event(EventKind.PLAN, plan)
+            self.recorder.disk(config, self.policy.checkpoint_bytes)
             undo.pop_all()
         # The state after the last whole step, which is saved if the cluster is lost in the middle of the next one.
         self.last_state = self.first_state = self._state()
 
     def run(self) -> RunResult:
-        """Train up to `run.steps`, or to the end of the step in which a signal asks to stop; then close everything."""
+        """Train to the end, or to the end of the step in which a signal asks to stop; then close everything."""
         with closing(self), signals.handled(self._ask_to_stop), self.reporter.training(self.config, self.step):
             self._evaluate_first()
             while not self.is_finished and self.signal is None:
@@ -141,6 +147,8 @@ class Trainer:
         end = time.perf_counter()
         metrics = _metrics(sampled, update, train=end - updating, total=end - start)
         metrics |= self.engine.metrics() | self.policy.efficiency(sampled.batch, update, end - updating)
+        if (epochs := self.data.stream.epochs) is not None:
+            metrics["epoch"] = epochs
         notes = tuple(Event(EventKind.MEMORY, note, step) for note in update.notes)
         self.recorder.step(StepReport(step, metrics, sampled.groups, update.token_stats, (*sampled.events, *notes)))
         self.step, self.seconds = step, self.seconds + end - start
@@ -151,7 +159,11 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        return self.step >= self.config.run.steps
+        run, drawn = self.config.run, self.data.stream.epochs
+        if run.steps is not None:
+            return self.step >= run.steps
+        assert run.epochs is not None and drawn is not None  # Config refuses endless data
+        return drawn >= run.epochs
 
     def close(self) -> None:
         with ExitStack() as stack:  # closes in reverse order; if one fails, the others are closed all the same

@@ -93,7 +93,7 @@ def _facts(folder: Path) -> dict[str, str]:
         "status": found.status or "–",
         "model": found.model,
         "recipe": found.recipe,
-        "step": f"{found.step:,} of {found.planned:,}",
+        "step": f"{found.step:,}" + (f" of {found.planned:,}" if found.planned else ""),
         "last reward": format_number(found.reward),
         "started": format_time(found.started, _TIME),
         "last change": format_time(found.changed, _TIME),
