@@ -11,6 +11,7 @@ from rich.console import Console
 
 from dapo.config import Config
 from dapo.errors import ConfigError, NotReady
+from dapo.system.install import other_package
 
 if TYPE_CHECKING:
     from dapo.terminal.console import Verbosity
@@ -49,6 +50,7 @@ def train(
     from dapo.terminal.output import log_console
 
     console = log_console()
+    _warn_of_other_package(console)
     # torch and transformers take seconds to import, so only commands that need them import them.
     with console.status("starting"):
         from dapo.training.command import resume_training, start_training
@@ -71,6 +73,7 @@ def resume_run(
     config = recorded_config(folder, overrides or ()).renamed(folder.name, str(folder.parent))
     _check_cluster(config)
     console = log_console()
+    _warn_of_other_package(console)
     with console.status("starting"):
         from dapo.training.command import resume_training
     _exit_on_signal(resume_training(console, config, overrides or (), verbosity=verbosity))
@@ -158,6 +161,11 @@ def _verbosity(quiet: bool, verbose: bool) -> Verbosity:
     if quiet and verbose:
         raise ConfigError("-q and -v contradict each other; give one of them")
     return "quiet" if quiet else "verbose" if verbose else "normal"
+
+
+def _warn_of_other_package(console: Console) -> None:
+    if sentence := other_package():
+        console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _exit_on_signal(number: int | None) -> None:

@@ -18,6 +18,7 @@ from dapo.data.readers import GYM
 from dapo.data.rows import Question
 from dapo.errors import DataError
 from dapo.system.digest import text_digest
+from dapo.system.install import install_hint
 from dapo.types import Prompt
 
 # Some tasks generate all their items when they are created. So a task is created for this many items at a time.
@@ -181,7 +182,7 @@ def _import_factory(name: str) -> Any:
     try:
         import reasoning_gym.factory
     except ImportError:
-        raise DataError(f"{name}: needs the package reasoning-gym: pip install 'dapo[gym]'") from None
+        raise DataError(f"{name}: needs the package reasoning-gym: {install_hint('gym')}") from None
     return reasoning_gym.factory
 
 

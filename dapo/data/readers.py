@@ -14,6 +14,7 @@ from typing import Any
 from dapo.config import Source
 from dapo.data.formats import BATCH_ROWS, SUFFIXES, RawRow, arrow_rows, one_line, read_file
 from dapo.errors import DataError
+from dapo.system.install import install_hint
 
 GYM = "gym:"
 PREPARED = ("dapo-math-17k", "aime-2024", "gsm8k", "math")  # the datasets that `dapo data prepare` writes
@@ -104,8 +105,7 @@ def _read_hub(source: Source) -> Iterator[RawRow]:
         import datasets
     except ImportError:
         raise DataError(
-            f"{source.path}: no such file, and a dataset on the hub needs the package `datasets`: "
-            "pip install 'dapo[hub]'"
+            f"{source.path}: no such file, and a dataset on the hub needs the package `datasets`: {install_hint('hub')}"
         ) from None
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hide its retries; a failure is reported below
     try:
