@@ -55,7 +55,9 @@ def verdict(score: Score) -> str:
 
 
 def sample_style(score: Score) -> str:
-    return "yellow" if score.acc is None else "green" if score.acc == 1 else "red"
+    if score.error is not None:
+        return "yellow"
+    return "bold" if score.acc is None else "green" if score.acc == 1 else "red"
 
 
 def _shortened(text: str, limit: int) -> str:
