@@ -143,16 +143,19 @@ def profile(
 
 def _dry_run(config: Config, overrides: Sequence[str], resume: bool, verbosity: Verbosity) -> None:
     """Print what is there, and the plan; raise with one sentence for each thing that is missing."""
-    with Console(stderr=True).status("checking"):
+    with Console(stderr=True).status("starting"):
         from dapo.commands.preflight import check_run
         from dapo.plan import plan_text
-
-        has_given_name = any(override.startswith("run.name=") for override in overrides)
-        found = check_run(config, resume=resume, has_given_name=has_given_name)
+        from dapo.store.configuration import is_run, recorded_config
+        from dapo.store.encoding import visible
+    if resume and is_run(config.run_dir):  # with its own options, as a resume does
+        config = recorded_config(config.run_dir, overrides).renamed(config.run.name, config.run.dir)
+    has_given_name = any(override.startswith("run.name=") for override in overrides)
+    found = check_run(config, resume=resume, has_given_name=has_given_name)
     if verbosity == "verbose":
         typer.echo(config.to_yaml())
     if verbosity != "quiet":
-        typer.echo("\n".join(["checks:", *found.lines(), plan_text(config)]))
+        typer.echo(visible("\n".join(["checks:", *found.lines(), plan_text(config)])))
     if found.missing:
         raise NotReady(found.missing)
 

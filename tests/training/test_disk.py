@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
-from dapo.commands.preflight import check_run
 from dapo.plan.dry_run import planned_checkpoint
 from dapo.plan.shapes import find_shape
 from dapo.store.database import RunDatabase
-from dapo.system import machine
 from dapo.training.disk import step_bytes
 from dapo.training.trainer import Trainer
 from tests import runs
@@ -36,30 +32,3 @@ def test_the_sizes_that_are_announced_are_those_that_are_written(tmp_path, optio
         f"a checkpoint takes {announced / 1000:.0f} kB (the 2 newest are kept), a step up to about "
     )
     assert message.endswith(f" are free in {tmp_path}/runs")
-
-
-def test_a_disk_without_room_for_two_checkpoints_is_a_warning_and_without_one_is_missing(tmp_path, monkeypatch):
-    config = runs.load(tmp_path, "run.steps=1")
-    usage = shutil.disk_usage(tmp_path)
-    for free, is_ready in ((500_000, True), (100_000, False)):
-        monkeypatch.setattr(machine.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
-        sentence = f"only {free // 1000} kB are free in {tmp_path}/runs, but two checkpoints take"
-        found = check_run(config)
-        assert [sentence in each for each in (found.warnings if is_ready else found.missing)] == [True]
-        assert bool(found.missing) is not is_ready
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage._replace(free=500_000))
-    trainer = Trainer(config)
-    trainer.run()
-    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
-        (message,) = (event["message"] for event in database.events() if event["kind"] == "disk")
-    assert message.startswith("only 500 kB are free")
-
-
-def test_too_little_memory_is_missing(tmp_path, monkeypatch):
-    config = runs.load(tmp_path)
-    assert check_run(config).missing == []
-    monkeypatch.setattr("dapo.commands.preflight.memory", lambda: (10**6, 100_000))
-    (sentence,) = check_run(config).missing
-    assert (
-        sentence.startswith(f"training {tmp_path}/model takes 430 kB of memory") and "only 100 kB are free" in sentence
-    )
