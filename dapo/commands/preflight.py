@@ -29,7 +29,7 @@ from dapo.system.machine import free_disk, memory, size_text
 from dapo.training.disk import disk_plan, disk_warning
 from dapo.training.run_directory import RunDirectory
 
-MODEL = "model:"
+_MODEL = "model:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ def _check_judges(found: Findings, config: Config) -> list[tuple[str, Kind]]:
         with found.collecting():
             options = config.reward.model_copy(update={"use": spec})
             check_judges(options)
-            if spec.startswith(MODEL):
-                path = spec.removeprefix(MODEL)
+            if spec.startswith(_MODEL):
+                path = spec.removeprefix(_MODEL)
                 if (folder := find_path(path)) is not None:
                     check_folder(folder, path)
             else:
@@ -173,7 +173,7 @@ def _read_data(found: Findings, config: Config, kinds: Sequence[tuple[str, Kind]
                 columns.add("gym")
                 continue
             rows = 0
-            for where, row in read_rows(source, config.data.columns):
+            for where, row in read_rows(source, columns=config.data.columns):
                 if isinstance(row, DataError):
                     raise row
                 columns |= read_question(where, row, prompt_format or PromptFormat()).extra.keys()

@@ -69,7 +69,7 @@ def check_dataset(
     distinct, layouts, rows, bad_rows = Distinct(), Counter(), 0, 0
     bad: list[str] = []
     questions: list[Question] = []
-    for where, row in progress(read_rows(source, columns), f"Reading {path}"):
+    for where, row in progress(read_rows(source, columns=columns), f"Reading {path}"):
         rows += 1
         try:
             if isinstance(row, DataError):

@@ -121,7 +121,7 @@ class _Loader:
         if source.path.startswith(GYM):
             return self._read_gym(index, source)
         questions = []
-        for where, row in progress(read_rows(source, self.data.columns), f"Reading {source.path}"):
+        for where, row in progress(read_rows(source, columns=self.data.columns), f"Reading {source.path}"):
             if isinstance(row, DataError):
                 raise row
             question = read_question(where, row, self.prompt_format)

@@ -23,7 +23,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_PARAMS = ("name", "split", "revision")
 
 
-def read_rows(source: Source, columns: Mapping[str, str] | None = None) -> Iterator[RawRow]:
+def read_rows(source: Source, *, columns: Mapping[str, str] | None = None) -> Iterator[RawRow]:
     """Yield the rows of a dataset in order, at most `size` of them.
 
     `columns` names the column of the file behind each column of a row, unless the source has its own mapping.

@@ -39,7 +39,8 @@ def build_judge(options: RewardConfig, function: RewardFunctions | None = None) 
         terms = [_Term(name, weight, FunctionJudge(f, timeout, tags)) for name, f, weight in function_terms(function)]
         return terms[0].judge if callable(function) else WeightedSum(terms)
     specs = judge_specs(options)
-    check_judges(options)
+    for spec in specs:
+        _check(spec)
     with ExitStack() as opened:  # if a later judge fails to open, close those before it
         pool = _pool(options)
         if pool is not None:

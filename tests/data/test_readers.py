@@ -148,21 +148,21 @@ def test_arrow_files_streams_and_feather_are_read_with_numbered_rows(tmp_path):
 def test_columns_are_renamed_and_a_missing_one_is_an_error_that_lists_those_there_are(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"q": 1, "final": 2, "prompt": "old", "level": 3}\n{"question": 1}\nno\n')
     path, mapping = str(tmp_path / "d.jsonl"), {"prompt": "q", "answer": "final"}
-    (_, row), (_, missing), (_, broken) = read_rows(Source(path=path), mapping)
+    (_, row), (_, missing), (_, broken) = read_rows(Source(path=path), columns=mapping)
     assert row == {"prompt": 1, "answer": 2, "level": 3}
     assert str(missing).endswith(
         "line 2: there is no column 'q', which data.columns names for 'prompt'; columns: question"
     )
     assert "not valid JSON" in str(broken)
-    (_, own), *_ = read_rows(Source(path=path, columns={"prompt": "level"}), mapping)
+    (_, own), *_ = read_rows(Source(path=path, columns={"prompt": "level"}), columns=mapping)
     assert own == {"q": 1, "final": 2, "prompt": 3}
-    (_, plain), *_ = read_rows(Source(path=path, columns={}), mapping)
+    (_, plain), *_ = read_rows(Source(path=path, columns={}), columns=mapping)
     assert plain["prompt"] == "old"
 
 
 def test_a_mapped_answer_comes_before_that_of_a_verl_row(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"prompt": "p", "final": "9", "reward_model": {"ground_truth": "1"}}')
-    ((where, row),) = read_rows(Source(path=str(tmp_path / "d.jsonl")), {"answer": "final"})
+    ((where, row),) = read_rows(Source(path=str(tmp_path / "d.jsonl")), columns={"answer": "final"})
     assert read_question(where, row, PromptFormat()).answer == "9"
 
 
