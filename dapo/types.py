@@ -55,6 +55,7 @@ class EventKind(StrEnum):
     RESUMED = "resumed", "info"
     FINISHED = "finished", "info"
     INTERRUPTED = "interrupted", "info"
+    DISK = "disk", "warning"
     MEMORY = "memory", "warning"
     TRACKER = "tracker", "warning"
     EXHAUSTED = "exhausted", "warning"

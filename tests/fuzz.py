@@ -6,6 +6,8 @@ They start from a good input and damage it, because a random string fails at the
 from __future__ import annotations
 
 import copy
+import csv
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from random import Random
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import yaml
 
@@ -187,21 +190,40 @@ def rows(random: Random) -> list[Any]:
 
 
 def write_dataset(random: Random, folder: Path) -> Path:
-    """Write a JSONL or parquet file with damaged rows or bytes."""
-    if random.random() < 0.6:
+    """Write a file of one of the formats with damaged rows or bytes."""
+    kind = random.random()
+    if kind < 0.15:
+        return _write_csv_or_json(random, folder)
+    if kind < 0.6:
         path = folder / "rows.jsonl"
         lines = [json.dumps(row, ensure_ascii=random.random() < 0.5) for row in rows(random)]
         data = random.choice(["\n", "\n", "\r\n", "\n\n", ""]).join(lines).encode("utf-8", "surrogatepass")
         path.write_bytes(damage_bytes(random, data) if random.random() < 0.4 else data)
         return path
-    path = folder / "rows.parquet"
+    path, write = random.choice(
+        [(folder / "rows.parquet", pq.write_table), (folder / "rows.feather", feather.write_feather)]
+    )
     try:
         table = pa.Table.from_pylist([row if isinstance(row, dict) else {"prompt": row} for row in rows(random)])
-        pq.write_table(table, path)
+        write(table, str(path))
     except (pa.ArrowException, ValueError, TypeError, OverflowError, RecursionError):  # values that no column can hold
-        pq.write_table(pa.table({"prompt": pa.array([1, 2]), "answer": pa.array([b"\xff", None])}), path)
+        write(pa.table({"prompt": pa.array([1, 2]), "answer": pa.array([b"\xff", None])}), str(path))
     if random.random() < 0.4:
         path.write_bytes(damage_bytes(random, path.read_bytes()))
+    return path
+
+
+def _write_csv_or_json(random: Random, folder: Path) -> Path:
+    found = rows(random)
+    if random.random() < 0.5:
+        path, text = folder / "rows.json", json.dumps(found)
+    else:
+        path, out = folder / "rows.csv", io.StringIO()
+        cells = [[str(row), "5"][: random.choice([1, 2, 2, 2])] for row in found]
+        csv.writer(out).writerows([["prompt", "answer"], *cells])
+        text = out.getvalue()
+    data = text.encode("utf-8", "surrogatepass")
+    path.write_bytes(damage_bytes(random, data) if random.random() < 0.6 else data)
     return path
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +13,12 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from dapo.cli import app
+from dapo.commands.preflight import check_run
 from dapo.config import Config
-from dapo.errors import CheckpointError
+from dapo.errors import CheckpointError, ConfigError
 from dapo.evaluation.subjects import resolve
 from dapo.store.database import RunDatabase
 from dapo.types import Event
@@ -39,11 +44,48 @@ def finished(tmp_path_factory):
 def test_training_prints_each_step_and_a_before_and_after_table(finished):
     _, done = finished
     lines = done.stdout.splitlines()
-    assert any(line.split()[:1] == ["1"] and "4 kept" in line for line in lines)
-    assert any(line.split()[:1] == ["2"] and "4 kept" in line for line in lines)
+    assert any(line.split()[2:3] == ["1"] and "4 kept" in line for line in lines)
+    assert any(line.split()[2:3] == ["2"] and "4 kept" in line for line in lines)
     assert "6 questions x 8 fresh samples, before and after" in done.stdout
     assert all(text in done.stdout for text in ("reward", "avg@8", "points ["))
     assert "2 steps," in done.stdout
+
+
+def test_piped_lines_have_their_time_and_no_control_characters(finished):
+    _, done = finished
+    for line in done.stdout.splitlines():
+        assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d($| )", line), line
+        assert line.isprintable()
+    assert done.stderr == ""
+
+
+def test_quiet_prints_only_warnings_and_the_result_and_verbose_also_options_and_timings(finished, tmp_path):
+    folder, normal = finished
+    options = (runs.recipe(tmp_path), "run.steps=2", "eval.k=8", f"model.path={folder}/model")
+    quiet = dapo("train", *options, "-q").stdout
+    assert "before and after" in quiet and "2 steps," in quiet
+    assert not re.search(r"kept|evaluation|data:|finished", quiet.replace("data: 6 questions", ""))
+    verbose = dapo("resume", tmp_path / "runs" / "recipe", "run.steps=3", "-v").stdout
+    assert " optim:" in verbose and "ppo_mini_batch_size: 2" in verbose
+    assert re.search(r"generate [\d.]+ s, reward [\d.]+ s, train [\d.]+ s; [\d,]+ tokens/s generated", verbose)
+    assert "ppo_mini_batch_size" not in normal.stdout and "tokens/s" not in normal.stdout
+    with pytest.raises(ConfigError, match=r"^-q and -v contradict each other; give one of them$"):
+        CliRunner().invoke(app, ["train", *map(str, options), "-qv"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("command", [(), ("train",), ("data", "check")])
+def test_h_is_help(command):
+    found = CliRunner().invoke(app, [*command, "-h"])
+    assert found.exit_code == 0
+    assert "Usage:" in found.output
+
+
+def test_shell_completion_can_be_shown():
+    environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-m", "dapo", "--show-completion", "bash"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "complete -o" in done.stdout
 
 
 def test_metrics_as_json_are_one_object_per_step_with_the_documented_names(finished):
@@ -101,14 +143,45 @@ def test_a_damaged_checkpoint_and_an_impossible_folder_are_one_sentence_each_on_
     assert str(tmp_path / "file") in done.stderr
 
 
-def test_dry_run_prints_the_resolved_configuration_and_the_plan_and_writes_nothing(tmp_path):
+def test_the_printed_configuration_is_a_recipe(tmp_path):
     recipe = runs.recipe(tmp_path)
-    done = dapo("train", recipe, "--dry-run", "optim.lr=5e-7")
-    assert done.returncode == 0, done.stderr
-    resolved, plan = done.stdout.split("\nplan, per step:")
-    (tmp_path / "again.yaml").write_text(resolved)
-    assert Config.load(tmp_path / "again.yaml") == Config.load(recipe, ["optim.lr=5e-7"])
+    options = ["optim.lr=5e-7", "run.steps=null", "run.epochs=2", 'run.name="\u00e9: #1"']
+    done = dapo("train", recipe, "--print-config", *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    (tmp_path / "again.yaml").write_text(done.stdout)
+    assert Config.load(tmp_path / "again.yaml") == Config.load(recipe, options)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_lists_what_is_there_and_the_plan_and_writes_nothing(tmp_path):
+    recipe = runs.recipe(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    done = dapo("train", recipe, "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    checks, plan = done.stdout.split("plan, per step:")
+    for part in ("run: ", "reward: ", "model: ", "data: ", "disk: a checkpoint takes 3"):
+        assert f"  ok        {part}" in checks
     assert "memory    about" in plan
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_dry_run_names_everything_that_is_missing(tmp_path):
+    recipe = runs.recipe(tmp_path)
+    options = ["eval.data=[gone.csv, none/*.jsonl]", "reward.use={maths: 1, a.py:f: 1}", "model.device=cuda:7"]
+    options += ["data.max_response_length=5000", "rollout.engine=vllm"]
+    done = dapo("train", recipe, "--dry-run", *options)
+    assert done.returncode == 2
+    starts = [
+        "reward.use is 'maths', which is not a judge",
+        "reward.use: there is no file a.py",
+        "model.device is 'cuda:7', but PyTorch finds",
+        "the model's context is 512 tokens",
+        "gone.csv: cannot be read",
+        "none/*.jsonl: no file matches",
+        "rollout.engine is vllm, but vLLM is not installed",
+    ]
+    for line, start in zip(done.stderr.splitlines(), starts, strict=True):
+        assert line.startswith(f"error: {start}")
     assert not (tmp_path / "runs").exists()
 
 
@@ -199,6 +272,8 @@ def test_data_check_counts_repeats_and_bad_rows_and_exits_with_1(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows[:2])))
     done = dapo("data", "check", path, "--reward", "integer")
     assert (done.returncode, "the judge can read 1 of 1 answers" in done.stdout) == (0, True)
+    done = dapo("data", "check", path, "data.columns={prompt: question, answer: none}", "--reward={exact: 1.0}")
+    assert (done.returncode, "there is no column 'none'" in done.stdout) == (1, True)
     done = dapo("data", "check", path, "--reward", "maths")
     assert (done.returncode, "did you mean 'math'?" in done.stderr) == (2, True)
 
@@ -210,9 +285,10 @@ def test_data_prepare_writes_what_the_recipe_names(tmp_path):
     assert (done.returncode, "1 question (2 rows" in done.stdout) == (0, True), done.stdout
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"model: {{path: m}}\ndata: {{train: {tmp_path}/data/gsm8k.parquet}}")
-    assert "missing" not in dapo("train", recipe, "--dry-run").stdout
+    assert check_run(Config.load(recipe)).missing == []
     (tmp_path / "data" / "gsm8k.parquet").unlink()
-    assert "`dapo data prepare gsm8k` writes it" in dapo("train", recipe, "--dry-run").stdout
+    (sentence,) = check_run(Config.load(recipe)).missing
+    assert "`dapo data prepare gsm8k` writes it" in sentence
 
 
 def test_the_version_is_printed():

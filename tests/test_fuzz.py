@@ -21,10 +21,10 @@ from dapo.cli import main
 from dapo.config import Config, ModelConfig, RewardConfig
 from dapo.data.check import check_dataset
 from dapo.data.dataset import load_train_stream
+from dapo.evaluation.gold import gold_judge
 from dapo.model.forward import check_model
 from dapo.model.loading import load_model
 from dapo.plan import plan_text
-from dapo.rewards.rules import can_read_gold
 from tests import fuzz, runs
 from tests.tiny import tiny_tokenizer
 
@@ -106,7 +106,7 @@ def test_rows(folder: Path) -> None:
     tokenizer, options = tiny_tokenizer(), RewardConfig()
 
     def load(path: Path) -> None:
-        check_dataset(str(path), lambda answer: can_read_gold("math", answer, options), None, tokenizer)
+        check_dataset(str(path), gold_judge(options), None, tokenizer)
         load_train_stream(Config.load(folder / "recipe.yaml", [f"data.train={path}"]), tokenizer)
 
     def attempt(seed: int, random: Random) -> str | None:

@@ -22,7 +22,7 @@ MAY_USE: dict[str, set[str]] = {
     "model": {"config", "kernels", "system"},
     "data": {"config", "model", "system"},
     "rewards": {"config", "model", "system"},
-    "store": {"config"},
+    "store": {"config", "system"},
     "terminal": {"config", "store"},
     "checkpoint": {"config", "model", "store", "system", "terminal"},
     "engine": {"config", "kernels", "model", "system"},
@@ -33,15 +33,15 @@ MAY_USE: dict[str, set[str]] = {
         "algorithm", "checkpoint", "cluster", "config", "data", "engine", "model", "rewards", "store", "system",
         "terminal",
     },
-    "plan": {"config", "data", "engine", "model"},
+    "plan": {"config", "engine", "model"},
     "view": {"algorithm", "store", "system"},
     "training": {
         "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "policy", "rewards", "sampling",
         "store", "system", "terminal",
     },
     "commands": {
-        "checkpoint", "cluster", "config", "data", "evaluation", "model", "plan", "profile", "rewards", "store",
-        "system", "terminal", "training", "view",
+        "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "plan", "profile", "rewards",
+        "store", "system", "terminal", "training", "view",
     },
 }  # fmt: skip
 ROOT_FILES = {"__init__", "__main__", "types", "errors", "cli", "doctor", "profile"}

@@ -69,7 +69,8 @@ def _facts(config: Config, run: Path, step: int, steps: Sequence[Mapping[str, fl
     if lora.rank:
         trained += ", not merged: load them on the base model with PEFT" if adapters else ", merged here"
     marked = checkpoint.best(run / "checkpoints")
-    reached = f"{step} of {config.run.steps}"
+    planned = config.run.steps
+    reached = str(step) if planned is None else f"{step} of {planned}"
     if marked is not None and marked.step == step:
         reached += f", chosen by {marked.metric} ({marked.value:.4g}), which makes that value optimistic"
     use = config.reward.use

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from dapo.checkpoint.state import FORMAT, STATE_FILE, Best, TrainerState, best_from_json, from_document, to_document
 from dapo.errors import CheckpointError, StorageError
 from dapo.system.files import fsync, sync_tree
+from dapo.system.machine import size_text
 
 KEEP = 2  # newest checkpoints; the best one is kept besides
 PARTIAL = ".partial"
@@ -88,7 +89,7 @@ def _check_space(folder: Path, target: Path, policy: Savable) -> None:
     needed, free = policy.checkpoint_bytes, shutil.disk_usage(folder).free
     if free < needed:
         raise StorageError(
-            f"{target}: a checkpoint takes about {_size(needed)}, but only {_size(free)} are free on "
+            f"{target}: a checkpoint takes about {size_text(needed)}, but only {size_text(free)} are free on "
             f"the disk; {_remedy(folder)}"
         )
 
@@ -275,11 +276,3 @@ def _damaged(checkpoint: Path, why: str) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _size(count: int) -> str:
-    """Return bytes in the unit that a person would use."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count / 1000:.0f} kB"

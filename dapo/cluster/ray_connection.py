@@ -14,13 +14,13 @@ from typing import Any
 from dapo.cluster.placement import Demand, room, wants_gpus
 from dapo.config import Config
 from dapo.errors import ClusterError
+from dapo.system.install import install_hint
 from dapo.system.progress import progress
 
 CONNECT_LIMIT = 5.0  # seconds that the cluster's head has to accept a connection
 LOCAL = (None, "", "local")  # values of RAY_ADDRESS for which Ray is started on this machine
 _PING = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 _PING_LIMITS = {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_py_gcs_connect_timeout_s": "3"}
-_NO_RAY = "cluster.learners, cluster.rollout_workers and cluster.reward_workers need Ray: pip install ray"
 
 
 def needs_ray(config: Config) -> bool:
@@ -55,7 +55,9 @@ def join() -> bool:
     if _has_joined():
         return False
     if importlib.util.find_spec("ray") is None:
-        raise ClusterError(_NO_RAY)
+        raise ClusterError(
+            "cluster.learners, cluster.rollout_workers and cluster.reward_workers need Ray: " + install_hint("ray")
+        )
     address = os.environ.get("RAY_ADDRESS")
     with progress("Starting Ray on this machine" if address in LOCAL else f"Joining Ray at {address}"):
         if address not in LOCAL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,25 +11,36 @@ from rich.console import Console
 
 
 def check(
-    path: Annotated[str, typer.Argument(help="A JSONL or parquet file, a glob, or a hub id.")],
-    reward: Annotated[str, typer.Option("--reward", help="The rule that has to read the gold answers.")] = "math",
+    path: Annotated[str, typer.Argument(help="A data file, a glob, or a hub id.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Options, for example data.columns='{prompt: question, answer: final}'.")
+    ] = None,
+    reward: Annotated[
+        str, typer.Option("--reward", help="The judge, as reward.use: a rule, file.py:function, a mapping to weights.")
+    ] = "math",
     template: Annotated[str | None, typer.Option("--template", help="As data.prompt_template.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Count tokens as this model does, not words.")] = None,
 ) -> None:
-    """Count rows, repeats, bad rows and lengths, and gold answers that the reward can read. Exit code 1: bad rows."""
-    from dapo.config import RewardConfig
-    from dapo.data.check import check_dataset, print_report
-    from dapo.rewards.rules import can_read_gold
+    """Count rows, repeats, bad rows and lengths, and try the judge on the gold answers. Exit code 1: bad rows.
 
-    options = RewardConfig()
-    can_read_gold(reward, "0", options)  # raises for an unknown rule before a large file is read
+    A rule says how many gold answers it can read. Any other judge scores them as if they were responses.
+    """
+    from dapo.config import Config
+    from dapo.data.check import check_dataset, print_report
+    from dapo.evaluation.gold import gold_judge
+    from dapo.rewards.judge import check_judges
+
+    values = json.dumps({"model": {"path": "none"}, "data": {"train": "none"}})
+    options = Config.from_text(values, "data check", [f"reward.use={reward}", *(overrides or ())])
+    check_judges(options.reward)  # before a large file is read
     tokenizer = None
     if model is not None:
         with Console().status("reading the tokenizer"):
             from dapo.model.loading import load_tokenizer
 
             tokenizer = load_tokenizer(model)
-    report = check_dataset(path, lambda answer: can_read_gold(reward, answer, options), template, tokenizer)
+    template = options.data.prompt_template if template is None else template
+    report = check_dataset(path, gold_judge(options.reward, tokenizer), template, tokenizer, options.data.columns)
     print_report(Console(), report)
     raise typer.Exit(0 if report.is_good else 1)
 

@@ -37,7 +37,7 @@ def evaluate(
 
 
 def judge(
-    response: Annotated[str, typer.Argument(help="A response; or a .jsonl file of rows with a column `completion`.")],
+    response: Annotated[str, typer.Argument(help="A response; or a data file of rows with a column `completion`.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Options to change, for example reward.timeout=60.")
     ] = None,
@@ -47,10 +47,11 @@ def judge(
     model: Annotated[str | None, typer.Option("--model", help="Count tokens as this model does.")] = None,
 ) -> None:
     """Judge a response, or a file of responses, without a run: score, verdict, extracted answer and reason."""
+    from dapo.data.formats import SUFFIXES
     from dapo.evaluation import judging
 
     options = judging.reward_options({}, [f"reward.use={use}", *(overrides or ())])
-    is_file = response.endswith((".jsonl", ".parquet"))
+    is_file = response.lower().endswith(SUFFIXES)
     if is_file:
         places, responses = judging.read_responses(response, answer)
     else:

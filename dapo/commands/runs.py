@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from dapo.errors import ConfigError, ModelError
+from dapo.system.install import install_hint
 
 
 def metrics(
@@ -45,7 +46,7 @@ def view(
     except ModuleNotFoundError as error:
         if error.name != "nicegui":
             raise
-        raise ConfigError("the page needs NiceGUI: pip install nicegui") from None
+        raise ConfigError(f"the page needs NiceGUI: {install_hint('view')}") from None
     where = address(host, port, token)
     serve(
         runs,

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from dapo.config import Config
+from dapo.errors import ConfigError, NotReady
+from dapo.system.install import other_package
+
+if TYPE_CHECKING:
+    from dapo.terminal.console import Verbosity
+
+QUIET = typer.Option("--quiet", "-q", help="Print only warnings, errors and the result.")
+VERBOSE = typer.Option("--verbose", "-v", help="Print also the resolved options and the timings of each step.")
 
 
 def train(
@@ -16,44 +25,58 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example optim.lr=1e-5.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue this run from its newest checkpoint.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved configuration and the plan, and exit.")
+        bool, typer.Option("--dry-run", help="Check all that the run needs, print the plan, and exit: 2 if not ready.")
     ] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all options as YAML, usable as a recipe, and exit.")
+    ] = False,
+    quiet: Annotated[bool, QUIET] = False,
+    verbose: Annotated[bool, VERBOSE] = False,
 ) -> None:
     """Train a model as a recipe says.
 
     The same recipe again starts another run, NAME-2, unless run.name=NAME is given. --resume continues a run with its
     own options; of the recipe only run.dir and run.name are used then.
     """
+    verbosity = _verbosity(quiet, verbose)
     config = Config.load(recipe, overrides or ())
-    console = Console()
+    if print_config:
+        typer.echo(config.to_yaml(), nl=False)
+        return
     if dry_run:
-        from dapo.plan import plan_text
-
-        typer.echo(config.to_yaml())
-        typer.echo(plan_text(config))
+        _dry_run(config, overrides or (), resume, verbosity)
         return
     _check_cluster(config)
+    from dapo.terminal.output import log_console
+
+    console = log_console()
+    _warn_of_other_package(console)
     # torch and transformers take seconds to import, so only commands that need them import them.
     with console.status("starting"):
         from dapo.training.command import resume_training, start_training
     run = resume_training if resume else start_training
-    _exit_on_signal(run(console, config, overrides or (), recipe.stem))
+    _exit_on_signal(run(console, config, overrides or (), recipe.stem, verbosity))
 
 
 def resume_run(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example run.steps=200.")] = None,
+    quiet: Annotated[bool, QUIET] = False,
+    verbose: Annotated[bool, VERBOSE] = False,
 ) -> None:
     """Continue a run from its newest checkpoint, with its own options except those that are given."""
     from dapo.store.configuration import recorded_config
+    from dapo.terminal.output import log_console
 
+    verbosity = _verbosity(quiet, verbose)
     folder = run.resolve() if run.name in ("", "..") else run
     config = recorded_config(folder, overrides or ()).renamed(folder.name, str(folder.parent))
     _check_cluster(config)
-    console = Console()
+    console = log_console()
+    _warn_of_other_package(console)
     with console.status("starting"):
         from dapo.training.command import resume_training
-    _exit_on_signal(resume_training(console, config, overrides or ()))
+    _exit_on_signal(resume_training(console, config, overrides or (), verbosity=verbosity))
 
 
 def plan(
@@ -116,6 +139,36 @@ def profile(
         phases = profile_steps(config, out, steps)
     for phase in phases:
         print_phase(console, phase)
+
+
+def _dry_run(config: Config, overrides: Sequence[str], resume: bool, verbosity: Verbosity) -> None:
+    """Print what is there, and the plan; raise with one sentence for each thing that is missing."""
+    with Console(stderr=True).status("starting"):
+        from dapo.commands.preflight import check_run
+        from dapo.plan import plan_text
+        from dapo.store.configuration import is_run, recorded_config
+        from dapo.store.encoding import visible
+    if resume and is_run(config.run_dir):  # with its own options, as a resume does
+        config = recorded_config(config.run_dir, overrides).renamed(config.run.name, config.run.dir)
+    has_given_name = any(override.startswith("run.name=") for override in overrides)
+    found = check_run(config, resume=resume, has_given_name=has_given_name)
+    if verbosity == "verbose":
+        typer.echo(config.to_yaml())
+    if verbosity != "quiet":
+        typer.echo(visible("\n".join(["checks:", *found.lines(), plan_text(config)])))
+    if found.missing:
+        raise NotReady(found.missing)
+
+
+def _verbosity(quiet: bool, verbose: bool) -> Verbosity:
+    if quiet and verbose:
+        raise ConfigError("-q and -v contradict each other; give one of them")
+    return "quiet" if quiet else "verbose" if verbose else "normal"
+
+
+def _warn_of_other_package(console: Console) -> None:
+    if sentence := other_package():
+        console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _exit_on_signal(number: int | None) -> None:

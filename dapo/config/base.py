@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 FromList = Strict(False)  # YAML has lists, not tuples
 # Upper bounds far beyond any sensible run: a typing error is refused before it takes memory or days.
@@ -37,6 +37,13 @@ class Source(Section):
     weight: float = Field(default=1.0, gt=0, le=1e9)
     size: int | None = Field(default=None, ge=1, le=10**7)
     params: dict[str, Any] = {}
+    columns: dict[str, str] | None = None  # None: as data.columns says
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> Self:
+        if self.columns and self.path.startswith("gym:"):
+            raise ValueError("a gym task has no columns to rename; leave `columns` out")
+        return self
 
 
 def _source_list(value: Any) -> Any:

@@ -229,7 +229,8 @@ def explain(error: ValidationError, source: str, names: Sequence[str]) -> str:
             sentences.append(f"'{key}' is {_shown(fault['input'])}: {row.plain_note}")
         elif fault["type"] == "missing" and not isinstance(fault["loc"][-1], int):
             sentences.append(f"'{key}' is missing")
-        elif not key:
+        elif not key or (fault["type"] == "value_error" and isinstance(fault["input"], dict) and "." not in key):
+            # A rule between options, whose sentence names them.
             sentences.append(fault["msg"].removeprefix("Value error, "))
         else:
             reason = fault["msg"].removeprefix("Value error, ")

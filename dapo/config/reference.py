@@ -26,9 +26,10 @@ def options_markdown() -> str:
 _OPTIONS_INTRODUCTION = """\
 # Options
 
-A YAML file holds the options of a run, by section. `dapo train recipe.yaml optim.lr=1e-5` overrides single options, and
-`--dry-run` prints the result. Unknown keys, wrong types and contradictory options are refused before a model is loaded.
-Relative paths start at the working directory. This page is generated from `dapo/config/*_options.py`.
+A YAML file holds the options of a run, by section. `dapo train recipe.yaml optim.lr=1e-5` overrides single options,
+`--print-config` prints the result as YAML, and `--dry-run` checks it. Unknown keys, wrong types and contradictory
+options are refused before a model is loaded. Relative paths start at the working directory. This page is generated
+from `dapo/config/*_options.py`.
 """
 _ESCAPED_BAR = "\\|"
 _BOUNDS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
@@ -48,7 +49,7 @@ def _type_text(kind: Any) -> str:
     if get_origin(kind) is dict:
         return f"mapping of {_type_text(members[0])} to {_type_text(members[1])}"
     if kind is Source:
-        return "text or {path, weight, size, params}"
+        return "text or {path, weight, size, params, columns}"
     return " or ".join(map(_type_text, members))
 
 

@@ -52,9 +52,15 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     train: Sources = Field(
-        description="The training questions: a JSONL or parquet file, a glob, a hub id, or gym:TASK for a "
-        "reasoning-gym task; or a list of these, mixed by weight. "
+        description="The training questions: a JSONL, JSON, CSV, parquet, Arrow or Feather file, a glob, a hub id, or "
+        "gym:TASK for a reasoning-gym task; or a list of these, mixed by weight. "
         "`params` are passed to the task, or to the hub (name, split).",
+        json_schema_extra=FIXED,
+    )
+    columns: dict[str, str] = Field(
+        default={},
+        description="The columns of the files by the names that they get, such as {prompt: question, answer: final}; "
+        "for data.train and eval.data, except sources with `columns` of their own.",
         json_schema_extra=FIXED,
     )
     train_batch_size: int = Field(default=32, ge=1, le=MOST_PROMPTS, description="Groups trained on per step.")

@@ -190,6 +190,12 @@ class Config(Section):
             )
 
     def _check_training(self) -> None:
+        for source in self.data.train:
+            if self.run.epochs is not None and source.path.startswith("gym:") and source.size is None:
+                raise ValueError(
+                    f"run.epochs counts passes over the training questions, but {source.path} generates them without "
+                    "end; give it a `size`, or set run.steps instead"
+                )
         if self.optim.ppo_mini_batch_size > self.data.train_batch_size:
             raise ValueError(
                 f"optim.ppo_mini_batch_size is {self.optim.ppo_mini_batch_size} prompts, more than the "

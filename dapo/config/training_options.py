@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from dapo.config.base import (
     FIXED,
@@ -149,7 +149,17 @@ class EvalConfig(Section):
 class RunConfig(Section):
     name: str = Field(default="run", description="Folder name of the run; default: the file name of the recipe.")
     dir: str = Field(default="runs", description="The folder of all runs.")
-    steps: int = Field(default=100, ge=1, le=MOST_STEPS, description="Training steps.")
+    steps: int | None = Field(
+        default=100, ge=1, le=MOST_STEPS, description="Training steps; null if run.epochs is set."
+    )
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        le=MOST_STEPS,
+        description="Passes over the training questions, instead of run.steps: the run ends after the step in which "
+        "epochs x questions prompts have been drawn. Every draw counts, also of groups that are dropped and of prompts "
+        "that the ledger skips.",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="The seed of all randomness.", json_schema_extra=FIXED)
     save_every: int = Field(
         default=50,
@@ -164,6 +174,26 @@ class RunConfig(Section):
         default=(),
         description="Trackers that get the metrics, too; nothing leaves the machine unless their own settings say so.",
     )
+    show_samples: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="Responses to print per step, with question, score and verdict; the first two are one of the best "
+        "and one of the worst.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, values: Any) -> Any:
+        """Let epochs replace the default number of steps, but not one that is given."""
+        if not isinstance(values, dict):
+            return values
+        steps, epochs = values.get("steps"), values.get("epochs")
+        if steps is not None and epochs is not None:
+            raise ValueError(f"run.steps is {steps} and run.epochs is {epochs}; set one of them, and the other to null")
+        if steps is None and epochs is None and "steps" in values:
+            raise ValueError("run.steps and run.epochs are both null; set one of them")
+        return values if epochs is None else {**values, "steps": None}
 
 
 def _worker_counts(value: Any) -> Any:

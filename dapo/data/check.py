@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,17 @@ _BAR_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True)
+class JudgeReport:
+    """What a judge made of the gold answers."""
+
+    summary: str
+    failures: tuple[str, ...] = ()  # one sentence per answer that it could not read or judge
+
+
+Judge = Callable[[Sequence[Question]], JudgeReport]  # questions that have a gold answer
+
+
+@dataclass(frozen=True, slots=True)
 class CheckReport:
     name: str
     rows: int
@@ -35,9 +46,7 @@ class CheckReport:
     length_unit: str  # tokens or words
     lengths: tuple[int, ...]  # prompt lengths of the distinct questions
     without_answer: int
-    judged: int  # distinct questions whose gold answer was given to the judge
-    unreadable: int
-    first_unreadable: tuple[str, ...]
+    judged: JudgeReport | None  # None: no judge, or no gold answers
 
     @property
     def is_good(self) -> bool:
@@ -46,9 +55,10 @@ class CheckReport:
 
 def check_dataset(
     path: str,
-    can_judge: Callable[[Any], bool] | None = None,
+    judge: Judge | None = None,
     template: str | None = None,
     tokenizer: Any = None,
+    columns: Mapping[str, str] | None = None,
 ) -> CheckReport:
     """Read the whole dataset, continuing past bad rows. Lengths are in tokens with a tokenizer, else in words."""
     if path.startswith(GYM):
@@ -59,7 +69,7 @@ def check_dataset(
     distinct, layouts, rows, bad_rows = Distinct(), Counter(), 0, 0
     bad: list[str] = []
     questions: list[Question] = []
-    for where, row in progress(read_rows(source), f"Reading {path}"):
+    for where, row in progress(read_rows(source, columns=columns), f"Reading {path}"):
         rows += 1
         try:
             if isinstance(row, DataError):
@@ -73,7 +83,6 @@ def check_dataset(
         if distinct.add(question_key(question.messages), answer_key(question.answer)):
             questions.append(question)
     with_answer = [question for question in questions if question.answer is not None]
-    unreadable = [] if can_judge is None else [q for q in with_answer if not can_judge(q.answer)]
     return CheckReport(
         name=path,
         rows=rows,
@@ -84,9 +93,7 @@ def check_dataset(
         length_unit="words" if tokenizer is None else "tokens",
         lengths=_lengths(questions, tokenizer),
         without_answer=len(questions) - len(with_answer),
-        judged=0 if can_judge is None else len(with_answer),
-        unreadable=len(unreadable),
-        first_unreadable=tuple(f"{question.where}: {question.answer!r}" for question in unreadable[:SHOWN]),
+        judged=judge(with_answer) if judge is not None and with_answer else None,
     )
 
 
@@ -101,12 +108,9 @@ def print_report(console: Console, report: CheckReport) -> None:
         console.print(f"{counted(report.without_answer, 'question')} without an answer")
     if report.lengths:
         console.print(_histogram(report.lengths, report.length_unit))
-    if report.judged:
-        share = 1 - report.unreadable / report.judged
-        console.print(
-            f"the judge can read {report.judged - report.unreadable:,} of {report.judged:,} answers ({share:.1%})"
-        )
-        _print_first(console, report.first_unreadable, report.unreadable)
+    if report.judged is not None:
+        console.print(escape(report.judged.summary), soft_wrap=True)
+        _print_first(console, report.judged.failures[:SHOWN], len(report.judged.failures))
     if report.bad_rows:
         console.print(f"[red]{counted(report.bad_rows, 'row')} cannot be used:[/]")
         _print_first(console, report.first_bad, report.bad_rows)
@@ -126,13 +130,13 @@ def _lengths(questions: Sequence[Question], tokenizer: Any) -> tuple[int, ...]:
 
 
 def _histogram(lengths: Sequence[int], unit: str) -> Table:
-    """Draw a histogram with bins of equal width, from 0 to the longest prompt."""
+    """Draw a histogram with bins of equal width, without the empty ones."""
     width = max(1, -(-(max(lengths) + 1) // _BINS))  # rounded up
     bins = Counter(length // width for length in lengths)
     tallest = max(bins.values())
     table = Table("", "prompts", "", title=f"prompt length in {unit}, longest {max(lengths):,}", box=None)
     table.columns[0].justify = table.columns[1].justify = "right"
-    for place in range(max(bins) + 1):
+    for place in sorted(bins):
         bar = "█" * -(-bins[place] * _BAR_WIDTH // tallest)
         table.add_row(f"{place * width:,}-{(place + 1) * width - 1:,}", f"{bins[place]:,}", bar)
     return table

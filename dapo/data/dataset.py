@@ -135,7 +135,8 @@ class _Loader:
         if source.path.startswith(GYM):
             return self._read_gym(index, source)
         questions = []
-        for where, row in progress(read_rows(source, self.given), f"Reading {source.path}"):
+        rows = read_rows(source, self.given, columns=self.data.columns)
+        for where, row in progress(rows, f"Reading {source.path}"):
             if isinstance(row, DataError):
                 raise row
             question = read_question(where, row, self.prompt_format)

@@ -12,11 +12,13 @@ from typing import Any
 
 from dapo.config import Source
 from dapo.data.distinct import question_key
+from dapo.data.formats import one_line
 from dapo.data.prompt_format import PromptFormat
-from dapo.data.readers import GYM, one_line
+from dapo.data.readers import GYM
 from dapo.data.rows import Question
 from dapo.errors import DataError
 from dapo.system.digest import text_digest
+from dapo.system.install import install_hint
 from dapo.types import Prompt
 
 # Some tasks generate all their items when they are created. So a task is created for this many items at a time.
@@ -180,7 +182,7 @@ def _import_factory(name: str) -> Any:
     try:
         import reasoning_gym.factory
     except ImportError:
-        raise DataError(f"{name}: needs the package reasoning-gym: pip install 'dapo[gym]'") from None
+        raise DataError(f"{name}: needs the package reasoning-gym: {install_hint('gym')}") from None
     return reasoning_gym.factory
 
 

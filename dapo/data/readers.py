@@ -1,55 +1,74 @@
-"""Read rows from JSONL and parquet files, globs and hub datasets, each with its location for error messages."""
+"""Find a dataset (a file, a glob or a hub id) and read its rows, with columns renamed as data.columns says."""
 
 from __future__ import annotations
 
-import codecs
 import glob
-import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import count, islice
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from dapo.config import Source
+from dapo.data.formats import BATCH_ROWS, SUFFIXES, RawRow, arrow_rows, one_line, read_file
 from dapo.data.memory import PYTHON, Rows, python_rows
 from dapo.errors import DataError
+from dapo.system.install import install_hint
 
 GYM = "gym:"
 PREPARED = ("dapo-math-17k", "aime-2024", "gsm8k", "math")  # the datasets that `dapo data prepare` writes
 
-# (location, row). A row that cannot be read is yielded as its error, so that a check can continue past it.
-RawRow = tuple[str, Mapping[str, Any] | DataError]
-
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_PARAMS = ("name", "split", "revision")
-_BATCH_ROWS = 1024
-_MAX_LINE = 2**24  # bytes, so that a file without line breaks does not fill the memory
 
 
-def read_rows(source: Source, given: Mapping[str, Rows] | None = None) -> Iterator[RawRow]:
-    """Yield the rows of a dataset in order, at most `size` of them. `given` are rows from Python, by path."""
+def read_rows(
+    source: Source, given: Mapping[str, Rows] | None = None, *, columns: Mapping[str, str] | None = None
+) -> Iterator[RawRow]:
+    """Yield the rows of a dataset in order, at most `size` of them. `given` are rows from Python, by path.
+
+    `columns` names the column of the file behind each column of a row, unless the source has its own mapping.
+    """
+    mapping = source.columns if source.columns is not None else columns
+    rows = _raw_rows(source, given or {})
+    return ((where, _renamed(where, row, mapping)) for where, row in rows) if mapping else rows
+
+
+def _raw_rows(source: Source, given: Mapping[str, Rows]) -> Iterator[RawRow]:
     files = None if source.path.startswith(PYTHON) else find_files(source.path)
     if source.path.startswith(PYTHON):
-        rows = python_rows(source.path, given or {})
+        rows = python_rows(source.path, given)
     elif files is None:
         rows = _read_hub(source)
     elif source.params:
         raise DataError(f"{source.path}: a file takes no params, found {', '.join(map(repr, source.params))}")
     else:
-        rows = (row for file in files for row in _read_file(file))
+        rows = (row for file in files for row in read_file(file))
     return islice(rows, source.size)
 
 
-def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+def _renamed(
+    where: str, row: Mapping[str, Any] | DataError, mapping: Mapping[str, str]
+) -> Mapping[str, Any] | DataError:
+    """Return the row with its columns renamed as data.columns says."""
+    if isinstance(row, DataError):
+        return row
+    for name, column in mapping.items():
+        if column not in row:
+            return DataError(
+                f"{where}: there is no column '{column}', which data.columns names for '{name}'{columns_hint(row)}"
+            )
+    renamed = {name: value for name, value in row.items() if name not in mapping.values()}
+    if "answer" in mapping:
+        renamed.pop("reward_model", None)  # which would be read first
+    return renamed | {name: row[column] for name, column in mapping.items()}
+
+
+def columns_hint(row: Mapping[str, Any]) -> str:
+    """Return the end of an error message: the columns that a row has."""
+    return f"; columns: {', '.join(map(str, list(row)[:12]))}" if row else ""
 
 
 def find_files(path: str) -> list[Path] | None:
@@ -77,74 +96,8 @@ def _is_hub_id(path: str) -> bool:
     return (
         _HUB_ID.fullmatch(path) is not None
         and not path.startswith((".", "~"))
-        and Path(path).suffix.lower() not in (*_READERS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
+        and Path(path).suffix.lower() not in (*SUFFIXES, ".tsv", ".txt", ".gz", ".zst")
     )
-
-
-def _read_file(path: Path) -> Iterator[RawRow]:
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(f"{path}: cannot be read as a dataset; expected a file name that ends in {', '.join(_READERS)}")
-    try:
-        yield from reader(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or one_line(error)})") from None
-
-
-def _read_jsonl(path: Path) -> Iterator[RawRow]:
-    with path.open("rb") as lines:
-        for number in count(1):
-            line = lines.readline(_MAX_LINE + 1)
-            if not line:
-                return
-            where = f"{path}, line {number}"
-            if len(line) > _MAX_LINE:
-                while line and not line.endswith(b"\n"):  # skip the rest of the line
-                    line = lines.readline(_MAX_LINE)
-                yield where, DataError(f"{where}: longer than {_MAX_LINE:,} bytes; expected one question per line")
-                continue
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                yield where, _json_object(line, where)
-
-
-def _json_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
-    try:
-        row = json.loads(line.decode("utf-8").rstrip())
-    except UnicodeDecodeError as error:
-        return DataError(f"{where}: not UTF-8 text (byte {error.start + 1} of the line)")
-    except json.JSONDecodeError as error:
-        return DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); expected one object per line")
-    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or nesting that is too deep
-        return DataError(f"{where}: cannot be parsed as JSON ({one_line(error)})")
-    if not isinstance(row, dict):
-        return DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
-    return row
-
-
-def _read_parquet(path: Path) -> Iterator[RawRow]:
-    try:
-        # Mapped and read in batches: memory holds one batch, whatever the size of the file.
-        with pq.ParquetFile(path, memory_map=True) as file:
-            yield from _arrow_rows(str(path), file.iter_batches(batch_size=_BATCH_ROWS))
-    except pa.ArrowException as error:
-        raise DataError(f"{path}: not a readable parquet file ({one_line(error)})") from None
-
-
-def _arrow_rows(name: str, batches: Iterable[pa.RecordBatch | pa.Table]) -> Iterator[RawRow]:
-    first = 1  # number of the batch's first row
-    for batch in batches:
-        try:
-            rows = batch.to_pylist()
-        except (pa.ArrowException, ValueError, OverflowError) as error:  # such as a date that Python cannot represent
-            last = first + batch.num_rows - 1
-            raise DataError(
-                f"{name}, rows {first} to {last}: contain a value that cannot be read ({one_line(error)})"
-            ) from None
-        for number, row in enumerate(rows, start=first):
-            yield f"{name}, row {number}", row
-        first += batch.num_rows
 
 
 def _read_hub(source: Source) -> Iterator[RawRow]:
@@ -157,8 +110,7 @@ def _read_hub(source: Source) -> Iterator[RawRow]:
         import datasets
     except ImportError:
         raise DataError(
-            f"{source.path}: no such file, and a dataset on the hub needs the package `datasets`: "
-            "pip install 'dapo[hub]'"
+            f"{source.path}: no such file, and a dataset on the hub needs the package `datasets`: {install_hint('hub')}"
         ) from None
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hide its retries; a failure is reported below
     try:
@@ -168,7 +120,7 @@ def _read_hub(source: Source) -> Iterator[RawRow]:
     except Exception as error:  # the hub's libraries raise many kinds of exceptions
         raise DataError(f"{name}: {_hub_error(datasets, error)}") from None
     # Read Arrow tables, because plain iteration would decode images and audio.
-    yield from _arrow_rows(name, table.with_format("arrow").iter(_BATCH_ROWS))
+    yield from arrow_rows(name, table.with_format("arrow").iter(BATCH_ROWS))
 
 
 def _hub_error(datasets: Any, error: Exception) -> str:
@@ -177,6 +129,3 @@ def _hub_error(datasets: Any, error: Exception) -> str:
     if isinstance(error, ConnectionError):
         return f"no such file, and the hub cannot be reached ({one_line(error)})"
     return f"the hub dataset cannot be loaded ({type(error).__name__}: {one_line(error)})"
-
-
-_READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}

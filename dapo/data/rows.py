@@ -11,6 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from dapo.data.prompt_format import PromptFormat
+from dapo.data.readers import columns_hint
 from dapo.errors import DataError
 
 QUESTION_COLUMNS = ("prompt", "question", "problem")
@@ -46,7 +47,10 @@ def read_question(where: str, row: Mapping[str, Any], prompt_format: PromptForma
     """Return the row's question and gold answer, with every other column as JSON values in `extra`."""
     question_column = next((name for name in QUESTION_COLUMNS if row.get(name) is not None), None)
     if question_column is None:
-        raise DataError(f"{where}: {_missing(row, 'prompt')} (and there is no 'question' or 'problem'{_columns(row)})")
+        raise DataError(
+            f"{where}: {_missing(row, 'prompt')} (and there is no 'question' or 'problem'{columns_hint(row)}); "
+            "data.columns maps other names"
+        )
     for name in _MEDIA_COLUMNS:
         if row.get(name):
             raise DataError(f"{where}: column '{name}' is not empty, but only text is supported")
@@ -167,10 +171,6 @@ def _to_json(where: str, column: str, value: Any) -> Any:
 def _missing(row: Mapping[str, Any], column: str) -> str:
     """Say that a column is null, or missing. `column` may be a path whose last part is a key of `row`."""
     return f"column '{column}' is {'null' if column.rpartition('.')[2] in row else 'missing'}"
-
-
-def _columns(row: Mapping[str, Any]) -> str:
-    return f"; columns: {', '.join(map(str, list(row)[:12]))}" if row else ""
 
 
 def _type_name(value: Any) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
-from dapo.errors import CheckpointError
+from dapo.errors import CheckpointError, DataError
 from dapo.types import Prompt
 
 
@@ -83,6 +84,19 @@ class PromptStream:
                 "choose another run.name"
             )
         self.positions = list(positions)
+
+    @cached_property
+    def size(self) -> int | None:
+        """The number of questions; None if a source is endless."""
+        try:
+            return sum(len(source.questions()) for source in self.sources)
+        except DataError:
+            return None
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the questions so far, by the number of prompts drawn; None if a source is endless."""
+        return sum(self.positions) / self.size if self.size else None
 
     def digest(self) -> str:
         """Return a digest of the data that the positions index into, to refuse resuming with another dataset."""

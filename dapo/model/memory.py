@@ -18,6 +18,12 @@ def kv_bytes(config: Any, width: int) -> int:
     return 2 * config.num_hidden_layers * key_heads(config) * head_size(config) * width
 
 
+def checkpoint_bytes(parameters: int, trained: int, width: int) -> int:
+    """Return the bytes of a checkpoint: weights at `width` bytes each, moments, and master copies of narrow weights."""
+    masters = 0 if width == 4 else MASTER_BYTES
+    return parameters * width + trained * (MOMENT_BYTES + masters)
+
+
 def activation_bytes(config: Any, width: int, *, recompute: bool, is_fused: bool = True) -> int:
     """Estimate the bytes held per packed token between forward and backward, by counting what each layer saves.
 

@@ -1,18 +1,14 @@
-"""The plan of `dapo train --dry-run`: tokens per step and memory by part, without reading any weights."""
+"""The plan of `dapo train --dry-run`: tokens per step, memory by part and the size of a checkpoint."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from dapo.config import Config
-from dapo.data.readers import GYM, find_files
-from dapo.errors import DataError
-from dapo.model.memory import GIB, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, kv_bytes
-from dapo.plan.shapes import find_shape
+from dapo.model.memory import GIB, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, checkpoint_bytes, kv_bytes
+from dapo.plan.shapes import Shape, find_shape
 
 
 def plan_text(config: Config) -> str:
-    return "\n".join([*_token_lines(config), *_memory_lines(config), *_cluster_lines(config), *_missing_lines(config)])
+    return "\n".join([*_token_lines(config), *_memory_lines(config), *_cluster_lines(config)])
 
 
 def _cluster_lines(config: Config) -> list[str]:
@@ -41,32 +37,40 @@ def _memory_lines(config: Config) -> list[str]:
     shape = find_shape(config.model.path)
     if shape is None:
         return [f"  memory    not known for {config.model.path}: not downloaded yet, or an unsupported architecture"]
-    parameters = shape.parameters
-    full = config.model.lora.rank == 0
-    is_float32 = _is_float32(config)  # then the weights are their own masters
-    state = GRADIENT_BYTES + MOMENT_BYTES + (0 if is_float32 else MASTER_BYTES)
-    weights = parameters * (4 if is_float32 else 2)
-    training = parameters * state if full else 0
-    per_token = kv_bytes(shape, 4 if is_float32 else 2)
-    cache = _cached_tokens(config) * per_token
-    parts = {
-        "weights": weights,
-        "gradients and optimizer": training,
-        "reference": weights if config.needs_reference and full else 0,
-        "key/value cache at most": cache,
+    parts = training_memory(config, shape) | {
+        "key/value cache at most": _cached_tokens(config) * kv_bytes(shape, 4 if _is_float32(config) else 2)
     }
     listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items() if size)
     total = sum(parts.values()) / GIB
     return [
         f"  memory    about {total:.1f} GiB and the activations of a micro-batch: {listed} "
-        f"({parameters / 1e6:.0f}M parameters)"
+        f"({shape.parameters / 1e6:.0f}M parameters)"
     ]
+
+
+def training_memory(config: Config, shape: Shape) -> dict[str, int]:
+    """Return the bytes that training needs besides caches and activations, by part."""
+    parameters, full = shape.parameters, config.model.lora.rank == 0
+    is_float32 = _is_float32(config)  # then the weights are their own masters
+    state = GRADIENT_BYTES + MOMENT_BYTES + (0 if is_float32 else MASTER_BYTES)
+    weights = parameters * (4 if is_float32 else 2)
+    return {
+        "weights": weights,
+        "gradients and optimizer": parameters * state if full else 0,
+        "reference": weights if config.needs_reference and full else 0,
+    }
+
+
+def planned_checkpoint(config: Config, shape: Shape) -> int:
+    """Return the bytes of a checkpoint; adapters are small in comparison."""
+    trained = shape.parameters if config.model.lora.rank == 0 else 0
+    return checkpoint_bytes(shape.parameters, trained, 4 if _is_float32(config) else 2)
 
 
 def _cached_tokens(config: Config) -> int:
     """Return the most tokens that the key/value cache holds. On a GPU: whole pages, with a prompt per response."""
     data, n = config.data, config.rollout.n
-    if _on_gpu(config):
+    if on_gpu(config):
         from dapo.engine.embedded.pages import PAGE, longest_pages
 
         return PAGE * (1 + config.concurrent * longest_pages(data.max_prompt_length + data.max_response_length))
@@ -74,29 +78,11 @@ def _cached_tokens(config: Config) -> int:
     return concurrent * data.max_response_length + -(-concurrent // n) * data.max_prompt_length
 
 
-def _missing_lines(config: Config) -> list[str]:
-    """Name data and reward files that do not exist; a run would stop because of them."""
-    sources = [*config.data.train, *(source for members in (config.eval.data or {}).values() for source in members)]
-    missing = []
-    for source in sources:
-        try:
-            if not source.path.startswith(GYM):
-                find_files(source.path)
-        except DataError as error:
-            missing.append(str(error))
-    judges = [config.reward.use] if isinstance(config.reward.use, str) else [*config.reward.use]
-    for judge in judges:
-        file = judge.rpartition(":")[0]
-        if file.endswith(".py") and not Path(file).is_file():
-            missing.append(f"reward.use: there is no file {file}; relative paths start at the working directory")
-    return [f"  missing   {sentence}" for sentence in dict.fromkeys(missing)]
-
-
 def _is_float32(config: Config) -> bool:
-    return config.model.dtype == "float32" or (config.model.dtype == "auto" and not _on_gpu(config))
+    return config.model.dtype == "float32" or (config.model.dtype == "auto" and not on_gpu(config))
 
 
-def _on_gpu(config: Config) -> bool:
+def on_gpu(config: Config) -> bool:
     if config.model.device != "auto":
         return config.model.device != "cpu"
     import torch

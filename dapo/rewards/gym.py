@@ -13,6 +13,7 @@ from dapo.config import Extraction
 from dapo.errors import RewardError
 from dapo.rewards.extract import extract as find_answer
 from dapo.system.digest import text_digest
+from dapo.system.install import install_hint
 
 # Exceptions that a task's scorer raises for malformed answers. Such an answer is wrong. Any other exception makes the
 # response unjudged. The table was found by scoring junk with every task.
@@ -88,5 +89,5 @@ def _dataset(task: str, params: str, seed: int) -> Any:
     try:
         import reasoning_gym
     except ImportError:
-        raise RewardError(f"gym:{task}: needs the package reasoning-gym: pip install 'dapo[gym]'") from None
+        raise RewardError(f"gym:{task}: needs the package reasoning-gym: {install_hint('gym')}") from None
     return reasoning_gym.create_dataset(task, seed=seed, **json.loads(params))

@@ -182,6 +182,12 @@ def _is_url(spec: str) -> bool:
     return spec.startswith(("http://", "https://"))
 
 
+def check_judges(options: RewardConfig) -> None:
+    """Raise if reward.use names something that is no judge."""
+    for spec in judge_specs(options):
+        _check(spec)
+
+
 def _check(spec: str) -> None:
     """Raise if the spec names no kind of judge. Files and models are checked when they are opened."""
     kind, _, rest = spec.partition(":")

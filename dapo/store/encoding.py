@@ -19,6 +19,17 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u20
 _SHORT = {0x00: "nul", 0x07: "bell", 0x08: "backspace", 0x0C: "form feed", 0x0D: "cr", 0x1B: "esc", 0x7F: "del"}
 
 
+_TEXT_BYTES = 4  # per token, roughly
+_ROW_BYTES = 400  # per response: its row, the row of its tokens, and their entries in the indexes
+
+
+def response_bytes(tokens: int, *, has_tokens: bool, is_trained: bool) -> int:
+    """Estimate the bytes that a response of so many tokens takes in the database."""
+    # Token ids and the sampler's log-probabilities; of trained ones also the policy's log-probabilities and entropies.
+    values = (4 if is_trained else 2) if has_tokens else 0
+    return _ROW_BYTES + tokens * (_TEXT_BYTES + 4 * values)
+
+
 def to_text(value: str) -> str:
     """Write lone surrogates out as \\udXXX, because SQLite takes only valid UTF-8; leave all else as it is."""
     return value.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -16,6 +16,7 @@ from typing import Any
 
 from dapo.config import Config
 from dapo.errors import ConfigError
+from dapo.system.install import install_hint
 from dapo.types import EvalReport, StepReport
 
 CLOSE_SECONDS = 60.0  # for writing and sending what is left when the run has ended
@@ -30,7 +31,7 @@ def require_trackers(names: Iterable[str]) -> None:
         try:
             metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            raise ConfigError(f"run.trackers: {name} needs the package {name}: pip install 'dapo[trackers]'") from None
+            raise ConfigError(f"run.trackers: {name} needs the package {name}: {install_hint('trackers')}") from None
 
 
 class Trackers:

@@ -6,17 +6,20 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dapo.config import Config
 from dapo.terminal.evaltable import DifferenceRow, heading, summary, with_interval, with_sign
 from dapo.terminal.notebook import NotebookProgress
+from dapo.terminal.samples import choose, sample_lines, sample_style
 from dapo.types import TERM, EvalReport, Event, Group, StepReport, Verdict, event_severity
 
+Verbosity = Literal["quiet", "normal", "verbose"]
 _STYLES = {"info": "dim", "warning": "yellow", "error": "red"}  # by severity
 
 
@@ -36,15 +39,20 @@ class Reporter:
 
 
 class ConsoleReporter(Reporter):
-    """Prints one line per step above a progress bar that shows the current phase."""
+    """Prints one line per step above a progress bar that shows the current phase.
 
-    def __init__(self, console: Console | None = None) -> None:
+    Quiet, it prints only warnings and errors. Verbose, it adds the timings of each step.
+    """
+
+    def __init__(self, console: Console | None = None, verbosity: Verbosity = "normal") -> None:
         self.console = console or Console()
+        self.verbosity: Verbosity = verbosity
+        self.show_samples = 0
         show_progress = NotebookProgress if self.console.is_jupyter else Progress
         self.progress = show_progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
+            TextColumn("{task.completed:.10g}/{task.total:.10g}"),
             TimeElapsedColumn(),
             TextColumn("eta"),
             TimeRemainingColumn(elapsed_when_finished=False),
@@ -52,16 +60,22 @@ class ConsoleReporter(Reporter):
             console=self.console,
             # Steps are few and long, so estimate the speed from the whole run so far.
             speed_estimate_period=3600,
+            disable=verbosity == "quiet" or not (self.console.is_terminal or self.console.is_jupyter),
         )
-        self.task = self.progress.add_task("steps", total=None, now="")
+        self.task = self.progress.add_task("steps", total=0, now="")
         self.verdicts: Counter[str] = Counter()
         self.batch_size = 0
+        self.epochs: float | None = None
 
     @contextmanager
     def training(self, config: Config, first_step: int) -> Iterator[None]:
-        self.batch_size = config.data.train_batch_size
-        self.progress.update(self.task, total=config.run.steps, completed=first_step)
-        self.console.print(_header())
+        self.batch_size, self.show_samples = config.data.train_batch_size, config.run.show_samples
+        self.epochs = config.run.epochs
+        if self.epochs is None:
+            self.progress.update(self.task, total=config.run.steps, completed=first_step)
+        else:
+            self.progress.update(self.task, description="epochs", total=self.epochs, completed=0)
+        self._print(_header())
         with self.progress:
             self.phase("sampling")
             yield
@@ -87,22 +101,30 @@ class ConsoleReporter(Reporter):
     def step(self, report: StepReport) -> None:
         self.verdicts.clear()
         self._print(_line(report))
+        if self.verbosity == "verbose":
+            self._print(f"[dim]{_timings(report)}[/]")
+        for group, index in choose(report.groups, self.show_samples):
+            head, *lines = map(escape, sample_lines(group, index, self.console.width))
+            self._print("\n".join([f"[{sample_style(group.scores[index])}]{head}[/]", *lines]))
         for event in report.events:
             self.event(event)
-        self.progress.update(self.task, completed=report.step, now="sampling")
+        done = report.step if self.epochs is None else round(report.metrics["epoch"], 2)
+        self.progress.update(self.task, completed=done, now="sampling")
 
     def evaluation(self, report: EvalReport) -> None:
         text = f"of {escape(report.name)} at step {report.step}: {escape(summary(report.metrics))}"
         self._print(f"[cyan]evaluation[/] {text}")
 
     def event(self, event: Event) -> None:
-        style = _STYLES[event_severity(event.kind)]
-        self._print(f"[{style}]{escape(event.kind)}: {escape(event.message)}[/]")
+        severity = event_severity(event.kind)
+        self._print(f"[{_STYLES[severity]}]{escape(event.kind)}: {escape(event.message)}[/]", severity != "info")
 
     def stopping(self) -> None:
-        self._print("[yellow]stopping after this step, then saving; press again to stop at once[/]")
+        self._print("[yellow]stopping after this step, then saving; press again to stop at once[/]", True)
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, is_important: bool = False) -> None:
+        if self.verbosity == "quiet" and not is_important:
+            return
         # Wrap in a terminal only; in a file every message stays one line.
         self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
 
@@ -140,6 +162,15 @@ def _line(report: StepReport) -> str:
     parts = {name[len(TERM) : -len("/mean")]: v for name, v in m.items() if re.fullmatch(f"{TERM}.+/mean", name)}
     groups += "".join(f", {escape(name)} {value:.3g}" for name, value in [*parts.items()][:_MAX_COMPONENTS])
     return f"{report.step:>5}{cells}  {groups}"
+
+
+def _timings(report: StepReport) -> str:
+    m = report.metrics
+    spent = ", ".join(f"{name} {m[f'timing_s/{name}']:.2f} s" for name in ("generate", "reward", "train"))
+    rates = ", ".join(
+        f"{m[f'throughput/{name}_tokens_per_s']:,.0f} tokens/s {name}" for name in ("generated", "trained")
+    )
+    return f"      {spent}; {rates}"
 
 
 def _reasons(counts: dict[str, int]) -> str:

@@ -11,20 +11,28 @@ from rich.console import Console
 from dapo.config import Config
 from dapo.evaluation.evaluate import differences
 from dapo.store.configuration import is_run, recorded_config
-from dapo.terminal.console import ConsoleReporter, before_after_table
+from dapo.terminal.console import ConsoleReporter, Verbosity, before_after_table
 from dapo.training.run_directory import shown
 from dapo.training.trainer import Trainer
 
 
-def start_training(console: Console, config: Config, overrides: Sequence[str], recipe: str) -> int | None:
+def start_training(
+    console: Console, config: Config, overrides: Sequence[str], recipe: str, verbosity: Verbosity = "normal"
+) -> int | None:
     """Train a new run. If its folder holds another run, take the next free name, unless the name is an override."""
+    _print_options(console, config, verbosity)
     has_given_name = any(override.startswith("run.name=") for override in overrides)
-    trainer = Trainer(config, reporter=ConsoleReporter(console), recipe=recipe, next_name=not has_given_name)
+    reporter = ConsoleReporter(console, verbosity)
+    trainer = Trainer(config, reporter=reporter, recipe=recipe, next_name=not has_given_name)
     return _run(console, trainer)
 
 
 def resume_training(
-    console: Console, config: Config, overrides: Sequence[str], recipe: str | None = None
+    console: Console,
+    config: Config,
+    overrides: Sequence[str],
+    recipe: str | None = None,
+    verbosity: Verbosity = "normal",
 ) -> int | None:
     """Continue the run in `config.run_dir` with its own options, changed only by `overrides`.
 
@@ -36,7 +44,13 @@ def resume_training(
             line = f"{key} stays {shown(ours)}, as in the run so far; the recipe has {shown(theirs)}"
             console.print(f"{line}: give {key}=... to change it", style="yellow", markup=False, soft_wrap=True)
         config = own
-    return _run(console, Trainer(config, resume=True, reporter=ConsoleReporter(console), recipe=recipe))
+    _print_options(console, config, verbosity)
+    return _run(console, Trainer(config, resume=True, reporter=ConsoleReporter(console, verbosity), recipe=recipe))
+
+
+def _print_options(console: Console, config: Config, verbosity: Verbosity) -> None:
+    if verbosity == "verbose":
+        console.print(config.to_yaml().rstrip(), style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def _run(console: Console, trainer: Trainer) -> int | None:

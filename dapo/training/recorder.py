@@ -10,6 +10,7 @@ from dapo.config import Config
 from dapo.store.database import RunDatabase
 from dapo.store.trackers import Trackers
 from dapo.terminal.console import Reporter
+from dapo.training.disk import disk_plan, disk_warning
 from dapo.training.run_directory import RunDirectory
 from dapo.types import EvalReport, Event, EventKind, StepReport
 
@@ -64,6 +65,12 @@ class Recorder:
             self.flush()
             self.database.record_event(event)
         self.reporter.event(event)
+
+    def disk(self, config: Config, checkpoint: int) -> None:
+        """Tell what the run will write, and warn if the disk cannot hold two checkpoints of so many bytes."""
+        self.event(EventKind.PLAN, disk_plan(config, checkpoint))
+        if warning := disk_warning(config, checkpoint):
+            self.event(EventKind.DISK, warning)
 
     def rewind(self, step: int) -> int:
         """Remove the records of the steps after `step`, and return their number."""

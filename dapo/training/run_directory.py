@@ -159,7 +159,8 @@ class RunDirectory:
                 f"{self.checkpoints}, or start again under another run.name"
             )
         self.state = checkpoint.read_state(self.saved) if self.saved else None
-        if self.state and self.state.step >= self.config.run.steps:
+        steps = self.config.run.steps
+        if self.state and steps is not None and self.state.step >= steps:
             raise CheckpointError(
                 f"{self.path}: has already finished {self.state.step} steps; raise run.steps to continue"
             )

@@ -181,6 +181,8 @@ class Trainer:
         end = time.perf_counter()
         metrics = step_metrics(sampled, update, train=end - updating, total=end - start)
         metrics |= self.engine.metrics() | self.policy.efficiency(sampled.batch, update, end - updating)
+        if (epochs := self.data.stream.epochs) is not None:
+            metrics["epoch"] = epochs
         notes = tuple(Event(EventKind.MEMORY, note, step) for note in update.notes)
         report = StepReport(step, metrics, sampled.groups, update.token_stats, (*sampled.events, *notes))
         self.recorder.step(report)
@@ -193,7 +195,11 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        return self.step >= self.config.run.steps
+        run, drawn = self.config.run, self.data.stream.epochs
+        if run.steps is not None:
+            return self.step >= run.steps
+        assert run.epochs is not None and drawn is not None  # Config refuses endless data
+        return drawn >= run.epochs
 
     def close(self) -> None:
         """Unlock the run directory and end the run's processes, as `train` does at its end."""
@@ -224,6 +230,11 @@ class Trainer:
             undo.callback(self.engine.close)
             if self.directory.state:
                 self._restore(self.directory.saved, self.directory.state)
+                if self.is_finished:  # by run.epochs; RunDirectory has checked run.steps
+                    raise CheckpointError(
+                        f"{config.run_dir}: has already finished {self.data.stream.epochs:.4g} epochs; raise "
+                        "run.epochs to continue"
+                    )
             about = environment() | ({"recipe": self._recipe} if self._recipe else {})
             self.recorder.open(config, about, self.step)
             self.seconds = self.recorder.training_seconds()
@@ -236,6 +247,7 @@ class Trainer:
                 self.recorder.event(EventKind.SANDBOX, note)
             if plan := self.policy.memory_plan(self.engine.cache_bytes):
                 self.recorder.event(EventKind.PLAN, plan)
+            self.recorder.disk(config, self.policy.checkpoint_bytes)
             undo.pop_all()
         # Close also if the trainer is only deleted: nothing that is closed here refers to it.
         self._close = weakref.finalize(self, _close_all, self.directory, self.recorder, self.judge, self.engine)

@@ -14,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from dapo.errors import CheckpointError, ConfigError
 from dapo.store.encoding import to_json
 from dapo.system.files import write_text
+from dapo.system.install import install_hint
 from dapo.view.curves import EvalCurve, evaluations
 from dapo.view.groups import extremes, group
 from dapo.view.health import events, unjudged
@@ -68,7 +69,7 @@ def library_urls() -> dict[str, str]:
     """Return the files of ECharts, as shipped with NiceGUI, as data URLs by module name."""
     spec = importlib.util.find_spec("nicegui")
     if spec is None or spec.origin is None:
-        raise ConfigError("the report's charts need NiceGUI: pip install nicegui")
+        raise ConfigError(f"the report's charts need NiceGUI: {install_hint('view')}")
     folder = Path(spec.origin).parent / "elements" / "echart" / "dist"
     urls, waiting = {}, {_LIBRARY: "index.js"}
     while waiting:
@@ -93,7 +94,7 @@ def _facts(folder: Path) -> dict[str, str]:
         "status": found.status or "–",
         "model": found.model,
         "recipe": found.recipe,
-        "step": f"{found.step:,} of {found.planned:,}",
+        "step": f"{found.step:,}" + (f" of {found.planned:,}" if found.planned else ""),
         "last reward": format_number(found.reward),
         "started": format_time(found.started, _TIME),
         "last change": format_time(found.changed, _TIME),

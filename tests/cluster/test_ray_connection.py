@@ -73,7 +73,7 @@ def test_a_head_that_listens_on_loopback_only_is_joined(tmp_path, cluster):
 def test_missing_ray_is_reported(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ClusterError, match="need Ray: pip install ray"):
+    with pytest.raises(ClusterError, match=r"need Ray: pip install -e '.*\[ray\]'"):
         join()
 
 
@@ -114,9 +114,9 @@ def test_a_run_that_is_too_large_exits_with_code_2_one_sentence_and_no_files(tmp
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_missing_vllm_is_reported_before_ray_is_started(tmp_path, cluster):
     done = train(tmp_path, cluster.address, "rollout.engine=vllm", "cluster.rollout_workers=1")
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (
-        2, "error: rollout.engine is vllm, but vLLM is not installed: pip install 'dapo[vllm]'"
-    )  # fmt: skip
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: rollout.engine is vllm, but vLLM is not installed: pip install -e '")
     assert "Joining" not in done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from functools import reduce
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 
 from dapo.config import Config, RewardConfig, Section, leaves
 from dapo.config.reference import options_markdown
+from dapo.data.readers import PREPARED, find_files
 from dapo.errors import ConfigError
 from dapo.plan import plan_text
 from dapo.rewards.rules import RULES, make_rule
@@ -27,11 +30,12 @@ SMALLEST = "model: {path: m}\ndata: {train: d.jsonl}\n"
 
 # Adding, renaming or removing an option is a decision: it changes this list, the page of options and the recipes.
 OPTIONS = [
-    "run.name", "run.dir", "run.steps", "run.seed", "run.save_every", "run.store_tokens", "run.trackers",
+    "run.name", "run.dir", "run.steps", "run.epochs", "run.seed", "run.save_every", "run.store_tokens", "run.trackers",
+    "run.show_samples",
     "model.path", "model.dtype", "model.device", "model.lora.rank", "model.lora.alpha", "model.lora.target_modules",
-    "data.train", "data.train_batch_size", "data.gen_batch_size", "data.max_prompt_length", "data.max_response_length",
-    "data.overlong_prompts", "data.deduplicate", "data.prompt_template", "data.system_prompt",
-    "data.chat_template_kwargs",
+    "data.train", "data.columns", "data.train_batch_size", "data.gen_batch_size", "data.max_prompt_length",
+    "data.max_response_length", "data.overlong_prompts", "data.deduplicate", "data.prompt_template",
+    "data.system_prompt", "data.chat_template_kwargs",
     "rollout.n", "rollout.temperature", "rollout.stop", "rollout.max_concurrent",
     "rollout.kv_memory_fraction", "rollout.mode", "rollout.engine", "rollout.tensor_parallel", "rollout.vllm",
     "reward.use", "reward.extract", "reward.regex", "reward.think_tags", "reward.threshold", "reward.code_score",
@@ -372,10 +376,12 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
 
     A search through the source would prove nothing: `.name`, `.path` and `.steps` are everywhere.
     """
+    from dapo.terminal.console import ConsoleReporter
     from dapo.training.trainer import Trainer
 
     everything = [
-        "run.steps=2", "model.lora.rank=2", "algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1",
+        "run.steps=null", "run.epochs=1",  # 2 steps of 3 prompts
+        "model.lora.rank=2", "algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1",
         "reward.length_shaping=buffer", "reward.overlong_buffer.len=2", "data.gen_batch_size=3", "eval.k=2",
         "algorithm.filter_groups.max_num_gen_batches=1",  # gives at most 3 of 4 groups, so the rounds are exhausted
     ]  # fmt: skip
@@ -391,7 +397,7 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
         return object.__getattribute__(self, name)
 
     monkeypatch.setattr(Section, "__getattribute__", reading, raising=False)
-    trainer = Trainer(config)
+    trainer = Trainer(config, reporter=ConsoleReporter(Console(file=io.StringIO())))
     trainer.train()
     trainer.close()
     # Reads in worker processes cannot be watched, so build here what they build, and the other judges and shapings.
@@ -400,10 +406,8 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
         make_rule(rule, options)
     group_rules(config.model_copy(update={"reward": options}))
     unread = {name for name, _ in leaves() if _owner(name) not in reads}
-    # The database takes store_tokens from the resolved YAML, and the worker process reads its own memory limit.
     # The options of reward models, vLLM and clusters are tested in tests/rewards, tests/engine and tests/cluster.
     assert unread == {
-        "run.store_tokens",
         "reward.model.device", "reward.model.batch_size",
         "rollout.tensor_parallel", "rollout.vllm",
         "cluster.offload", "cluster.max_restarts", "cluster.timeout",
@@ -426,10 +430,11 @@ def test_every_recipe_can_be_planned_and_misses_only_files_that_a_command_makes(
     monkeypatch.chdir(ROOT)
     config = Config.load(recipe)
     assert config.run.name == recipe.stem
-    plan = plan_text(config).split("\n")
-    assert "sampling" in plan[1]
-    missing = [line for line in plan if line.startswith("  missing")]
-    assert [line for line in missing if "`dapo data prepare " not in line] == []
+    assert "sampling" in plan_text(config).split("\n")[1]
+    for source in [*config.data.train, *(s for members in (config.eval.data or {}).values() for s in members)]:
+        stem = Path(source.path).stem.removesuffix("-test")
+        if not source.path.startswith("gym:") and stem not in PREPARED:
+            assert find_files(source.path)
 
 
 def test_the_readme_lists_all_recipes():
@@ -526,6 +531,32 @@ def test_absurd_sizes_are_refused(tmp_path, override, expected):
     message = sentence(tmp_path, SMALLEST, override)
     assert expected in message
     assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["run.steps=5", "run.epochs=2"], "run.steps is 5 and run.epochs is 2; set one of them, and the other to null"),
+        (["run.steps=null"], "run.steps and run.epochs are both null; set one of them"),
+        (["run.epochs=0"], "'run.epochs' is 0: input should be greater than 0"),
+        (
+            ["run.epochs=1", "data.train=[d.jsonl, 'gym:gcd']"],
+            "gym:gcd generates them without end; give it a `size`",
+        ),
+    ],
+)
+def test_a_run_has_steps_or_epochs(tmp_path, overrides, expected):
+    message = sentence(tmp_path, SMALLEST, *overrides)
+    assert expected in message
+    assert "{'" not in message  # the whole section is not quoted
+
+
+def test_epochs_replace_the_default_number_of_steps_and_survive_being_written(tmp_path):
+    assert load(tmp_path).run.steps == 100
+    config = load(tmp_path, SMALLEST, "run.epochs=2")
+    assert (config.run.steps, config.run.epochs) == (None, 2)
+    assert load(tmp_path, config.to_yaml()) == config.renamed("recipe")
+    assert load(tmp_path, SMALLEST, "run.epochs=1", "data.train={path: 'gym:gcd', size: 5}").run.epochs == 1
 
 
 def test_a_date_is_text_and_a_json_surrogate_pair_is_one_character(tmp_path):

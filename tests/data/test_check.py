@@ -1,10 +1,13 @@
 import json
+import re
 
 import pytest
 from rich.console import Console
 
+from dapo.config import RewardConfig
 from dapo.data.check import check_dataset, print_report
-from dapo.errors import DataError
+from dapo.errors import DataError, RewardError
+from dapo.evaluation.gold import gold_judge
 from tests.tiny import tiny_tokenizer
 
 
@@ -21,19 +24,49 @@ def printed(report):
 
 def test_a_good_dataset_is_counted_and_its_lengths_drawn(tmp_path):
     rows = [{"prompt": "word " * (i + 1), "answer": str(i)} for i in range(30)]
-    report = check_dataset(write(tmp_path / "d.jsonl", *rows, rows[0]), can_judge=lambda answer: answer != "7")
+    rows[29]["answer"] = "five"
+    report = check_dataset(write(tmp_path / "d.jsonl", *rows, rows[0]), gold_judge(RewardConfig(use="integer")))
     assert report.is_good
     assert (report.rows, report.row_counts.distinct, report.row_counts.duplicates) == (31, 30, 1)
     assert report.lengths == tuple(range(1, 31))
-    assert (report.judged, report.unreadable) == (30, 1)
     text = printed(report)
     assert "31 rows, 30 distinct, 1 duplicate left out" in text
     assert "layout: prompt and answer (31)" in text
     assert "prompt length in words, longest 30" in text
     assert "the judge can read 29 of 30 answers (96.7%)" in text
-    assert "d.jsonl, line 8: '7'" in text
+    assert "d.jsonl, line 30: 'five'" in text
     bars = [line for line in text.splitlines() if "█" in line]
     assert sum(int(line.split()[1]) for line in bars) == 30
+
+
+def test_the_histogram_has_no_empty_bins(tmp_path):
+    rows = [{"prompt": "word " * length, "answer": "1"} for length in (1, 2, 1000)]
+    text = printed(check_dataset(write(tmp_path / "d.jsonl", *rows)))
+    lines = [line.split() for line in text.splitlines() if "█" in line]
+    assert [line[:2] for line in lines] == [["0-83", "2"], ["924-1,007", "1"]]
+    assert not re.search(r"-\d+ +0\b", text)
+
+
+def test_any_judge_scores_the_gold_answers_as_responses_and_those_it_cannot_judge_are_listed(tmp_path):
+    code = "def reward(completion, answer, level):\n    return int(completion) if level else {'score': 1, 'acc': True}"
+    (tmp_path / "reward.py").write_text(code)
+    rows = [{"prompt": "a", "answer": "5", "level": 1}, {"prompt": "b", "answer": "x", "level": 1}]
+    rows += [{"prompt": "c", "answer": "x", "level": 0}]
+    path = write(tmp_path / "d.jsonl", *rows)
+    for use in (f"{tmp_path}/reward.py:reward", {f"{tmp_path}/reward.py:reward": 1.0}):
+        text = printed(check_dataset(path, gold_judge(RewardConfig(use=use, workers=1))))
+        assert "as responses, the judge gives: 3 responses, mean score 3, 1 correct, 1 unjudged" in text
+        assert "d.jsonl, line 2: " in text and "ValueError: invalid literal for int()" in text
+    (tmp_path / "reward.py").write_text(code.replace("level", "depth"))
+    with pytest.raises(RewardError, match="'depth'"):
+        check_dataset(path, gold_judge(RewardConfig(use=f"{tmp_path}/reward.py:reward", workers=1)))
+
+
+def test_renamed_columns_are_checked(tmp_path):
+    path = write(tmp_path / "d.jsonl", {"q": "a", "final": "5"}, {"q": "b"})
+    report = check_dataset(path, columns={"prompt": "q", "answer": "final"})
+    assert (report.rows, report.bad_rows) == (2, 1)
+    assert "line 2: there is no column 'final'" in printed(report)
 
 
 def test_bad_rows_are_all_counted_and_the_first_ten_shown(tmp_path):

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo.config import Config
-from dapo.data.dataset import load_eval_sets, load_train_stream
+from dapo.data.dataset import load_eval_sets, load_run_data, load_train_stream
 from dapo.errors import ConfigError, DataError
 from tests.tiny import tiny_tokenizer
 
@@ -285,3 +285,20 @@ def test_a_prompt_that_ends_with_the_opening_tag_opens_a_thought(tmp_path):
     assert not first_prompt(tmp_path, plain, text="Write <think>, then </think>").opens_thought
     assert first_prompt(tmp_path, plain, text="Solve it. [THINK]", tags=("[THINK]", "[/THINK]")).opens_thought
     assert not first_prompt(tmp_path, plain, text="Solve it. <think>", tags=("[THINK]", "[/THINK]")).opens_thought
+
+
+def test_columns_are_renamed_in_training_and_evaluation_data_except_where_a_source_has_its_own(tmp_path):
+    (tmp_path / "train.csv").write_text("Frage,final,level\none?,1,a\ntwo?,2,b\n")
+    (tmp_path / "eval.json").write_text('[{"prompt": "three?", "answer": 3}, {"prompt": "two?", "answer": 2}]')
+    values = {
+        "model": {"path": "m"},
+        "data": {"train": f"{tmp_path}/train.csv", "columns": {"prompt": "Frage", "answer": "final"}},
+        "eval": {"data": {"path": f"{tmp_path}/eval.json", "columns": {}}, "k": 1},
+    }
+    data = load_run_data(Config.parse(values), tiny_tokenizer())
+    (prompt,) = data.stream.questions()  # the other one is held out
+    assert (prompt.messages[-1]["content"], prompt.answer, prompt.extra) == ("one?", "1", {"level": "a"})
+    assert [prompt.answer for prompt in data.eval_sets["eval"]] == [3, 2]
+    values["eval"]["data"].pop("columns")
+    with pytest.raises(DataError, match=r"eval\.json, row 1: there is no column 'Frage'.*; columns: prompt, answer$"):
+        load_run_data(Config.parse(values), tiny_tokenizer())

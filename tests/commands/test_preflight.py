@@ -1,0 +1,74 @@
+"""The checks of a dry run: all that is missing is named, and nothing is loaded or left on the disk."""
+
+from __future__ import annotations
+
+import shutil
+
+from dapo.commands.preflight import check_run
+from dapo.config import Config
+from dapo.store.database import RunDatabase
+from dapo.system import machine
+from dapo.training.trainer import Trainer
+from tests import runs
+
+
+def test_a_disk_without_room_for_two_checkpoints_is_a_warning_and_without_one_is_missing(tmp_path, monkeypatch):
+    config = runs.load(tmp_path, "run.steps=1")
+    usage = shutil.disk_usage(tmp_path)
+    for free, is_ready in ((500_000, True), (100_000, False)):
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        sentence = f"only {free // 1000} kB are free in {tmp_path}/runs, but two checkpoints take"
+        found = check_run(config)
+        assert [sentence in each for each in (found.warnings if is_ready else found.missing)] == [True]
+        assert bool(found.missing) is not is_ready
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage._replace(free=500_000))
+    trainer = Trainer(config)
+    trainer.train()
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        (message,) = (event["message"] for event in database.events() if event["kind"] == "disk")
+    assert message.startswith("only 500 kB are free")
+
+
+def test_too_little_memory_is_missing(tmp_path, monkeypatch):
+    config = runs.load(tmp_path)
+    assert check_run(config).missing == []
+    monkeypatch.setattr("dapo.commands.preflight.memory", lambda: (10**6, 100_000))
+    (sentence,) = check_run(config).missing
+    assert (
+        sentence.startswith(f"training {tmp_path}/model takes 430 kB of memory") and "only 100 kB are free" in sentence
+    )
+
+
+def test_a_parameter_that_is_no_column_is_missing_whether_or_not_the_model_is_here(tmp_path):
+    recipe = runs.recipe(tmp_path, reward="def reward(completion, answer, level):\n    return 1.0")
+    sentence = "reward.py:reward takes 'level', which is not a column of the data (columns: data_source)"
+    (missing,) = check_run(Config.load(recipe)).missing
+    assert sentence in missing
+    elsewhere = check_run(Config.load(recipe, ["model.path=someone/somewhere"]))
+    assert [sentence in each for each in elsewhere.missing] == [True]
+    assert elsewhere.warnings[0].startswith("model: someone/somewhere is not on this machine")
+    assert check_run(Config.load(recipe, ["data.columns={prompt: prompt, level: answer}"])).missing == []
+
+
+def test_bad_rows_of_training_and_evaluation_are_both_missing(tmp_path):
+    (tmp_path / "eval.csv").write_text("question,answer\nwhat?,\n")
+    options = [f"eval.data={tmp_path}/eval.csv", "data.overlong_prompts=raise", "data.max_prompt_length=5"]
+    recipe = runs.recipe(tmp_path)
+    first, second = check_run(Config.load(recipe, options)).missing
+    assert first == f"{tmp_path}/eval.csv, line 2: column 'answer' is null"
+    assert second.startswith(f"{tmp_path}/data.jsonl, line 1: the prompt has ")
+    assert check_run(Config.load(recipe, [*options, "model.path=someone/somewhere"])).missing == [first]
+
+
+def test_a_run_that_exists_is_missing_only_under_a_name_that_was_given_and_can_be_resumed(tmp_path):
+    config = runs.load(tmp_path, "run.steps=1")
+    Trainer(config).train()
+    before = sorted(config.run_dir.rglob("*"))
+    assert any("gets the next free name" in note for note in check_run(config).notes)
+    (sentence,) = check_run(config, has_given_name=True).missing
+    assert "already holds a run" in sentence
+    (sentence,) = check_run(config, resume=True).missing
+    assert "has already finished 1 steps" in sentence
+    longer = runs.load(tmp_path, "run.steps=2")
+    assert f"run: {config.run_dir} can resume" in check_run(longer, resume=True).notes
+    assert sorted(config.run_dir.rglob("*")) == before
