@@ -83,6 +83,7 @@ def _padding(size: int, has_reference: bool, device: torch.device) -> Batch:
         targets_R=zeros(torch.long),
         advantages_R=zeros(torch.float32),
         old_logprobs_R=zeros(torch.float32),
+        responses_R=zeros(torch.long),
         ref_logprobs_R=zeros(torch.float32) if has_reference else None,
         weights_R=zeros(torch.float32),
         is_current_R=zeros(torch.bool),

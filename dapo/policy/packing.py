@@ -32,6 +32,7 @@ class Batch:
     targets_R: Tensor
     advantages_R: Tensor
     old_logprobs_R: Tensor
+    responses_R: Tensor  # number of the token's response, from 1; 0: padding. A response is never cut
     ref_logprobs_R: Tensor | None
     weights_R: Tensor  # of each token's loss in the loss of the whole mini-batch
     is_current_R: Tensor  # whether the token's group was sampled by the weights that the update starts from
@@ -204,6 +205,7 @@ def _pack(items: list[_Item], like: Tensor, share_prompts: bool) -> Batch:
         targets_R=_tensor([item.rollout.tokens for item in items], torch.long, device),
         advantages_R=_per_token(items, [item.group.advantages[item.index] for item in items], dtype, device),
         old_logprobs_R=_tensor([item.rollout.logprobs for item in items], dtype, device),
+        responses_R=_per_token(items, range(1, len(items) + 1), torch.long, device),
         ref_logprobs_R=_tensor([_reference(item) for item in items], dtype, device) if has_reference else None,
         weights_R=_per_token(items, [item.weight for item in items], dtype, device),
         is_current_R=_per_token(items, [item.is_current for item in items], torch.bool, device),

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dapo.algorithm.loss import LossConfig, policy_loss
+from dapo.algorithm.loss import policy_loss
 from dapo.checkpoint import weights as files
 from dapo.config import Config
+from dapo.config.functions import CustomParts
 from dapo.errors import ModelError
 from dapo.model.attention import AttentionPlan
 from dapo.model.forward import head_weight, hidden_states, packed_plan
@@ -25,10 +26,18 @@ from dapo.model.meter import peak_flops, training_flops
 from dapo.model.trunk import joined_weights, trunk_of
 from dapo.policy.budget import Budget
 from dapo.policy.captured import CapturedBackward
-from dapo.policy.head import ChunkLoss, HeadResult, chunked_logprobs, fused_head_loss, gather_predictors
+from dapo.policy.head import (
+    ChunkLoss,
+    HeadResult,
+    after_all_logprobs,
+    chunked_logprobs,
+    fused_head_loss,
+    gather_predictors,
+)
 from dapo.policy.optimizer import Optimizer, held_bytes
 from dapo.policy.packing import Batch, micro_batches, mini_batches, reference_batches
 from dapo.policy.protocol import UpdateResult
+from dapo.policy.rules import UpdateRules
 from dapo.policy.tally import Tally, by_rollout
 from dapo.types import Group
 
@@ -42,15 +51,25 @@ class Policy:
     """Owns the trained weights and the optimizer.
 
     `reference` is a frozen model. With adapters it is None: the reference is the model with its adapters off.
+    `parts` are functions of the user that were given as objects.
     """
 
     rank, ranks = 0, 1
 
-    def __init__(self, model: Any, config: Config, reference: Any | None = None, *, share_prompts: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: Config,
+        reference: Any | None = None,
+        *,
+        share_prompts: bool = True,
+        parts: CustomParts | None = None,
+    ) -> None:
         self.model = model
         self.causal_lm = causal_lm(model)
         self.reference = reference
         self.config = config
+        self.rules = UpdateRules.of(config, parts)
         self.share_prompts = share_prompts
         self.weight = head_weight(self.causal_lm)
         self.like = self.weight  # a tensor with the device and the dtype to compute in
@@ -60,17 +79,10 @@ class Policy:
         self.optimizer = Optimizer(trainable, config.optim, joined)
         self.cache_bytes = 0  # of the sampler's cache, which an update may use when memory is short
         self.captured: CapturedBackward | None = None
-        if joined and self.weight.is_cuda:
+        if joined and self.weight.is_cuda and not self.rules.is_custom_loss:  # a graph cannot run any function
             parameters = sum(parameter.numel() for _, parameter in trainable)
             self.captured = CapturedBackward(self._forward_backward, parameters, self.weight.device)
         self.non_finite_in_a_row = 0
-        algorithm = config.algorithm
-        self.loss_config = LossConfig(
-            clip_low=algorithm.clip_ratio_low,
-            clip_high=algorithm.clip_ratio_high,
-            clip_c=algorithm.clip_ratio_c,
-            kl_coef=algorithm.kl_loss_coef,
-        )
 
     def memory_plan(self, cache_bytes: int) -> str | None:
         if not self.weight.is_cuda:
@@ -110,7 +122,7 @@ class Policy:
             self._update_mini_batch(part, step, version, tally, is_first=index == 0, record=epoch == 0)
             if tally.stop:
                 break
-        metrics = tally.metrics(self.optimizer.learning_rate(step))
+        metrics = tally.metrics(self.rules.learning_rate(step))
         return UpdateResult(
             metrics,
             self._gather(tally.token_stats),
@@ -135,7 +147,7 @@ class Policy:
         if is_first and self._gap_is_too_wide(tally):
             self.optimizer.zero_grad()
             return
-        norm = self.optimizer.step(step) if math.isfinite(loss) else math.nan
+        norm = self.optimizer.step(self.rules.learning_rate(step)) if math.isfinite(loss) else math.nan
         self.optimizer.zero_grad()
         if not math.isfinite(norm):
             self._skip_non_finite(tally, loss, norm)
@@ -198,23 +210,27 @@ class Policy:
         """Run a micro-batch through trunk and head, and add the gradient of its weighted loss to every parameter's."""
         hidden_R = self._hidden(self.causal_lm, batch, plan)
         temperature, weight_grad = self.config.rollout.temperature, self.optimizer.grad_of(self.weight)
-        result, grad_hidden_R = fused_head_loss(
-            hidden_R, self.weight, batch.targets_R, temperature, self._chunk_loss(batch), weight_grad
-        )
+        loss = self._chunk_loss(batch, hidden_R, self.weight)
+        result, grad_hidden_R = fused_head_loss(hidden_R, self.weight, batch.targets_R, temperature, loss, weight_grad)
         hidden_R.backward(grad_hidden_R)
         return result
 
-    def _chunk_loss(self, batch: Batch) -> ChunkLoss:
-        has_reference = self.loss_config.kl_coef > 0 and batch.ref_logprobs_R is not None
+    def _chunk_loss(self, batch: Batch, hidden_R: Tensor, weight: Tensor) -> ChunkLoss:
+        """Return the weighted loss of a chunk of tokens. `hidden_R` and `weight` are those of the head."""
+        loss, config = self.rules.loss, self.rules.loss_config
+        has_reference = config.kl_coef > 0 and batch.ref_logprobs_R is not None
 
         def loss_of(logprobs: Tensor, chunk: slice) -> tuple[Tensor, dict[str, Tensor]]:
             reference = batch.ref_logprobs_R[chunk] if has_reference and batch.ref_logprobs_R is not None else None
-            loss, metrics = policy_loss(
-                logprobs, batch.old_logprobs_R[chunk], batch.advantages_R[chunk], reference, self.loss_config
+            old, advantages, responses = (
+                values[chunk] for values in (batch.old_logprobs_R, batch.advantages_R, batch.responses_R)
             )
-            return (loss * batch.weights_R[chunk]).sum(), metrics
+            loss_T, metrics = policy_loss(logprobs, old, advantages, reference, config, responses, loss.function)
+            return loss_T * batch.weights_R[chunk], metrics
 
-        return loss_of
+        if loss.per_token:
+            return loss_of
+        return after_all_logprobs(hidden_R, weight, batch.targets_R, self.config.rollout.temperature, loss_of)
 
     def _hidden(self, model: Any, batch: Batch, plan: AttentionPlan) -> Tensor:
         hidden_T = hidden_states(model, batch.tokens_T, batch.positions_T, plan, recompute=self.budget.recompute)
@@ -292,5 +308,5 @@ class Policy:
             tally.stop = (
                 f"{MAX_NON_FINITE_STEPS} optimizer steps in a row had a loss or gradient that is not finite "
                 f"(loss {loss}, gradient norm {norm}) and were skipped; "
-                "lower optim.lr, or check the rewards"
+                f"lower optim.lr, or check the rewards{' and algorithm.loss' * self.rules.is_custom_loss}"
             )

@@ -15,6 +15,7 @@ from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import TrainerState
 from dapo.cluster.assemble import assemble
 from dapo.config import Config
+from dapo.config.functions import CustomParts, file_digests, with_objects
 from dapo.data.dataset import load_run_data
 from dapo.errors import ClusterLost, ConfigError, LearnerLost, StorageError, TrainingStopped
 from dapo.evaluation.evaluate import Interrupted
@@ -22,6 +23,7 @@ from dapo.model.loading import load_tokenizer
 from dapo.model.tokens import token_bytes
 from dapo.policy.build import model_source
 from dapo.policy.protocol import UpdateResult
+from dapo.policy.rules import UpdateRules
 from dapo.rewards.judge import (
     RewardFunctions,
     build_judge,
@@ -34,6 +36,7 @@ from dapo.rewards.judge import (
 from dapo.rewards.protocol import Judge
 from dapo.sampling.accounting import Sampled
 from dapo.sampling.inflight import InflightSampler
+from dapo.sampling.rules import group_rules
 from dapo.sampling.strict import DynamicSampler
 from dapo.store.database import versions
 from dapo.store.trackers import require_trackers
@@ -63,6 +66,7 @@ class Trainer:
     """Trains as the configuration says.
 
     `reward` replaces `reward.use`: a Python function, a list of functions, or a mapping of functions to weights.
+    `parts` replaces parts of the algorithm by functions: docs/custom-parts.md.
     """
 
     def __init__(
@@ -70,13 +74,18 @@ class Trainer:
         config: Config,
         reward: RewardFunctions | None = None,
         *,
+        parts: CustomParts | None = None,
         resume: bool = False,
         reporter: Reporter | None = None,
         recipe: str | None = None,  # the recipe's name, which is recorded in the database
     ) -> None:
         if reward is not None:
             config = _with_function(config, reward)
-        self.config = config
+        if parts is not None:
+            config = with_objects(config, parts)
+        for collect in (UpdateRules.of, group_rules):  # errors in the parts show here
+            collect(config, parts)
+        self.config, self.custom = config, parts
         self.reporter = reporter or Reporter()
         self.step, self.version, self.saved_step = 0, 0, 0
         self.empty_in_a_row = 0
@@ -96,7 +105,9 @@ class Trainer:
             undo.callback(self.engine.close)
             if self.directory.state:
                 self._restore(self.directory.saved, self.directory.state)
-            self.recorder.open(config, _environment() | ({"recipe": recipe} if recipe else {}), self.step)
+            self.recorder.open(
+                config, _environment() | file_digests(config) | ({"recipe": recipe} if recipe else {}), self.step
+            )
             self.seconds = self.recorder.training_seconds()
             for note in self.data.notes:
                 self.recorder.event(EventKind.DATA, note)
@@ -170,7 +181,7 @@ class Trainer:
         kinds = judge_kinds(config.reward, judge)
         self.data = load_run_data(config, tokenizer, columns_seen(kinds))
         check_columns(kinds, self.data.columns())
-        self.parts = assemble(config, saved, self.recorder.event, self._is_stopping)
+        self.parts = assemble(config, saved, self.recorder.event, self._is_stopping, self.custom)
         self.policy, self.engine = self.parts.policy, self.parts.engine
         self.tokenizer = self.parts.tokenizer
         judge = judge or self.parts.judge
@@ -187,6 +198,7 @@ class Trainer:
             reference=self.policy.reference_logprobs if config.needs_reference else None,
             on_group=self.reporter.group,
             on_progress=self.reporter.responses,
+            parts=self.custom,
         )
 
     def _evaluate_first(self) -> None:

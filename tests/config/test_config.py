@@ -17,7 +17,7 @@ from dapo.config.reference import options_markdown
 from dapo.errors import ConfigError
 from dapo.plan import plan_text
 from dapo.rewards.rules import RULES, make_rule
-from dapo.sampling.strict import group_rules
+from dapo.sampling.rules import group_rules
 from tests import runs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,13 +38,15 @@ OPTIONS = [
     "reward.code_unsafe", "reward.workers", "reward.timeout",
     "reward.memory_gb", "reward.model.device", "reward.model.batch_size", "reward.length_shaping",
     "reward.target_length", "reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor",
+    "algorithm.loss", "algorithm.advantage",
     "algorithm.adv_norm", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c",
     "algorithm.loss_agg_mode", "algorithm.overlong_filter", "algorithm.kl_loss_coef", "algorithm.kl_reward_coef",
     "algorithm.max_staleness", "algorithm.max_logprob_gap",
-    "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches",
+    "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.filter_groups.function",
+    "algorithm.filter_groups.max_num_gen_batches",
     "algorithm.filter_groups.on_exhausted", "algorithm.filter_groups.min_batch_ratio",
     "algorithm.ledger.enable", "algorithm.ledger.explore",
-    "optim.lr", "optim.warmup_steps", "optim.weight_decay", "optim.betas", "optim.grad_clip",
+    "optim.lr", "optim.warmup_steps", "optim.lr_schedule", "optim.weight_decay", "optim.betas", "optim.grad_clip",
     "optim.ppo_mini_batch_size",
     "optim.ppo_epochs", "optim.max_tokens_per_micro_batch", "optim.recompute_activations",
     "eval.k", "eval.every", "eval.data", "eval.best_metric", "eval.temperature", "eval.top_p", "eval.top_k",

@@ -190,7 +190,7 @@ def test_a_batch_that_grew_by_a_few_groups_makes_as_many_updates_as_a_whole_one(
 
 def test_warm_up_counts_trainer_steps():
     policy = Policy(for_dapo(tiny_llama()), config(optim__lr=1.0, optim__warmup_steps=4))
-    assert [policy.optimizer.learning_rate(step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert [policy.rules.learning_rate(step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight_and_three_in_a_row_stop_the_run():
