@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import dapo.model.attention as attention
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.config import Config
+from dapo.policy import head
 from dapo.policy.head import gather_predictors
 from dapo.policy.policy import Policy
 from dapo.types import Group, Score
@@ -126,6 +128,28 @@ def test_the_gradient_is_that_of_the_definition_for_every_split_order_and_mode(
     twin = plain.plain_copy(model)
     expected = plain.mini_batch_loss(twin, groups, mode, kl=kl)
     assert loss == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-7)
+    assert_same(grads, plain.gradients(twin, expected), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gmpo", "cispo", "sapo"])
+@given(seed=st.integers(0, 10_000), budget=st.integers(1, 200), chunk=st.sampled_from([3, 11, 256]))
+@settings(max_examples=12)
+def test_the_gradient_of_every_loss_is_that_of_its_definition_for_every_split(loss, seed, budget, chunk):
+    """Micro-batches of any size, and chunks of the head that cut responses in two."""
+    groups = random_groups(seed, 4, 3)
+    if not groups:
+        return
+    model = for_dapo(plain.in_float64(tiny_llama()))
+    clip = {} if loss == "sapo" else {"algorithm__clip_ratio_low": 0.3, "algorithm__clip_ratio_high": 0.5}
+    cfg = config(optim__max_tokens_per_micro_batch=budget, algorithm__loss=loss, **clip)
+    before, head.CHUNK_TOKENS = head.CHUNK_TOKENS, chunk
+    try:
+        value, grads = packed_gradients(model, groups, cfg)
+    finally:
+        head.CHUNK_TOKENS = before
+    twin, mode = plain.plain_copy(model), cfg.algorithm.loss_agg_mode
+    expected = plain.mini_batch_loss(twin, groups, mode, low=0.3, high=0.5, c=math.inf, loss=loss)
+    assert value == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-7)
     assert_same(grads, plain.gradients(twin, expected), atol=1e-6, rtol=1e-6)
 
 
