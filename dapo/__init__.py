@@ -10,12 +10,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
 
 from dapo.config import Config
+from dapo.config.functions import CustomParts
 
 if TYPE_CHECKING:
     from dapo.evaluation.judging import Judgment, judge
     from dapo.training.trainer import RunResult, Trainer
 
-__all__ = ["Config", "Judgment", "RunResult", "Trainer", "judge"]
+__all__ = ["Config", "CustomParts", "Judgment", "RunResult", "Trainer", "judge"]
 __version__ = "0.1.0"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import cloudpickle
 
 from dapo.cluster.placement import Bundle, Demand, Placement, wants_gpus
 from dapo.cluster.ray_learners import RayLearnerRank, RayRanks
@@ -22,6 +23,7 @@ from dapo.cluster.supervisor import Restarts, Rules
 from dapo.config import Config
 from dapo.config.functions import CustomParts, objects_for_learners, with_absolute_files
 from dapo.engine.vllm.engine import Transport
+from dapo.errors import PartError
 from dapo.model.loading import load_tokenizer
 from dapo.policy.build import model_source
 from dapo.types import OnEvent
@@ -116,7 +118,15 @@ def _ranks(site: _Site, saved: Path | None, custom: CustomParts | None) -> RayRa
         return site.actor(places[rank], RayLearnerRank, rank, count, shares_gpu=shares_gpu)
 
     config = with_absolute_files(site.config)
-    return RayRanks(start, count, config, saved, site.rules(places), objects_for_learners(config, custom))
+    objects = objects_for_learners(config, custom)
+    try:
+        cloudpickle.dumps(objects)  # pyright: ignore[reportPrivateImportUsage]
+    except Exception as error:  # it raises all kinds of errors
+        raise PartError(
+            f"a loss or schedule that is a Python object cannot be sent to the learners ({error}); name it as "
+            "path/to/file.py:function"
+        ) from error
+    return RayRanks(start, count, config, saved, site.rules(places), objects)
 
 
 def _engine(

@@ -112,9 +112,15 @@ def with_absolute_files(config: Config) -> Config:
 
 
 def file_digests(config: Config) -> dict[str, str]:
-    """Return, by option, a digest of each file that a part is loaded from. A resume reports what has changed."""
-    specs = {PART_OPTIONS[name]: spec for name, spec in _specs(config).items() if is_file_function(spec)}
-    return {f"file of {option}": _digest(spec.rpartition(":")[0], option) for option, spec in specs.items()}
+    """Return, by option, a digest of each file with a function of the user. A resume reports what has changed."""
+    use = config.reward.use
+    rewards = {"reward.use": use} if isinstance(use, str) else {f"reward.use {judge}": judge for judge in use}
+    specs = {PART_OPTIONS[name]: spec for name, spec in _specs(config).items()} | rewards
+    return {
+        f"file of {option}": _digest(spec.rpartition(":")[0], option)
+        for option, spec in specs.items()
+        if is_file_function(spec)
+    }
 
 
 def _specs(config: Config) -> dict[str, str]:

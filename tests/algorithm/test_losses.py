@@ -227,4 +227,4 @@ def test_each_loss_that_trl_has_agrees_with_trl(name):
 
 
 def test_the_names_of_the_options_are_those_of_the_functions():
-    assert NAMES == [*LOSS_SETTINGS]
+    assert [*LOSS_SETTINGS] == NAMES
