@@ -181,6 +181,7 @@ class Group:
     trains: np.ndarray  # bool [n], whether the rollout is part of the loss
     verdict: str  # a Verdict, or the reason that a group filter of the user gave
     ref_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [L] each, the reference model's
+    start_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [L] each, the trainer's before the step's updates
 
     @property
     def weight_version(self) -> int:

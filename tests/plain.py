@@ -75,8 +75,12 @@ def mini_batch_loss(
     kl: float = 0.0,
     temperature: float = 1.0,
     loss: str = "dapo",
+    correct: str | None = None,
 ) -> Tensor:
-    """Compute the loss of one whole mini-batch, directly from the definitions."""
+    """Compute the loss of one whole mini-batch, directly from the definitions.
+
+    `correct` is `token` or `sequence`: the truncated correction, with the weights at the start of the step in `model`.
+    """
     sequences: list[Tensor] = []
     for group in groups:
         new = logprobs(model, group.prompt.tokens, [r.tokens.tolist() for r in group.rollouts], temperature)
@@ -85,7 +89,11 @@ def mini_batch_loss(
             if not group.trains[i]:
                 continue
             old = torch.tensor(rollout.logprobs.tolist(), dtype=torch.float64)
-            values = token_losses(loss, new[i], old, weights[i], low, high, c)
+            trust: Any = 1.0
+            if correct:
+                gap, old = new[i].detach() - old, new[i].detach()
+                trust = (gap if correct == "token" else gap.sum()).exp().clamp(max=2)
+            values = trust * token_losses(loss, new[i], old, weights[i], low, high, c)
             if kl:
                 assert group.ref_logprobs is not None
                 delta = torch.tensor(group.ref_logprobs[i].tolist(), dtype=torch.float64) - new[i]

@@ -105,14 +105,17 @@ def policy_loss(
     config: LossConfig,
     responses_T: Tensor | None = None,
     loss: TokenLoss = dapo_loss,
+    weights_T: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the loss of each token with the KL term, and detached per-token metrics: ratio, clips, KL.
 
-    Without `responses_T` all tokens belong to one response.
+    Without `responses_T` all tokens belong to one response. `weights_T` multiplies the loss, but not the KL term.
     """
     if responses_T is None:
         responses_T = torch.ones_like(logprobs_T, dtype=torch.long)
     loss_T, metrics = loss(logprobs_T, old_logprobs_T, advantages_T, responses_T, config)
+    if weights_T is not None:
+        loss_T = loss_T * weights_T
     if ref_logprobs_T is not None:
         kl_T = kl_k3(logprobs_T, ref_logprobs_T)
         loss_T = loss_T + config.kl_coef * kl_T
@@ -121,12 +124,16 @@ def policy_loss(
 
 
 def response_mean(values_T: Tensor, responses_T: Tensor) -> Tensor:
-    """Return, for each token, the mean of the values over its response, summed in float64."""
+    """Return, for each token, the mean of the values over its response."""
+    return response_sum(values_T, responses_T) / response_sum(torch.ones_like(values_T), responses_T)
+
+
+def response_sum(values_T: Tensor, responses_T: Tensor) -> Tensor:
+    """Return, for each token, the sum of the values over its response, taken in float64."""
     # No number of a response exceeds the number of tokens, so the size is known without reading the tensor.
     sums = torch.zeros(len(values_T) + 1, dtype=torch.float64, device=values_T.device)
-    counts = sums.index_add(0, responses_T, torch.ones_like(values_T, dtype=torch.float64))
-    means = sums.index_add(0, responses_T, values_T.double()) / counts.clamp(min=1)
-    return means.index_select(0, responses_T).to(values_T.dtype)
+    sums = sums.index_add(0, responses_T, values_T.double())
+    return sums.index_select(0, responses_T).to(values_T.dtype)
 
 
 def token_weight(mode: AggregationMode, length: int, total_tokens: int, total_sequences: int) -> float:

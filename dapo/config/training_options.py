@@ -134,8 +134,17 @@ class AlgorithmConfig(Section):
         le=10**6,
         description="Steps a surplus group may wait for its batch; 0 drops surplus groups, as published.",
     )
+    importance_correction: Literal[
+        "auto", "none", "token-truncated", "token-masked", "sequence-truncated", "sequence-masked"
+    ] = Field(
+        default="auto",
+        description="Weight the loss by the ratio of trainer to sampler, per token or per response, where the two "
+        "differ: truncated to at most 2, or masked outside of 1/2 to 2. auto: token-truncated with vLLM, else none.",
+    )
     max_logprob_gap: float = Field(
-        default=0.05, gt=0, description="Mean |sampler - trainer| log-probability above which the run stops."
+        default=0.05,
+        gt=0,
+        description="Mean |sampler - trainer| log-probability above which a run without importance_correction stops.",
     )
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     ledger: LedgerConfig = LedgerConfig()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dapo.algorithm.correction import correction_weights
 from dapo.algorithm.loss import policy_loss
 from dapo.checkpoint import weights as files
 from dapo.config import Config
@@ -118,6 +119,10 @@ class Policy:
             for epoch in range(self.config.optim.ppo_epochs)
             for part in mini_batches(groups, size, seed, step, epoch, batch_size=batch_size)
         ]
+        if self.rules.correction != "none" and len(parts) > 1:  # the first update itself sees the weights of the start
+            start = self._rollout_logprobs(self.causal_lm, groups, everywhere=True)
+            started = {g.serial: tuple(start[g.serial, r.index] for r in g.rollouts) for g in groups}
+            parts = [(epoch, [replace(g, start_logprobs=started[g.serial]) for g in part]) for epoch, part in parts]
         for index, (epoch, part) in enumerate(parts):
             self._update_mini_batch(part, step, version, tally, is_first=index == 0, record=epoch == 0)
             if tally.stop:
@@ -159,8 +164,10 @@ class Policy:
     def _reduce(self, part: Tally) -> None:
         """Sum a tally over all ranks, so that all make the same decisions. Nothing to do for one process."""
 
-    def _gather(self, found: dict[tuple[int, int], Values]) -> dict[tuple[int, int], Values]:
-        """Gather the values per rollout of all ranks on rank 0. Nothing to do for one process."""
+    def _gather(
+        self, found: dict[tuple[int, int], Values], *, everywhere: bool = False
+    ) -> dict[tuple[int, int], Values]:
+        """Gather the values per rollout of all ranks on rank 0, or on all ranks. Nothing to do for one process."""
         return found
 
     def _gradients(self, groups: list[Group], version: int, tally: Tally) -> list[tuple[Batch, HeadResult]]:
@@ -217,7 +224,7 @@ class Policy:
 
     def _chunk_loss(self, batch: Batch, hidden_R: Tensor, weight: Tensor) -> ChunkLoss:
         """Return the weighted loss of a chunk of tokens. `hidden_R` and `weight` are those of the head."""
-        loss, config = self.rules.loss, self.rules.loss_config
+        loss, config, correction = self.rules.loss.function, self.rules.loss_config, self.rules.correction
         has_reference = config.kl_coef > 0 and batch.ref_logprobs_R is not None
 
         def loss_of(logprobs: Tensor, chunk: slice) -> tuple[Tensor, dict[str, Tensor]]:
@@ -225,10 +232,15 @@ class Policy:
             old, advantages, responses = (
                 values[chunk] for values in (batch.old_logprobs_R, batch.advantages_R, batch.responses_R)
             )
-            loss_T, metrics = policy_loss(logprobs, old, advantages, reference, config, responses, loss.function)
-            return loss_T * batch.weights_R[chunk], metrics
+            weights, corrections = None, {}
+            if correction != "none":
+                start = logprobs.detach() if batch.start_logprobs_R is None else batch.start_logprobs_R[chunk]
+                weights, corrections = correction_weights(start, old, responses, correction)
+                old = start
+            loss_T, metrics = policy_loss(logprobs, old, advantages, reference, config, responses, loss, weights)
+            return loss_T * batch.weights_R[chunk], metrics | corrections
 
-        if loss.per_token:
+        if self.rules.per_token:
             return loss_of
         return after_all_logprobs(hidden_R, weight, batch.targets_R, self.config.rollout.temperature, loss_of)
 
@@ -237,14 +249,20 @@ class Policy:
         return gather_predictors(hidden_T, batch.predictors_R)
 
     @torch.no_grad()
-    def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
+    def _rollout_logprobs(
+        self, model: Any, groups: Sequence[Group], *, everywhere: bool = False
+    ) -> dict[tuple[int, int], np.ndarray]:
+        """Return a model's log-probabilities of the tokens of each rollout, by (serial, index), as `_gather` does."""
         found: dict[tuple[int, int], np.ndarray] = {}
+        for batch in reference_batches(groups, REFERENCE_TOKENS, self.like, rank=self.rank, ranks=self.ranks):
+            logprobs_R = self._logprobs(model, batch)
+            for rollout, values in by_rollout(batch.rollouts, logprobs_R) if batch.rollouts else ():
+                found[rollout.serial, rollout.index] = values
+        return self._gather(found, everywhere=everywhere)
+
+    def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
         with self._reference_model() as model:
-            for batch in reference_batches(groups, REFERENCE_TOKENS, self.like, rank=self.rank, ranks=self.ranks):
-                logprobs_R = self._logprobs(model, batch)
-                for rollout, values in by_rollout(batch.rollouts, logprobs_R) if batch.rollouts else ():
-                    found[rollout.serial, rollout.index] = values
-        found = self._gather(found)
+            found = self._rollout_logprobs(model, groups)
         if self.rank > 0:
             return []
         return [tuple(found[group.serial, r.index] for r in group.rollouts) for group in groups]
@@ -293,11 +311,12 @@ class Policy:
         return {"throughput/mfu": flops / max(seconds, 1e-9) / (peak * self.ranks)}
 
     def _gap_is_too_wide(self, tally: Tally) -> bool:
-        limit = self.config.algorithm.max_logprob_gap
+        limit = self.config.algorithm.max_logprob_gap if self.rules.correction == "none" else math.inf
         if tally.gap > limit:
             tally.stop = (
                 f"the sampler's log-probabilities differ from the trainer's by {tally.gap:.4f} on average, more than "
-                f"algorithm.max_logprob_gap = {limit}: the importance ratios would be wrong from the start"
+                f"algorithm.max_logprob_gap = {limit}: the importance ratios would be wrong from the start; if the "
+                "sampler is another program, algorithm.importance_correction can correct for it"
             )
         return tally.gap > limit
 

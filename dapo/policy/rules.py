@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dapo.algorithm.checked import checked_loss, checked_schedule
+from dapo.algorithm.correction import Correction
 from dapo.algorithm.loss import LOSSES, Loss
 from dapo.algorithm.ratio import LossConfig
 from dapo.algorithm.schedule import SCHEDULES, Schedule, learning_rate_factor
@@ -18,6 +19,7 @@ class UpdateRules:
     loss: Loss
     loss_config: LossConfig
     schedule: Schedule
+    correction: Correction
     is_custom_loss: bool
 
     @classmethod
@@ -38,10 +40,23 @@ class UpdateRules:
             checked_schedule(parts.lr_schedule, decay_steps)
             if parts.lr_schedule
             else SCHEDULES[config.optim.lr_schedule],
+            _correction(config),
             is_custom_loss=parts.loss is not None,
         )
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the loss of a token depends on its own log-probability only."""
+        return self.loss.per_token and not self.correction.startswith("sequence")
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a trainer step, which counts from 1."""
         optim, steps = self.config.optim, self.config.run.steps
         return optim.lr * learning_rate_factor(step, optim.warmup_steps, steps, self.schedule)
+
+
+def _correction(config: Config) -> Correction:
+    asked = config.algorithm.importance_correction
+    if asked == "auto":
+        return "token-truncated" if config.uses_vllm else "none"
+    return asked

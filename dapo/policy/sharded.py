@@ -169,9 +169,10 @@ class ShardedPolicy(Policy):
         return result
 
     def _logprobs(self, model: Any, batch: Batch) -> Tensor:
-        logprobs_R = self.reference_root(partial(super()._logprobs, model, batch))
-        assert isinstance(self.reference_root, FSDPModule)
-        self.reference_root.reshard()  # without a backward pass nothing else does
+        root = self.reference_root if model is self.reference else self.root
+        logprobs_R = root(partial(super()._logprobs, model, batch))
+        assert isinstance(root, FSDPModule)
+        root.reshard()  # without a backward pass nothing else does
         return logprobs_R
 
     def _reduce(self, part: Tally) -> None:
@@ -192,9 +193,15 @@ class ShardedPolicy(Policy):
         part.gap_max = float(largest)
         part.sums |= dict(zip(names, totals, strict=True))
 
-    def _gather(self, found: dict[tuple[int, int], Values]) -> dict[tuple[int, int], Values]:
-        parts: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
-        dist.gather_object(found, parts)
+    def _gather(
+        self, found: dict[tuple[int, int], Values], *, everywhere: bool = False
+    ) -> dict[tuple[int, int], Values]:
+        parts: list[Any] | None = [None] * self.ranks if self.rank == 0 or everywhere else None
+        if everywhere:
+            assert parts is not None
+            dist.all_gather_object(parts, found)
+        else:
+            dist.gather_object(found, parts)
         return {key: value for part in parts or () for key, value in part.items()}
 
     def memory_plan(self, cache_bytes: int) -> str | None:

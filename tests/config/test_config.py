@@ -41,7 +41,7 @@ OPTIONS = [
     "algorithm.loss", "algorithm.advantage",
     "algorithm.adv_norm", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c",
     "algorithm.loss_agg_mode", "algorithm.overlong_filter", "algorithm.kl_loss_coef", "algorithm.kl_reward_coef",
-    "algorithm.max_staleness", "algorithm.max_logprob_gap",
+    "algorithm.max_staleness", "algorithm.importance_correction", "algorithm.max_logprob_gap",
     "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.filter_groups.function",
     "algorithm.filter_groups.max_num_gen_batches",
     "algorithm.filter_groups.on_exhausted", "algorithm.filter_groups.min_batch_ratio",

@@ -34,6 +34,13 @@ CASES: dict[str, dict[str, Any]] = {
     "reference": {"algorithm__kl_loss_coef": 0.1, **FREE},
     "adapters": {"lora": 3, "algorithm__kl_loss_coef": 0.1, **FREE},
     "gspo": {"algorithm__loss": "gspo", "algorithm__clip_ratio_low": 0.3, "algorithm__clip_ratio_high": 0.5, **FREE},
+    "corrected": {
+        **FREE,
+        "algorithm__importance_correction": "sequence-truncated",
+        "algorithm__kl_loss_coef": 0.1,
+        "optim__ppo_mini_batch_size": 3,
+        "optim__lr": 1e-4,
+    },
     "bf16": {"dtype": torch.bfloat16, **FREE},
     "not finite": {"non_finite": True, **FREE},
     "gap": {},

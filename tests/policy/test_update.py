@@ -17,6 +17,7 @@ from dapo.config import Config
 from dapo.policy import head
 from dapo.policy.head import gather_predictors
 from dapo.policy.policy import Policy
+from dapo.policy.rules import UpdateRules
 from dapo.types import Group, Score
 from tests import make, plain
 from tests.tiny import tiny_llama, tiny_qwen2
@@ -151,6 +152,57 @@ def test_the_gradient_of_every_loss_is_that_of_its_definition_for_every_split(lo
     expected = plain.mini_batch_loss(twin, groups, mode, low=0.3, high=0.5, c=math.inf, loss=loss)
     assert value == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-7)
     assert_same(grads, plain.gradients(twin, expected), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("budget", [1, 40, 4096])
+def test_the_corrected_gradient_is_that_of_the_definition_for_every_split(level, budget, monkeypatch):
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 7)
+    groups = random_groups(2, 4, 3, with_reference=True)
+    model = for_dapo(plain.in_float64(tiny_llama()))
+    cfg = config(
+        optim__max_tokens_per_micro_batch=budget,
+        algorithm__importance_correction=f"{level}-truncated",
+        algorithm__kl_loss_coef=0.3,
+    )
+    value, grads = packed_gradients(model, groups, cfg)
+    twin = plain.plain_copy(model)
+    expected = plain.mini_batch_loss(twin, groups, "token-mean", correct=level, kl=0.3)
+    assert value == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-7)
+    assert_same(grads, plain.gradients(twin, expected), atol=1e-6, rtol=1e-6)
+
+
+def test_the_correction_uses_the_weights_at_the_start_of_the_step_for_every_mini_batch():
+    groups = random_groups(3, 6, 4)
+    options = {"algorithm__importance_correction": "token-truncated", "optim__warmup_steps": 0}
+    several = {**options, "optim__ppo_mini_batch_size": 2, "optim__ppo_epochs": 2}
+    still, once, moving = (
+        Policy(for_dapo(plain.in_float64(tiny_llama())), config(**{"optim__lr": lr, **chosen})).update(groups, 1, 0)
+        for lr, chosen in ((1e-30, several), (1e-30, options), (1e-2, several))
+    )
+    for name in ("correction/weight", "correction/truncated", "ratio"):
+        assert still.metrics[name] == pytest.approx(once.metrics[name], rel=1e-5)
+    assert once.metrics["ratio"] == 1
+    assert moving.metrics["correction/weight"] == pytest.approx(once.metrics["correction/weight"], rel=1e-5)
+    assert abs(moving.metrics["ratio"] - 1) > 1e-3
+
+
+def test_with_a_correction_a_sampler_that_disagrees_does_not_stop_the_run():
+    result = Policy(for_dapo(tiny_llama()), config(algorithm__importance_correction="token-masked")).update(
+        random_groups(8, 3, 4), step=1, version=0
+    )
+    assert result.stop is None
+    assert result.updates == 1
+    assert result.metrics["logprob_gap/mean"] > 0.05
+    assert 0 < result.metrics["correction/masked"] < 1
+
+
+def test_the_correction_is_on_by_default_with_vllm_only():
+    assert UpdateRules.of(config()).correction == "none"
+    assert UpdateRules.of(config(rollout__engine="vllm")).correction == "token-truncated"
+    assert UpdateRules.of(config(cluster__rollout_workers={"vllm": 1, "embedded": 1})).correction == "token-truncated"
+    chosen = config(rollout__engine="vllm", algorithm__importance_correction="none")
+    assert UpdateRules.of(chosen).correction == "none"
 
 
 def test_temperature_scales_the_logits_in_the_loss_too():
