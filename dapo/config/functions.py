@@ -143,7 +143,7 @@ def load_function(spec: str, option: str, error: type[DapoError] = PartError) ->
     if not Path(path).is_file():
         raise error(f"{option}: there is no file {path}; relative paths start at the working directory")
     try:
-        module = _module(path, _digest(path, option))
+        module = _module(str(Path(path).absolute()), _digest(path, option))
     except (Exception, SystemExit) as fault:
         if isinstance(fault, DapoError):
             raise error(str(fault)) from fault
@@ -160,7 +160,7 @@ def _module(path: str, digest: str) -> ModuleType:
     """Import a file, once in each process unless its content changes: several options may name functions in it."""
     module_spec = importlib.util.spec_from_file_location(f"dapo_user_{Path(path).stem}", path)
     if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file")
+        raise ImportError("it is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     # Import as if the file were run from its own folder. Its functions can import files beside it, now and later, and
     # dataclasses find their module.
