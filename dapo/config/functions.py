@@ -49,9 +49,10 @@ class UserFunction:
     def __call__(self, *arguments: Any) -> Any:
         try:
             return self.function(*arguments)
-        except DapoError:
-            raise
         except Exception as error:
+            # A GPU out of memory is not the function's fault: the update retries with smaller micro-batches.
+            if isinstance(error, DapoError) or type(error).__name__ == "OutOfMemoryError":
+                raise
             raise PartError(f"{self.name} raised {_described(error)}") from error
 
     def __str__(self) -> str:

@@ -80,7 +80,7 @@ class Policy:
         self.optimizer = Optimizer(trainable, config.optim, joined)
         self.cache_bytes = 0  # of the sampler's cache, which an update may use when memory is short
         self.captured: CapturedBackward | None = None
-        if joined and self.weight.is_cuda and not self.rules.is_custom_loss:  # a graph cannot run any function
+        if joined and self.weight.is_cuda and not self.rules.is_custom_loss:  # a graph holds no Python code
             parameters = sum(parameter.numel() for _, parameter in trainable)
             self.captured = CapturedBackward(self._forward_backward, parameters, self.weight.device)
         self.non_finite_in_a_row = 0

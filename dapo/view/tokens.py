@@ -106,8 +106,8 @@ def _tokens(row: sqlite3.Row, config: LossConfig | None, decode: Decode, part: s
 
 def _clip_options(options: Mapping[str, Any]) -> LossConfig | None:
     """Return the bounds of the clip, or None if the loss is not one that clips the ratio of trainer to sampler."""
-    engines = f"{options.get('rollout.engine')} {options.get('cluster.rollout_workers')}"
-    corrections = ("auto", "none") if "vllm" not in engines else ("none",)
+    uses_vllm = options.get("rollout.engine") == "vllm" or "cluster.rollout_workers.vllm" in options
+    corrections = ("none",) if uses_vllm else ("auto", "none")
     if (
         options.get("algorithm.loss", "dapo") not in ("dapo", "grpo", "dr_grpo")
         or options.get("algorithm.importance_correction", "none") not in corrections
