@@ -155,7 +155,7 @@ def update(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, s
         logprobs = stock.get_output_embeddings()(hidden).log_softmax(-1).gather(2, tokens[:, 54:, None])[..., 0]
         loss, _ = policy_loss(logprobs, torch.full_like(logprobs, -10.0), advantages, None, LossConfig())
         loss.mean().backward()
-        plain.optimizer.step(1)
+        plain.optimizer.step(plain.rules.learning_rate(1))
         plain.optimizer.zero_grad()
 
     ours, theirs = interleaved(shared, padded, repeats)
@@ -203,7 +203,7 @@ def head_memory() -> list[tuple[str, float, float, str]]:
 
     def chunk_loss(logprobs: torch.Tensor, chunk: slice) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss, metrics = policy_loss(logprobs, old[chunk], advantages[chunk], None, LossConfig())
-        return loss.sum() / 8192, metrics
+        return loss / 8192, metrics
 
     with PeakMemory() as fused:
         fused_head_loss(hidden, weight, targets, 1.0, chunk_loss, weight.grad)

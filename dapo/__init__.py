@@ -11,6 +11,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
 
 from dapo.config import Config
+from dapo.config.functions import CustomParts
 
 if TYPE_CHECKING:
     from dapo.errors import DapoError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Callback",
     "Config",
+    "CustomParts",
     "DapoError",
     "EvalReport",
     "Group",

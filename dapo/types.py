@@ -30,10 +30,8 @@ class Verdict(StrEnum):
     UNJUDGED = "unjudged"  # fewer than two judged rollouts
     NOTHING_TO_TRAIN = "nothing_to_train"  # the overlong filter left no rollout
 
-    @property
-    def is_flat(self) -> bool:
-        """Whether the filter metric was the same for all judged rollouts."""
-        return self in (Verdict.ALL_WRONG, Verdict.ALL_RIGHT, Verdict.NO_VARIANCE)
+
+FLAT = (Verdict.ALL_WRONG, Verdict.ALL_RIGHT, Verdict.NO_VARIANCE)  # all judged rollouts are the same to the filter
 
 
 class EventKind(StrEnum):
@@ -182,9 +180,10 @@ class Group:
     rewards: np.ndarray  # float64 [n], after length shaping and the KL term
     advantages: np.ndarray  # float64 [n]
     trains: np.ndarray  # bool [n], whether the rollout is part of the loss
-    verdict: Verdict
+    verdict: str  # a Verdict, or the reason that a group filter of the user gave
     ref_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [L] each, the reference model's
     chance: float = 1.0  # the probability with which the ledger drew the prompt
+    start_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [L] each, the trainer's before the step's updates
 
     @property
     def weight_version(self) -> int:
@@ -203,7 +202,7 @@ class Group:
     def trained_tokens(self) -> int:
         return sum(len(rollout) for rollout, trains in zip(self.rollouts, self.trains, strict=True) if trains)
 
-    def with_verdict(self, verdict: Verdict) -> Group:
+    def with_verdict(self, verdict: str) -> Group:
         return replace(self, verdict=verdict)
 
 

@@ -74,8 +74,13 @@ def mini_batch_loss(
     c: float = 10.0,
     kl: float = 0.0,
     temperature: float = 1.0,
+    loss: str = "dapo",
+    correct: str | None = None,
 ) -> Tensor:
-    """Compute the loss of one whole mini-batch, directly from the definitions."""
+    """Compute the loss of one whole mini-batch, directly from the definitions.
+
+    `correct` is `token` or `sequence`: the truncated correction, with the weights at the start of the step in `model`.
+    """
     sequences: list[Tensor] = []
     for group in groups:
         new = logprobs(model, group.prompt.tokens, [r.tokens.tolist() for r in group.rollouts], temperature)
@@ -84,21 +89,38 @@ def mini_batch_loss(
             if not group.trains[i]:
                 continue
             old = torch.tensor(rollout.logprobs.tolist(), dtype=torch.float64)
-            ratio = (new[i] - old).exp()
-            a = weights[i]
-            loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
-            if a < 0:
-                loss = loss.clamp(max=-c * a)
+            trust: Any = 1.0
+            if correct:
+                gap, old = new[i].detach() - old, new[i].detach()
+                trust = (gap if correct == "token" else gap.sum()).exp().clamp(max=2)
+            values = trust * token_losses(loss, new[i], old, weights[i], low, high, c)
             if kl:
                 assert group.ref_logprobs is not None
                 delta = torch.tensor(group.ref_logprobs[i].tolist(), dtype=torch.float64) - new[i]
-                loss = loss + kl * (delta.exp() - delta - 1)
-            sequences.append(loss)
+                values = values + kl * (delta.exp() - delta - 1)
+            sequences.append(values)
     if mode == "token-mean":
         return torch.cat(sequences).mean()
     if mode == "seq-mean-token-sum":
-        return torch.stack([loss.sum() for loss in sequences]).mean()
-    return torch.stack([loss.mean() for loss in sequences]).mean()
+        return torch.stack([values.sum() for values in sequences]).mean()
+    return torch.stack([values.mean() for values in sequences]).mean()
+
+
+def token_losses(loss: str, new: Tensor, old: Tensor, a: float, low: float, high: float, c: float) -> Tensor:
+    """Return the loss of each token of one response."""
+    ratio = (new - old).exp()
+    if loss == "cispo":
+        return -a * ratio.detach().clamp(1 - low, 1 + high) * new
+    if loss == "sapo":
+        tau = 1.0 if a > 0 else 1.05
+        return -a * 4 / tau * torch.sigmoid(tau * (ratio - 1))
+    if loss == "gmpo":
+        bounded = (new - old).clamp(max=high) if a > 0 else (new - old).clamp(min=-low)
+        return (-a * bounded.mean().exp()).expand(len(new))
+    if loss == "gspo":
+        ratio = (new - old).mean().exp().expand(len(new))
+    values = torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
+    return values.clamp(max=-c * a) if a < 0 else values
 
 
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:

@@ -21,6 +21,16 @@ def reward(completion, answer, **row):
 """
 
 
+# A loss of the user over whole responses, for learners in several processes.
+SEQUENCE_LOSS = """
+from dapo.algorithm.loss import response_mean
+
+def loss(logprobs, old_logprobs, advantages, responses, config):
+    ratio = response_mean(logprobs - old_logprobs, responses).exp()
+    return -ratio * advantages, {"ratio": ratio}
+"""
+
+
 def deadly_reward(marker: Path) -> str:
     """Return a reward that kills the trainer from its worker process in step 5, unless the file `marker` exists."""
     return REWARD.replace(

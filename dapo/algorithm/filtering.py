@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from dapo.algorithm.advantage import group_advantages
-from dapo.algorithm.overlong import soft_overlong_penalty, target_length_penalty
+from dapo.algorithm.advantage import Advantage, group_advantages, normalized
+from dapo.algorithm.overlong import LengthShaping
 from dapo.algorithm.ratio import kl_k3
 from dapo.errors import RewardError
 from dapo.types import Group, Prompt, Rollout, Score, Verdict
+
+GroupFilter = Callable[[Group], str]  # returns `kept`, or the reason why the group is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +22,12 @@ class GroupRules:
     """The options that decide a group's rewards, advantages and verdict."""
 
     max_response_length: int
-    overlong_buffer_len: int = 0  # tokens; 0: no penalty
-    overlong_penalty_factor: float = 1.0
-    target_length: int = 0  # tokens; 0: no target
+    shaping: LengthShaping | None = None
+    advantage: Advantage = normalized
     overlong_filter: bool = False
     filter_enabled: bool = True
     filter_metric: str | None = None  # None: acc if every judged score has it, else score
-    adv_norm: Literal["std", "none"] = "std"
+    group_filter: GroupFilter | None = None  # decides instead of the metric
     kl_reward_coef: float = 0.0
 
 
@@ -55,46 +56,45 @@ def form_group(
     cut_off = np.array([rollout.finish_reason == "length" for rollout in rollouts])
     # A cut-off rollout leaves the loss but stays in the group's mean and std.
     trains = judged & ~cut_off if rules.overlong_filter else judged
-    return Group(
+    group = Group(
         serial=serial,
         prompt=prompt,
         rollouts=tuple(rollouts),
         scores=tuple(scores),
         rewards=final,
-        advantages=group_advantages(final, divide_by_std=rules.adv_norm == "std"),
+        advantages=group_advantages(final, rules.advantage),
         trains=trains,
-        verdict=_verdict(scores, shaped, final, trains, rules),
+        verdict=Verdict.KEPT,
         ref_logprobs=None if ref_logprobs is None else tuple(ref_logprobs),
     )
+    return group.with_verdict(_verdict(group, shaped, rules))
 
 
 def _shaped_reward(rollout: Rollout, score: Score, rules: GroupRules) -> float:
     if score.value is None:
         return float("nan")
-    reward = score.value
-    if rules.overlong_buffer_len > 0:
-        reward += soft_overlong_penalty(
-            len(rollout), rules.max_response_length, rules.overlong_buffer_len, rules.overlong_penalty_factor
-        )
-    if rules.target_length > 0:
-        is_cut_off = rollout.finish_reason == "length"
-        reward += target_length_penalty(reward, len(rollout), rules.target_length, is_cut_off=is_cut_off)
-    return reward
+    if rules.shaping is None:
+        return score.value
+    is_cut_off = rollout.finish_reason == "length"
+    return score.value + rules.shaping(score.value, len(rollout), rules.max_response_length, is_cut_off)
 
 
-def _verdict(
-    scores: Sequence[Score], shaped: np.ndarray, final: np.ndarray, trains: np.ndarray, rules: GroupRules
-) -> Verdict:
-    if sum(score.judged for score in scores) < 2:
+def _verdict(group: Group, shaped: np.ndarray, rules: GroupRules) -> str:
+    if sum(score.judged for score in group.scores) < 2:
         return Verdict.UNJUDGED
+    verdict = rules.group_filter(group) if rules.group_filter else _verdict_by_metric(group, shaped, rules)
+    return Verdict.NOTHING_TO_TRAIN if verdict == Verdict.KEPT and not group.trains.any() else verdict
+
+
+def _verdict_by_metric(group: Group, shaped: np.ndarray, rules: GroupRules) -> Verdict:
     if rules.filter_enabled:
-        metric, values = _metric_values(scores, shaped, final, rules.filter_metric)
+        metric, values = _metric_values(group.scores, shaped, group.rewards, rules.filter_metric)
         # Compare exactly: the floating-point std of equal values need not be zero.
         if all(_is_same(value, values[0]) for value in values):
             if metric == "acc":
                 return Verdict.ALL_RIGHT if values[0] else Verdict.ALL_WRONG
             return Verdict.NO_VARIANCE
-    return Verdict.KEPT if trains.any() else Verdict.NOTHING_TO_TRAIN
+    return Verdict.KEPT
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapo.types import Group
+from dapo.types import FLAT, Group
 
 _DOMAIN = 0x1ED6E2  # separates these random numbers from those of the prompt stream
 
@@ -70,7 +70,7 @@ class Ledger:
         """Add a decided group to its prompt's history. Unjudged and untrainable groups say nothing and are ignored."""
         judged = [score for score in group.scores if score.judged]
         # With the filter off, a flat group is kept, and all its advantages are 0.
-        is_flat = group.verdict.is_flat or (group.kept and not group.advantages.any())
+        is_flat = group.verdict in FLAT or (group.kept and not group.advantages.any())
         if not is_flat and not group.kept:
             return
         previous = self.history(group.prompt.uid)

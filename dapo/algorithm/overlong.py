@@ -1,5 +1,10 @@
 """Length penalties. Every function returns a value <= 0 that is added to the reward. Lengths are in tokens."""
 
+from collections.abc import Callable
+
+# (reward, length, data.max_response_length, whether the response was cut off there) -> what is added to the reward
+LengthShaping = Callable[[float, int, int, bool], float]
+
 
 def soft_overlong_penalty(length: int, max_response_length: int, buffer_len: int, penalty_factor: float) -> float:
     """Return 0 up to max_response_length - buffer_len, then fall linearly to -penalty_factor at max_response_length."""

@@ -25,7 +25,12 @@ class LossConfig:
 
 def importance_ratio(logprobs_T: Array, old_logprobs_T: Array) -> Array:
     """Return exp(logp_new - logp_old) per token."""
-    return _exp((logprobs_T - old_logprobs_T).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return bounded_exp(logprobs_T - old_logprobs_T)
+
+
+def bounded_exp(log_ratios_T: Array) -> Array:
+    """Return the exponential, with its argument bounded so that it cannot overflow."""
+    return _exp(log_ratios_T.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def surrogates(ratio_T: Array, advantages_T: Array, config: LossConfig) -> tuple[Array, Array]:

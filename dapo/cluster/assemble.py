@@ -12,6 +12,7 @@ from dapo.cluster import torchrun
 from dapo.cluster.ray_connection import check_room, join, needs_ray, prepare, starts_here
 from dapo.cluster.run_parts import Parts
 from dapo.config import Config
+from dapo.config.functions import CustomParts
 from dapo.engine.build import build_engine, saved_weights
 from dapo.engine.embedded.build import embedded_engine
 from dapo.engine.protocol import Engine
@@ -31,24 +32,26 @@ def assemble(
     saved: Path | None = None,
     on_event: OnEvent = lambda kind, message: None,
     is_stopping: Callable[[], bool] = lambda: False,
+    custom: CustomParts | None = None,
 ) -> Parts:
     """Build learner, engine and judge as configured, with the weights of the checkpoint `saved` if there is one.
 
-    Remote parts report events by `on_event(kind, message)`, and stop waiting when `is_stopping()` is true.
+    Remote parts report events by `on_event(kind, message)`, and stop waiting when `is_stopping()` is true. `custom` are
+    functions of the user that were given as objects.
     """
     source = config.model_copy(update={"model": model_source(config, saved)})
     if needs_ray(config):
         has_joined = _join(source)
         from dapo.cluster.ray_parts import ray_parts
 
-        return ray_parts(config, saved, has_joined, on_event, is_stopping)
+        return ray_parts(config, saved, has_joined, on_event, is_stopping, custom)
     if (channel := torchrun.channel()) is not None:
         from dapo.cluster.torchrun_parts import torchrun_parts
 
-        return torchrun_parts(config, saved, channel)
+        return torchrun_parts(config, saved, channel, custom)
     if config.rollout.engine == "vllm":  # before any weights are read
         check_vllm(config, resolve_path(source.model.path))
-    loaded, policy = build_policy(config, saved)
+    loaded, policy = build_policy(config, saved, custom)
     if config.rollout.engine == "vllm":
         engine = build_engine(source, "vllm", policy.weights, transport=None)
     else:

@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from dapo.cluster.remote_learner import LearnerRank
 from dapo.cluster.supervisor import Rules, Supervisor, Worker, explain
 from dapo.config import Config
+from dapo.config.functions import CustomParts
 from dapo.engine.packed import packed
 from dapo.errors import LearnerLost
 from dapo.model.loading import resolve_device
@@ -41,7 +42,9 @@ class RayLearnerRank(LearnerRank):
             free.bind((host, 0))
             return f"tcp://{host}:{free.getsockname()[1]}"
 
-    def open(self, options: str, saved: Path | None, address: str) -> tuple[frozenset[int], bool]:
+    def open(
+        self, options: str, saved: Path | None, address: str, custom: CustomParts | None
+    ) -> tuple[frozenset[int], bool]:
         """Join the process group and load the model. Return its stop tokens, and whether it is on a GPU."""
         config = Config.model_validate_json(options)
         self.on_gpu = resolve_device(config.model.device).type == "cuda"
@@ -53,7 +56,7 @@ class RayLearnerRank(LearnerRank):
                 world_size=self.world,
                 timeout=timedelta(seconds=config.cluster.timeout),
             )
-        loaded, self.policy = build_policy(config, saved)
+        loaded, self.policy = build_policy(config, saved, custom)
         return loaded.stop_ids, self.on_gpu
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
@@ -99,10 +102,17 @@ class RayRanks(Supervisor[Worker]):
     in_background = False  # the caller waits for every call anyway
 
     def __init__(
-        self, start: Callable[[int], Any], count: int, config: Config, saved: Path | None, rules: Rules
+        self,
+        start: Callable[[int], Any],
+        count: int,
+        config: Config,
+        saved: Path | None,
+        rules: Rules,
+        custom: CustomParts | None = None,
     ) -> None:
         super().__init__(rules)
         self.start, self.count, self.config = start, count, config
+        self.custom = custom  # objects, which Ray sends to the ranks
         self.on_gpu = False
         self.stop_ids: frozenset[int] = frozenset()
         self._open(saved)
@@ -142,7 +152,8 @@ class RayRanks(Supervisor[Worker]):
         actor = self.start(slot)
         if slot == 0:
             self.address = actor.address.remote()  # Ray passes the answer on to each rank
-        return Worker(slot, actor), actor.open.remote(self.config.model_dump_json(), self.saved, self.address)
+        options = self.config.model_dump_json()
+        return Worker(slot, actor), actor.open.remote(options, self.saved, self.address, self.custom)
 
     def _opened(self, worker: Worker, answer: tuple[frozenset[int], bool]) -> None:
         worker.is_open = True

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import cloudpickle
 
 from dapo.cluster.placement import Bundle, Demand, Placement, wants_gpus
 from dapo.cluster.ray_learners import RayLearnerRank, RayRanks
@@ -20,7 +21,9 @@ from dapo.cluster.rollout_worker import RolloutWorker, rollout_engine
 from dapo.cluster.run_parts import Parts
 from dapo.cluster.supervisor import Restarts, Rules
 from dapo.config import Config
+from dapo.config.functions import CustomParts, objects_for_learners, with_absolute_files
 from dapo.engine.vllm.engine import Transport
+from dapo.errors import PartError
 from dapo.model.loading import load_tokenizer
 from dapo.policy.build import model_source
 from dapo.types import OnEvent
@@ -36,6 +39,7 @@ def ray_parts(
     has_joined: bool,
     on_event: OnEvent,
     is_stopping: Callable[[], bool],
+    custom: CustomParts | None = None,
 ) -> Parts:
     """Start all parts of the run on the cluster. Closing the engine ends them and frees the reserved resources."""
     with ExitStack() as undo:
@@ -44,7 +48,7 @@ def ray_parts(
         tokenizer = load_tokenizer(model_source(config, saved).path)
         site = _reserve(undo, config, on_event, is_stopping)
         judge = _judge(undo, site)  # first: report a broken reward before models are loaded
-        ranks = _ranks(site, saved)
+        ranks = _ranks(site, saved, custom)
         undo.callback(ranks.close)
         # From here on, closing the engine undoes all.
         engine = _engine(site, ranks.stored_weights, undo.pop_all().close, ranks.broadcast)
@@ -106,14 +110,23 @@ def _reserve(
     return _Site(config, on_gpu, demand, placement, Restarts(config.cluster.max_restarts), on_event, is_stopping)
 
 
-def _ranks(site: _Site, saved: Path | None) -> RayRanks:
+def _ranks(site: _Site, saved: Path | None, custom: CustomParts | None) -> RayRanks:
     demand, count = site.demand, len(site.demand.learners)
     places, shares_gpu = [demand.learner(rank) for rank in range(count)], not demand.rollout_workers
 
     def start(rank: int) -> Any:
         return site.actor(places[rank], RayLearnerRank, rank, count, shares_gpu=shares_gpu)
 
-    return RayRanks(start, count, site.config, saved, site.rules(places))
+    config = with_absolute_files(site.config)
+    objects = objects_for_learners(config, custom)
+    try:
+        cloudpickle.dumps(objects)  # pyright: ignore[reportPrivateImportUsage]
+    except Exception as error:  # it raises all kinds of errors
+        raise PartError(
+            f"a loss or schedule that is a Python object cannot be sent to the learners ({error}); name it as "
+            "path/to/file.py:function"
+        ) from error
+    return RayRanks(start, count, config, saved, site.rules(places), objects)
 
 
 def _engine(

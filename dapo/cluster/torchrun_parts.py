@@ -14,6 +14,7 @@ from dapo.cluster.remote_learner import LearnerRank, RemoteLearner
 from dapo.cluster.run_parts import Parts
 from dapo.cluster.torchrun import Channel
 from dapo.config import Config
+from dapo.config.functions import CustomParts, objects_for_learners
 from dapo.engine.embedded.build import embedded_engine
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import ConfigError
@@ -104,8 +105,13 @@ class TorchrunEngine:
             self.channel.call("sample", "close")
 
 
-def torchrun_parts(config: Config, saved: Path | None, channel: Channel) -> Parts:
+def torchrun_parts(config: Config, saved: Path | None, channel: Channel, custom: CustomParts | None = None) -> Parts:
     """Have every rank build its policy and engine. Called on rank 0."""
+    if objects_for_learners(config, custom):
+        raise ConfigError(
+            "a loss or schedule that is given as a Python object cannot be sent to the processes of torchrun; name it "
+            "as path/to/file.py:function"
+        )
     world, asked = torch.distributed.get_world_size(), config.cluster.learners
     if asked not in (1, world):
         raise ConfigError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 FromList = Strict(False)  # YAML has lists, not tuples
 # Upper bounds far beyond any sensible run: a typing error is refused before it takes memory or days.
@@ -15,6 +16,9 @@ MOST_TOKENS = 2**24  # of one prompt or response
 MOST_SAMPLES = 2**16  # of one prompt
 MOST_PROCESSES = 2**14
 MOST_SECONDS = 7 * 24 * 3600.0
+
+OBJECT = "python:"  # begins the value of an option whose function was given to the trainer as an object
+_FILE_FUNCTION = re.compile(r".+\.py:[^\W\d]\w*", re.DOTALL)
 
 FIXED: dict[str, Any] = {"fixed": True}  # marks an option that must not change when a run is resumed
 
@@ -64,3 +68,18 @@ def _named_sets(value: Any) -> Any:
 
 Sources = Annotated[tuple[Source, ...], FromList, BeforeValidator(_source_list), Field(min_length=1)]
 NamedSources = Annotated[dict[str, Sources] | None, BeforeValidator(_named_sets)]
+
+
+def is_file_function(value: str) -> bool:
+    return _FILE_FUNCTION.fullmatch(value) is not None
+
+
+def built_in_or_file(*names: str) -> AfterValidator:
+    """Return the check of an option that names a built-in function, or a function of the user in a file."""
+
+    def check(value: str) -> str:
+        if value in names or is_file_function(value) or value.startswith(OBJECT):
+            return value
+        raise ValueError(f"expected {', '.join([*names, ''])}{'or ' * bool(names)}path/to/file.py:function")
+
+    return AfterValidator(check)

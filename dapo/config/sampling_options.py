@@ -16,6 +16,7 @@ from dapo.config.base import (
     FromList,
     Section,
     Sources,
+    built_in_or_file,
 )
 
 AUTO_WORKERS = 8  # most judging processes that are started if reward.workers is 0
@@ -202,10 +203,10 @@ class RewardConfig(Section):
     )
     memory_gb: float = Field(default=4.0, ge=0, le=1e6, description="Address space of a judge in GB; 0: no limit.")
     model: RewardModelConfig = RewardModelConfig()
-    length_shaping: Literal["none", "buffer", "target"] = Field(
+    length_shaping: Annotated[str, built_in_or_file("none", "buffer", "target")] = Field(
         default="none",
-        description="Lower the reward of long responses: `buffer`: in the overlong_buffer before the limit, as "
-        "published; `target`: past target_length.",
+        description="Lower the reward of long responses: `none`; `buffer`: in the overlong_buffer before the limit, as "
+        "published; `target`: past target_length; or path/to/file.py:function that returns what is added.",
     )
     target_length: int = Field(
         default=0,

@@ -20,7 +20,15 @@ from dapo.config.sampling_options import (
     RewardConfig,
     RolloutConfig,
 )
-from dapo.config.training_options import AlgorithmConfig, ClusterConfig, EvalConfig, OptimConfig, RunConfig
+from dapo.config.training_options import (
+    CLIP_BOUNDS,
+    LOSS_SETTINGS,
+    AlgorithmConfig,
+    ClusterConfig,
+    EvalConfig,
+    OptimConfig,
+    RunConfig,
+)
 from dapo.errors import ConfigError, mask_secrets
 
 
@@ -126,13 +134,17 @@ class Config(Section):
         return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
     @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        """Check the rules between options; each error names the options and says what to do."""
+    def _validate_rules(self) -> Self:
+        self.check_rules()
+        return self
+
+    def check_rules(self) -> None:
+        """Check the rules between options; each ValueError names the options and says what to do."""
         self._check_reward()
         self._check_eval()
         self._check_engine()
         self._check_training()
-        return self
+        self._check_algorithm()
 
     def _check_reward(self) -> None:
         buffer, limit = self.reward.overlong_buffer, self.data.max_response_length
@@ -206,13 +218,25 @@ class Config(Section):
         name = self.run.name
         if not name or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
             raise ValueError(f"run.name must be a plain folder name, found {name!r}")
-        metric = self.algorithm.filter_groups.metric
-        if metric == "seq_final_reward" and self.algorithm.kl_reward_coef == 0:
+        if not self.model.lora.target_modules:
+            raise ValueError("model.lora.target_modules is empty; name the layers that get adapters, or all-linear")
+        if "lm_head" in self.model.lora.target_modules:
+            raise ValueError("model.lora.target_modules cannot contain lm_head: its loss is computed in fused chunks")
+
+    def _check_algorithm(self) -> None:
+        algorithm, rule = self.algorithm, self.algorithm.filter_groups
+        if algorithm.advantage is not None and algorithm.adv_norm != "std":
             raise ValueError(
-                "algorithm.filter_groups.metric seq_final_reward needs algorithm.kl_reward_coef > 0; without a KL term "
-                "it equals seq_reward"
+                "algorithm.advantage replaces the built-in advantage, which contradicts algorithm.adv_norm "
+                f"{algorithm.adv_norm}; leave one out"
             )
-        ledger = self.algorithm.ledger
+        if rule.function is not None and (rule.metric is not None or not rule.enable):
+            other = "enable false" if not rule.enable else f"metric {rule.metric}"
+            raise ValueError(
+                "algorithm.filter_groups.function decides about each group, which contradicts "
+                f"algorithm.filter_groups.{other}; leave one out"
+            )
+        ledger = algorithm.ledger
         if (ledger.revisit or ledger.correct) and not ledger.enable:
             name = "revisit" if ledger.revisit else "correct"
             raise ValueError(f"algorithm.ledger.{name} needs algorithm.ledger.enable")
@@ -221,10 +245,44 @@ class Config(Section):
                 "algorithm.ledger.correct knows no weights for prompts that algorithm.ledger.revisit draws again; "
                 "leave one of the two out"
             )
-        if not self.model.lora.target_modules:
-            raise ValueError("model.lora.target_modules is empty; name the layers that get adapters, or all-linear")
-        if "lm_head" in self.model.lora.target_modules:
-            raise ValueError("model.lora.target_modules cannot contain lm_head: its loss is computed in fused chunks")
+        if self.run.epochs is not None and self.optim.lr_schedule != "constant":
+            raise ValueError(
+                f"optim.lr_schedule {self.optim.lr_schedule} needs to know the number of steps, but run.epochs is set; "
+                "set run.steps instead"
+            )
+        if rule.metric == "seq_final_reward" and algorithm.kl_reward_coef == 0:
+            raise ValueError(
+                "algorithm.filter_groups.metric seq_final_reward needs algorithm.kl_reward_coef > 0; without a KL term "
+                "it equals seq_reward"
+            )
+        self._check_loss()
+
+    def _check_loss(self) -> None:
+        """Refuse options that contradict what the name of the loss stands for."""
+        algorithm, loss = self.algorithm, self.algorithm.loss
+        for name, value in LOSS_SETTINGS.get(loss, {}).items():
+            found = getattr(algorithm, name)
+            if name not in CLIP_BOUNDS and found != value:
+                raise ValueError(
+                    f"algorithm.loss {loss} needs algorithm.{name} {_yaml(value)}, but it is {_yaml(found)}; leave it "
+                    "out, or choose another algorithm.loss"
+                )
+        low, high = (getattr(algorithm, name) for name in CLIP_BOUNDS)
+        if loss in ("grpo", "dr_grpo") and low != high:
+            raise ValueError(
+                f"algorithm.loss {loss} clips symmetrically, but algorithm.clip_ratio_low is {low} and "
+                f"algorithm.clip_ratio_high {high}; give one of them, or choose algorithm.loss dapo"
+            )
+        defaults = [AlgorithmConfig.model_fields[name].default for name in CLIP_BOUNDS]
+        if loss == "sapo" and [low, high] != defaults:
+            raise ValueError(
+                "algorithm.loss sapo has no clip, so algorithm.clip_ratio_low and algorithm.clip_ratio_high do "
+                "nothing; leave them out"
+            )
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _holds_secret(judge: str) -> bool:

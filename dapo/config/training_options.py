@@ -16,6 +16,7 @@ from dapo.config.base import (
     FromList,
     NamedSources,
     Section,
+    built_in_or_file,
 )
 from dapo.config.sampling_options import EngineName
 
@@ -28,6 +29,11 @@ class FilterGroupsConfig(Section):
         default=None,
         description="acc, score, seq_reward, seq_final_reward, or a named extra of the score; "
         "default: acc if there is one, else score.",
+    )
+    function: Annotated[str, built_in_or_file()] | None = Field(
+        default=None,
+        description="path/to/file.py:function that decides about each group instead: it returns `kept`, or the reason "
+        "why the group is dropped.",
     )
     max_num_gen_batches: int = Field(default=10, description="Maximum rounds per step; 0 or less: no limit.")
     on_exhausted: Literal["train_partial", "skip", "pad", "raise"] = Field(
@@ -62,11 +68,64 @@ class LedgerConfig(Section):
     )
 
 
+# What each name of algorithm.loss sets besides the function. The clip bounds are defaults, the others are fixed.
+LOSS_SETTINGS: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "grpo": {"clip_ratio_high": 0.2, "clip_ratio_c": None, "loss_agg_mode": "seq-mean-token-mean"},
+    "dr_grpo": {
+        "clip_ratio_high": 0.2,
+        "clip_ratio_c": None,
+        "loss_agg_mode": "seq-mean-token-sum",
+        "adv_norm": "none",
+    },
+    "gspo": {
+        "clip_ratio_low": 3e-4,
+        "clip_ratio_high": 4e-4,
+        "clip_ratio_c": None,
+        "loss_agg_mode": "seq-mean-token-mean",
+    },
+    "cispo": {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0, "clip_ratio_c": None, "loss_agg_mode": "token-mean"},
+    "sapo": {"clip_ratio_c": None, "loss_agg_mode": "seq-mean-token-mean"},
+    "gmpo": {
+        "clip_ratio_low": 0.4,
+        "clip_ratio_high": 0.4,
+        "clip_ratio_c": None,
+        "loss_agg_mode": "seq-mean-token-mean",
+    },
+}
+CLIP_BOUNDS = ("clip_ratio_low", "clip_ratio_high")
+
+
 class AlgorithmConfig(Section):
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_loss_settings(cls, values: Any) -> Any:
+        """Set the options that belong to the loss, unless they are given."""
+        loss = values.get("loss") if isinstance(values, dict) else None
+        if not isinstance(loss, str) or loss not in LOSS_SETTINGS:
+            return values
+        settings = LOSS_SETTINGS[loss]
+        given = [values[name] for name in CLIP_BOUNDS if name in values]
+        if loss in ("grpo", "dr_grpo") and given:  # their clip is symmetric: one bound sets both
+            settings = settings | dict.fromkeys(CLIP_BOUNDS, given[0])
+        return settings | values
+
+    loss: Annotated[str, built_in_or_file(*LOSS_SETTINGS)] = Field(
+        default="dapo",
+        description="The policy loss: `dapo`, `grpo`, `dr_grpo`, `gspo`, `cispo`, `sapo`, `gmpo`, or "
+        "path/to/file.py:function. Names other than `dapo` also set clip_ratio_low, clip_ratio_high, clip_ratio_c, "
+        "loss_agg_mode and adv_norm, as docs/algorithm.md says.",
+    )
+    advantage: Annotated[str, built_in_or_file()] | None = Field(
+        default=None,
+        description="path/to/file.py:function from a group's rewards to advantages; default: (R - mean) / std.",
+    )
     adv_norm: Literal["std", "none"] = Field(
         default="std", description="Divide advantages by the group's standard deviation."
     )
-    clip_ratio_low: float = Field(default=0.2, ge=0, lt=1, description="Lower clip: the ratio stays above 1 - this.")
+    clip_ratio_low: float = Field(
+        default=0.2, ge=0, le=1, description="Lower clip: the ratio stays above 1 - this; 1: no lower clip."
+    )
     clip_ratio_high: float = Field(
         default=0.28, ge=0, description="Upper clip (clip-higher): the ratio stays below 1 + this."
     )
@@ -87,8 +146,17 @@ class AlgorithmConfig(Section):
         le=10**6,
         description="Steps a surplus group may wait for its batch; 0 drops surplus groups, as published.",
     )
+    importance_correction: Literal[
+        "auto", "none", "token-truncated", "token-masked", "sequence-truncated", "sequence-masked"
+    ] = Field(
+        default="auto",
+        description="Weight the loss by the ratio of trainer to sampler, per token or per response, where the two "
+        "differ: truncated to at most 2, or masked outside of 1/2 to 2. auto: token-truncated with vLLM, else none.",
+    )
     max_logprob_gap: float = Field(
-        default=0.05, gt=0, description="Mean |sampler - trainer| log-probability above which the run stops."
+        default=0.05,
+        gt=0,
+        description="Mean |sampler - trainer| log-probability above which a run without importance_correction stops.",
     )
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     ledger: LedgerConfig = LedgerConfig()
@@ -98,6 +166,11 @@ class OptimConfig(Section):
     lr: float = Field(default=1e-6, gt=0, description="AdamW learning rate.")
     warmup_steps: int = Field(
         default=10, ge=0, le=MOST_STEPS, description="Steps over which the learning rate rises from 0."
+    )
+    lr_schedule: Annotated[str, built_in_or_file("constant", "linear", "cosine")] = Field(
+        default="constant",
+        description="The learning rate after the warm-up, up to run.steps: `constant`, `linear` or `cosine` down to 0, "
+        "or path/to/file.py:function from (step, total steps) to a factor.",
     )
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW weight decay, decoupled.")
     betas: Annotated[tuple[float, float], FromList] = Field(

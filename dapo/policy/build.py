@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dapo.config import Config, ModelConfig
+from dapo.config.functions import CustomParts
 from dapo.model.forward import check_model
 from dapo.model.loading import LoadedModel, load_model, load_tokenizer, resolve_dtype
 from dapo.model.lora import add_adapters, causal_lm
@@ -28,16 +29,18 @@ def model_source(config: Config, saved: Path | None) -> ModelConfig:
     return config.model.model_copy(update={"path": str(saved)})
 
 
-def build_policy(config: Config, saved: Path | None = None) -> tuple[LoadedModel, Policy]:
+def build_policy(
+    config: Config, saved: Path | None = None, parts: CustomParts | None = None
+) -> tuple[LoadedModel, Policy]:
     """Return the loaded model and the policy. In a torch.distributed group, return this rank's shard of the policy."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        return _build_sharded(config, saved)
+        return _build_sharded(config, saved, parts)
     loaded = load_model(model_source(config, saved))
     reference = load_model(config.model).model.requires_grad_(False) if _needs_second_model(config) else None
-    return loaded, Policy(_to_train(loaded.model, config), config, reference)
+    return loaded, Policy(_to_train(loaded.model, config), config, reference, parts=parts)
 
 
-def _build_sharded(config: Config, saved: Path | None) -> tuple[LoadedModel, ShardedPolicy]:
+def _build_sharded(config: Config, saved: Path | None, parts: CustomParts | None) -> tuple[LoadedModel, ShardedPolicy]:
     """Return the policy, and a model without weights as a template for a full copy."""
     device = rank_device(config.model.device)
     if device.type == "cuda":
@@ -47,7 +50,7 @@ def _build_sharded(config: Config, saved: Path | None) -> tuple[LoadedModel, Sha
     place = {"dtype": dtype, "device": "cpu"}
     loaded = _load_once(model_source(config, saved).model_copy(update=place))
     blank = uninitialized_copy(loaded.model, "meta")
-    policy = ShardedPolicy(_to_train(loaded.model, config), config, device=device)
+    policy = ShardedPolicy(_to_train(loaded.model, config), config, device=device, parts=parts)
     if _needs_second_model(config):  # loaded only now, when no rank holds the first model whole
         policy.add_reference(_load_once(config.model.model_copy(update=place)).model.requires_grad_(False))
     return replace(loaded, model=blank), policy

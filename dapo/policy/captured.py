@@ -42,7 +42,7 @@ class CapturedBackward:
         self.backward = backward
         self.device = device
         self.sizes = [size for size in _SIZES if 6.0 * parameters * size <= _MAX_FLOPS]
-        self.captured: dict[tuple[FixedSize, bool], _Captured] = {}
+        self.captured: dict[tuple[FixedSize, bool, bool], _Captured] = {}
         self.pool = GraphPool()
 
     def __call__(self, batch: Batch) -> HeadResult | None:
@@ -52,7 +52,8 @@ class CapturedBackward:
         tokens = next((size for size in self.sizes if size >= needed), None)
         if tokens is None or max(layout.longest) > _MAX_SEGMENT:
             return None
-        key = FixedSize.of(layout, tokens), batch.ref_logprobs_R is not None
+        given = batch.ref_logprobs_R is not None, batch.start_logprobs_R is not None
+        key = FixedSize.of(layout, tokens), *given
         if key not in self.captured:
             self.captured[key] = self._capture(*key)
         captured = self.captured[key]
@@ -61,16 +62,16 @@ class CapturedBackward:
         captured.graph.replay()
         return _copied(captured.result, len(batch.targets_R))
 
-    def _capture(self, size: FixedSize, has_reference: bool) -> _Captured:
+    def _capture(self, size: FixedSize, has_reference: bool, has_start: bool) -> _Captured:
         """Capture on a batch of padding. Capturing runs it, and its gradient is zero."""
-        batch = _padding(size.tokens, has_reference, self.device)
+        batch = _padding(size.tokens, has_reference, has_start, self.device)
         segments = FixedSegments(size, self.device)
         plan = VarlenAttention(segments)
         graph, result = self.pool.capture(lambda: self.backward(batch, plan))
         return _Captured(graph, batch, segments, result)
 
 
-def _padding(size: int, has_reference: bool, device: torch.device) -> Batch:
+def _padding(size: int, has_reference: bool, has_start: bool, device: torch.device) -> Batch:
     def zeros(dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
 
@@ -83,7 +84,9 @@ def _padding(size: int, has_reference: bool, device: torch.device) -> Batch:
         targets_R=zeros(torch.long),
         advantages_R=zeros(torch.float32),
         old_logprobs_R=zeros(torch.float32),
+        responses_R=zeros(torch.long),
         ref_logprobs_R=zeros(torch.float32) if has_reference else None,
+        start_logprobs_R=zeros(torch.float32) if has_start else None,
         weights_R=zeros(torch.float32),
         is_current_R=zeros(torch.bool),
     )

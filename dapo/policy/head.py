@@ -1,7 +1,8 @@
 """The head's loss and gradient in chunks, so that the [tokens x vocabulary] logits of a whole batch never exist.
 
-The loss of a token depends only on its own log-probability. So its gradient is known as soon as the chunk's logits are:
-forward and backward of the head are one pass, and the logits are computed once.
+Where the loss of a token depends only on its own log-probability, its gradient is known as soon as the chunk's logits
+are: forward and backward of the head are one pass, and the logits are computed once. A loss over whole responses needs
+all log-probabilities first: `after_all_logprobs` computes them in a pass of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dapo.model.products import add_weight_grad, wide_product
 CHUNK_TOKENS = 256
 _GPU_CHUNK_BYTES = 1 << 31  # of float32 logits; it takes larger chunks to keep a GPU busy
 
-# (log-probabilities of a chunk, the chunk's slice of the batch) -> (weighted loss, summed; metrics per token)
+# (log-probabilities of a chunk, the chunk's slice of the batch) -> (weighted loss per token, metrics per token)
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -72,7 +73,8 @@ def fused_head_loss(
             distribution = _Distribution(wide_product(hidden, weight.t()), targets, temperature)
         logprobs = distribution.logprobs.requires_grad_()
         with torch.enable_grad():
-            total, metrics = loss(logprobs, chunk)
+            weighted, metrics = loss(logprobs, chunk)
+            total = weighted.sum()
             (grad_logprobs,) = torch.autograd.grad(total, logprobs)
         with torch.no_grad():
             grad_logits = distribution.gradient(grad_logprobs, weight.dtype)
@@ -87,6 +89,27 @@ def fused_head_loss(
         metrics={name: torch.cat([part[3][name] for part in parts]) for name in parts[0][3]},
     )
     return result, grad_hidden_R
+
+
+def after_all_logprobs(
+    hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss
+) -> ChunkLoss:
+    """Return a loss that has the values and the gradient of `loss`, in which tokens may depend on each other.
+
+    The gradient is computed here, over the log-probabilities of all tokens at once. In each chunk the result is linear
+    in the log-probabilities, with that gradient.
+    """
+    logprobs_R = chunked_logprobs(hidden_R.detach(), weight.detach(), targets_R, temperature).requires_grad_()
+    with torch.enable_grad():
+        weighted_R, metrics = loss(logprobs_R, slice(None))
+        (grad_R,) = torch.autograd.grad(weighted_R.sum(), logprobs_R)
+    weighted_R = weighted_R.detach()
+
+    def linear(logprobs: Tensor, chunk: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        change = logprobs - logprobs.detach()  # zero
+        return weighted_R[chunk] + grad_R[chunk] * change, {name: values[chunk] for name, values in metrics.items()}
+
+    return linear
 
 
 def head_loss(

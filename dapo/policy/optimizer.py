@@ -1,4 +1,4 @@
-"""AdamW with fp32 master copies where the weights are bf16, gradient clipping, and warm-up in trainer steps."""
+"""AdamW with fp32 master copies where the weights are bf16, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -47,10 +47,6 @@ class Optimizer:
             fused=all(p.dtype in (torch.float32, torch.float64) for p in self.masters),
         )
 
-    def learning_rate(self, step: int) -> float:
-        warmup = self.config.warmup_steps
-        return self.config.lr * min(1.0, step / warmup) if warmup else self.config.lr
-
     def grad_of(self, parameter: Tensor) -> Tensor | None:
         """Return the tensor that sums this parameter's gradient, or None if it is not trained."""
         master = self._master_of.get(parameter)  # pyright: ignore[reportArgumentType]
@@ -87,7 +83,7 @@ class Optimizer:
         for holder in (*self.masters, *self.joined):
             holder.grad = None
 
-    def step(self, trainer_step: int) -> float:
+    def step(self, learning_rate: float) -> float:
         """Make one update and return the gradient norm before clipping. If it is not finite, change nothing."""
         grads = [master.grad for master in self.masters if master.grad is not None]
         total = torch.nn.utils.get_total_norm(grads)
@@ -97,7 +93,7 @@ class Optimizer:
         if norm > self.config.grad_clip:
             torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.grad_clip, torch.tensor(norm))
         for group in self.adam.param_groups:
-            group["lr"] = self.learning_rate(trainer_step)
+            group["lr"] = learning_rate
         self.adam.step()
         narrow = [(p.data, master) for p, master in zip(self.parameters, self.masters, strict=True) if master is not p]
         if narrow:

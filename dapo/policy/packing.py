@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,7 +33,9 @@ class Batch:
     targets_R: Tensor
     advantages_R: Tensor
     old_logprobs_R: Tensor
+    responses_R: Tensor  # number of the token's response, from 1; 0: padding. A response is never cut
     ref_logprobs_R: Tensor | None
+    start_logprobs_R: Tensor | None
     weights_R: Tensor  # of each token's loss in the loss of the whole mini-batch
     is_current_R: Tensor  # whether the token's group was sampled by the weights that the update starts from
 
@@ -195,7 +198,12 @@ def _pack(items: list[_Item], like: Tensor, share_prompts: bool) -> Batch:
             responses.append((cursor, inputs))
             cursor += inputs
         families.append(Family((start, length), tuple(responses)))
-    has_reference = items[0].group.ref_logprobs is not None
+
+    def logprobs(name: Literal["ref_logprobs", "start_logprobs"]) -> Tensor | None:
+        if getattr(items[0].group, name) is None:
+            return None
+        return _tensor([getattr(item.group, name)[item.index] for item in items], dtype, device)
+
     return Batch(
         tokens_T=_tensor(tokens, torch.long, device),
         positions_T=_tensor(positions, torch.long, device),
@@ -205,7 +213,9 @@ def _pack(items: list[_Item], like: Tensor, share_prompts: bool) -> Batch:
         targets_R=_tensor([item.rollout.tokens for item in items], torch.long, device),
         advantages_R=_per_token(items, [item.group.advantages[item.index] for item in items], dtype, device),
         old_logprobs_R=_tensor([item.rollout.logprobs for item in items], dtype, device),
-        ref_logprobs_R=_tensor([_reference(item) for item in items], dtype, device) if has_reference else None,
+        responses_R=_per_token(items, range(1, len(items) + 1), torch.long, device),
+        ref_logprobs_R=logprobs("ref_logprobs"),
+        start_logprobs_R=logprobs("start_logprobs"),
         weights_R=_per_token(items, [item.weight for item in items], dtype, device),
         is_current_R=_per_token(items, [item.is_current for item in items], torch.bool, device),
     )
@@ -220,11 +230,6 @@ def _by_prompt(items: list[_Item], share_prompts: bool) -> Iterator[tuple[tuple[
             members = []
         members.append(item)
     yield members[0].group.prompt.tokens, members
-
-
-def _reference(item: _Item) -> np.ndarray:
-    assert item.group.ref_logprobs is not None
-    return item.group.ref_logprobs[item.index]
 
 
 def _tensor(parts: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> Tensor:

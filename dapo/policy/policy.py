@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dapo.algorithm.loss import LossConfig, policy_loss
+from dapo.algorithm.correction import correction_weights
+from dapo.algorithm.loss import policy_loss
 from dapo.checkpoint import weights as files
 from dapo.config import Config
+from dapo.config.functions import CustomParts
 from dapo.errors import ModelError
 from dapo.model.attention import AttentionPlan
 from dapo.model.forward import head_weight, hidden_states, packed_plan
@@ -25,10 +27,18 @@ from dapo.model.meter import peak_flops, training_flops
 from dapo.model.trunk import joined_weights, trunk_of
 from dapo.policy.budget import Budget
 from dapo.policy.captured import CapturedBackward
-from dapo.policy.head import ChunkLoss, HeadResult, chunked_logprobs, fused_head_loss, gather_predictors
+from dapo.policy.head import (
+    ChunkLoss,
+    HeadResult,
+    after_all_logprobs,
+    chunked_logprobs,
+    fused_head_loss,
+    gather_predictors,
+)
 from dapo.policy.optimizer import Optimizer, held_bytes
 from dapo.policy.packing import Batch, micro_batches, mini_batches, reference_batches
 from dapo.policy.protocol import UpdateResult
+from dapo.policy.rules import UpdateRules
 from dapo.policy.tally import Tally, by_rollout
 from dapo.types import Group
 
@@ -42,15 +52,25 @@ class Policy:
     """Owns the trained weights and the optimizer.
 
     `reference` is a frozen model. With adapters it is None: the reference is the model with its adapters off.
+    `parts` are functions of the user that were given as objects.
     """
 
     rank, ranks = 0, 1
 
-    def __init__(self, model: Any, config: Config, reference: Any | None = None, *, share_prompts: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: Config,
+        reference: Any | None = None,
+        *,
+        share_prompts: bool = True,
+        parts: CustomParts | None = None,
+    ) -> None:
         self.model = model
         self.causal_lm = causal_lm(model)
         self.reference = reference
         self.config = config
+        self.rules = UpdateRules.of(config, parts)
         self.share_prompts = share_prompts
         self.weight = head_weight(self.causal_lm)
         self.like = self.weight  # a tensor with the device and the dtype to compute in
@@ -60,17 +80,10 @@ class Policy:
         self.optimizer = Optimizer(trainable, config.optim, joined)
         self.cache_bytes = 0  # of the sampler's cache, which an update may use when memory is short
         self.captured: CapturedBackward | None = None
-        if joined and self.weight.is_cuda:
+        if joined and self.weight.is_cuda and not self.rules.is_custom_loss:  # a graph holds no Python code
             parameters = sum(parameter.numel() for _, parameter in trainable)
             self.captured = CapturedBackward(self._forward_backward, parameters, self.weight.device)
         self.non_finite_in_a_row = 0
-        algorithm = config.algorithm
-        self.loss_config = LossConfig(
-            clip_low=algorithm.clip_ratio_low,
-            clip_high=algorithm.clip_ratio_high,
-            clip_c=algorithm.clip_ratio_c,
-            kl_coef=algorithm.kl_loss_coef,
-        )
 
     def memory_plan(self, cache_bytes: int) -> str | None:
         if not self.weight.is_cuda:
@@ -106,11 +119,15 @@ class Policy:
             for epoch in range(self.config.optim.ppo_epochs)
             for part in mini_batches(groups, size, seed, step, epoch, batch_size=batch_size)
         ]
+        if self.rules.correction != "none" and len(parts) > 1:  # the first update itself sees the weights of the start
+            start = self._rollout_logprobs(self.causal_lm, groups, everywhere=True)
+            started = {g.serial: tuple(start[g.serial, r.index] for r in g.rollouts) for g in groups}
+            parts = [(epoch, [replace(g, start_logprobs=started[g.serial]) for g in part]) for epoch, part in parts]
         for index, (epoch, part) in enumerate(parts):
             self._update_mini_batch(part, step, version, tally, is_first=index == 0, record=epoch == 0)
             if tally.stop:
                 break
-        metrics = tally.metrics(self.optimizer.learning_rate(step))
+        metrics = tally.metrics(self.rules.learning_rate(step))
         return UpdateResult(
             metrics,
             self._gather(tally.token_stats),
@@ -135,7 +152,7 @@ class Policy:
         if is_first and self._gap_is_too_wide(tally):
             self.optimizer.zero_grad()
             return
-        norm = self.optimizer.step(step) if math.isfinite(loss) else math.nan
+        norm = self.optimizer.step(self.rules.learning_rate(step)) if math.isfinite(loss) else math.nan
         self.optimizer.zero_grad()
         if not math.isfinite(norm):
             self._skip_non_finite(tally, loss, norm)
@@ -147,8 +164,10 @@ class Policy:
     def _reduce(self, part: Tally) -> None:
         """Sum a tally over all ranks, so that all make the same decisions. Nothing to do for one process."""
 
-    def _gather(self, found: dict[tuple[int, int], Values]) -> dict[tuple[int, int], Values]:
-        """Gather the values per rollout of all ranks on rank 0. Nothing to do for one process."""
+    def _gather(
+        self, found: dict[tuple[int, int], Values], *, everywhere: bool = False
+    ) -> dict[tuple[int, int], Values]:
+        """Gather the values per rollout of all ranks on rank 0, or on all ranks. Nothing to do for one process."""
         return found
 
     def _gradients(self, groups: list[Group], version: int, tally: Tally) -> list[tuple[Batch, HeadResult]]:
@@ -198,37 +217,52 @@ class Policy:
         """Run a micro-batch through trunk and head, and add the gradient of its weighted loss to every parameter's."""
         hidden_R = self._hidden(self.causal_lm, batch, plan)
         temperature, weight_grad = self.config.rollout.temperature, self.optimizer.grad_of(self.weight)
-        result, grad_hidden_R = fused_head_loss(
-            hidden_R, self.weight, batch.targets_R, temperature, self._chunk_loss(batch), weight_grad
-        )
+        loss = self._chunk_loss(batch, hidden_R, self.weight)
+        result, grad_hidden_R = fused_head_loss(hidden_R, self.weight, batch.targets_R, temperature, loss, weight_grad)
         hidden_R.backward(grad_hidden_R)
         return result
 
-    def _chunk_loss(self, batch: Batch) -> ChunkLoss:
-        has_reference = self.loss_config.kl_coef > 0 and batch.ref_logprobs_R is not None
+    def _chunk_loss(self, batch: Batch, hidden_R: Tensor, weight: Tensor) -> ChunkLoss:
+        """Return the weighted loss of a chunk of tokens. `hidden_R` and `weight` are those of the head."""
+        loss, config, correction = self.rules.loss.function, self.rules.loss_config, self.rules.correction
+        has_reference = config.kl_coef > 0 and batch.ref_logprobs_R is not None
 
         def loss_of(logprobs: Tensor, chunk: slice) -> tuple[Tensor, dict[str, Tensor]]:
             reference = batch.ref_logprobs_R[chunk] if has_reference and batch.ref_logprobs_R is not None else None
-            loss, metrics = policy_loss(
-                logprobs, batch.old_logprobs_R[chunk], batch.advantages_R[chunk], reference, self.loss_config
+            old, advantages, responses = (
+                values[chunk] for values in (batch.old_logprobs_R, batch.advantages_R, batch.responses_R)
             )
-            return (loss * batch.weights_R[chunk]).sum(), metrics
+            weights, corrections = None, {}
+            if correction != "none":
+                start = logprobs.detach() if batch.start_logprobs_R is None else batch.start_logprobs_R[chunk]
+                weights, corrections = correction_weights(start, old, responses, correction)
+                old = start
+            loss_T, metrics = policy_loss(logprobs, old, advantages, reference, config, responses, loss, weights)
+            return loss_T * batch.weights_R[chunk], metrics | corrections
 
-        return loss_of
+        if self.rules.per_token:
+            return loss_of
+        return after_all_logprobs(hidden_R, weight, batch.targets_R, self.config.rollout.temperature, loss_of)
 
     def _hidden(self, model: Any, batch: Batch, plan: AttentionPlan) -> Tensor:
         hidden_T = hidden_states(model, batch.tokens_T, batch.positions_T, plan, recompute=self.budget.recompute)
         return gather_predictors(hidden_T, batch.predictors_R)
 
     @torch.no_grad()
-    def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
+    def _rollout_logprobs(
+        self, model: Any, groups: Sequence[Group], *, everywhere: bool = False
+    ) -> dict[tuple[int, int], np.ndarray]:
+        """Return a model's log-probabilities of the tokens of each rollout, by (serial, index), as `_gather` does."""
         found: dict[tuple[int, int], np.ndarray] = {}
+        for batch in reference_batches(groups, REFERENCE_TOKENS, self.like, rank=self.rank, ranks=self.ranks):
+            logprobs_R = self._logprobs(model, batch)
+            for rollout, values in by_rollout(batch.rollouts, logprobs_R) if batch.rollouts else ():
+                found[rollout.serial, rollout.index] = values
+        return self._gather(found, everywhere=everywhere)
+
+    def reference_logprobs(self, groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
         with self._reference_model() as model:
-            for batch in reference_batches(groups, REFERENCE_TOKENS, self.like, rank=self.rank, ranks=self.ranks):
-                logprobs_R = self._logprobs(model, batch)
-                for rollout, values in by_rollout(batch.rollouts, logprobs_R) if batch.rollouts else ():
-                    found[rollout.serial, rollout.index] = values
-        found = self._gather(found)
+            found = self._rollout_logprobs(model, groups)
         if self.rank > 0:
             return []
         return [tuple(found[group.serial, r.index] for r in group.rollouts) for group in groups]
@@ -277,11 +311,12 @@ class Policy:
         return {"throughput/mfu": flops / max(seconds, 1e-9) / (peak * self.ranks)}
 
     def _gap_is_too_wide(self, tally: Tally) -> bool:
-        limit = self.config.algorithm.max_logprob_gap
+        limit = self.config.algorithm.max_logprob_gap if self.rules.correction == "none" else math.inf
         if tally.gap > limit:
             tally.stop = (
                 f"the sampler's log-probabilities differ from the trainer's by {tally.gap:.4f} on average, more than "
-                f"algorithm.max_logprob_gap = {limit}: the importance ratios would be wrong from the start"
+                f"algorithm.max_logprob_gap = {limit}: the importance ratios would be wrong from the start; if the "
+                "sampler is another program, algorithm.importance_correction can correct for it"
             )
         return tally.gap > limit
 
@@ -292,5 +327,5 @@ class Policy:
             tally.stop = (
                 f"{MAX_NON_FINITE_STEPS} optimizer steps in a row had a loss or gradient that is not finite "
                 f"(loss {loss}, gradient norm {norm}) and were skipped; "
-                "lower optim.lr, or check the rewards"
+                f"lower optim.lr, or check the rewards{' and algorithm.loss' * self.rules.is_custom_loss}"
             )

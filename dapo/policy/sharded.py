@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dapo.checkpoint import shards as shardfiles
 from dapo.checkpoint import weights as files
 from dapo.config import Config
+from dapo.config.functions import CustomParts
 from dapo.errors import ModelError
 from dapo.model.export import save_dense
 from dapo.model.forward import head_weight
@@ -48,7 +49,14 @@ class ShardedPolicy(Policy):
     Weights come from rank 0. On other ranks only the shapes are used, so those models can be on the meta device.
     """
 
-    def __init__(self, model: Any, config: Config, reference: Any | None = None, device: Any = "cpu") -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: Config,
+        reference: Any | None = None,
+        device: Any = "cpu",
+        parts: CustomParts | None = None,
+    ) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.device, self.compute = torch.device(device), causal_lm(model).dtype
         asked = config.optim.recompute_activations
@@ -56,7 +64,7 @@ class ShardedPolicy(Policy):
         self.root = self._sharded(causal_lm(model), config, recompute=self.recompute)
         self.reference_root = self.root
         self.fixed_bytes: int | None = None  # memory of an update apart from its tokens, once measured
-        super().__init__(model, config)
+        super().__init__(model, config, parts=parts)
         self.like = torch.empty((), device=self.device, dtype=self.compute)
         if reference is not None:
             self.add_reference(reference)
@@ -152,7 +160,8 @@ class ShardedPolicy(Policy):
         def run() -> tuple[Tensor, HeadResult]:
             hidden_R = self._hidden(self.causal_lm, batch, self._plan(self.causal_lm, batch))
             temperature, weight = self.config.rollout.temperature, head_weight(self.causal_lm)
-            return head_loss(hidden_R, weight, batch.targets_R, temperature, self._chunk_loss(batch))
+            loss = self._chunk_loss(batch, hidden_R, weight)
+            return head_loss(hidden_R, weight, batch.targets_R, temperature, loss)
 
         # Inside the root's forward the weights outside of the layers are gathered, in the compute dtype.
         loss, result = self.root(run)
@@ -160,9 +169,10 @@ class ShardedPolicy(Policy):
         return result
 
     def _logprobs(self, model: Any, batch: Batch) -> Tensor:
-        logprobs_R = self.reference_root(partial(super()._logprobs, model, batch))
-        assert isinstance(self.reference_root, FSDPModule)
-        self.reference_root.reshard()  # without a backward pass nothing else does
+        root = self.reference_root if model is self.reference else self.root
+        logprobs_R = root(partial(super()._logprobs, model, batch))
+        assert isinstance(root, FSDPModule)
+        root.reshard()  # without a backward pass nothing else does
         return logprobs_R
 
     def _reduce(self, part: Tally) -> None:
@@ -183,9 +193,15 @@ class ShardedPolicy(Policy):
         part.gap_max = float(largest)
         part.sums |= dict(zip(names, totals, strict=True))
 
-    def _gather(self, found: dict[tuple[int, int], Values]) -> dict[tuple[int, int], Values]:
-        parts: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
-        dist.gather_object(found, parts)
+    def _gather(
+        self, found: dict[tuple[int, int], Values], *, everywhere: bool = False
+    ) -> dict[tuple[int, int], Values]:
+        parts: list[Any] | None = [None] * self.ranks if self.rank == 0 or everywhere else None
+        if everywhere:
+            assert parts is not None
+            dist.all_gather_object(parts, found)
+        else:
+            dist.gather_object(found, parts)
         return {key: value for part in parts or () for key, value in part.items()}
 
     def memory_plan(self, cache_bytes: int) -> str | None:

@@ -1,15 +1,12 @@
-"""Load a reward function, call it by the convention that its signature follows, and validate what it returns."""
+"""Call a reward function by the convention that its signature follows, and validate what it returns."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import importlib.util
-import inspect
 import json
 import math
 import numbers
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,32 +39,6 @@ class Sample(NamedTuple):
     text: str
     tokens: Sequence[int] = ()
     version: int = 0  # of the weights that sampled it: the number of steps before
-
-
-def load_function(spec: str) -> RewardFunction:
-    """Import the function that `path/to/file.py:function` names."""
-    path, colon, name = spec.rpartition(":")
-    if not colon or not path or not name:
-        raise RewardError(f"reward.use is '{spec}'; expected path/to/file.py:function")
-    if not Path(path).is_file():
-        raise RewardError(f"reward.use: there is no file {path}; relative paths start at the working directory")
-    module_spec = importlib.util.spec_from_file_location(f"dapo_reward_{Path(path).stem}", path)
-    if module_spec is None or module_spec.loader is None:
-        raise RewardError(f"reward.use: {path} is not a Python file")
-    module = importlib.util.module_from_spec(module_spec)
-    # Import as if the file were run from its own folder. Its functions can import files beside it, now and later, and
-    # dataclasses find their module.
-    sys.modules[module.__name__] = module
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise RewardError(f"reward.use: {path} cannot be imported ({type(error).__name__}: {error})") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        available = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
-        raise RewardError(f"reward.use: {path} has no function '{name}'; available: {available}")
-    return function
 
 
 class Reward:

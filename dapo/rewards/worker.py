@@ -25,9 +25,10 @@ from dataclasses import astuple
 from typing import Any
 
 from dapo.config import RewardConfig
+from dapo.config.functions import load_function
 from dapo.errors import RewardError
 from dapo.rewards.code import CodeRule
-from dapo.rewards.function import Reward, RewardFunction, Sample, load_function, unjudged
+from dapo.rewards.function import Reward, RewardFunction, Sample, unjudged
 from dapo.rewards.rules import RULES, make_rule
 from dapo.types import Prompt, Score
 
@@ -142,7 +143,7 @@ class Worker:
 
 def _find_function(spec: str, options: RewardConfig) -> RewardFunction:
     if spec not in RULES:
-        return load_function(spec)
+        return load_function(spec, "reward.use", RewardError)
     if spec in _SLOW_IMPORTS:
         with suppress(ImportError):  # the rule itself reports what to install
             importlib.import_module(_SLOW_IMPORTS[spec])

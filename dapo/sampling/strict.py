@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dapo.algorithm.filtering import GroupRules, form_group
+from dapo.algorithm.filtering import form_group
 from dapo.checkpoint.state import SamplerState
 from dapo.config import Config
+from dapo.config.functions import CustomParts
 from dapo.data.stream import PromptStream
 from dapo.engine.protocol import Engine
 from dapo.errors import RewardError
@@ -21,6 +22,7 @@ from dapo.rewards.protocol import Judge
 from dapo.rewards.thought import with_reply_start
 from dapo.sampling.accounting import Sampled, count_tokens, mean_histogram, unjudged_message
 from dapo.sampling.drawing import Drawn, PromptDrawer
+from dapo.sampling.rules import group_rules
 from dapo.types import Event, EventKind, Group, Prompt, Request, Rollout, SamplingParams, Score, Verdict
 
 Reference = Callable[[Sequence[Group]], Sequence[tuple[np.ndarray, ...]]]  # float32 [L] per rollout
@@ -74,6 +76,7 @@ class DynamicSampler:
         reference: Reference | None = None,
         on_group: Callable[[Group], None] = lambda group: None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        parts: CustomParts | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -86,7 +89,7 @@ class DynamicSampler:
         self.pending: dict[int, Pending] = {}  # in submission order
         self.next_serial = 0
         self.recent: deque[bool] = deque(maxlen=4 * config.gen_batch_size)  # kept or not, for the keep rate
-        self.rules = group_rules(config)
+        self.rules = group_rules(config, parts)
         self.params = SamplingParams(
             config.rollout.temperature, max_tokens=config.data.max_response_length, stop=config.rollout.stop
         )
@@ -324,19 +327,3 @@ class DynamicSampler:
             events=tuple(step.events),
             stop=step.stop,
         )
-
-
-def group_rules(config: Config) -> GroupRules:
-    """Collect the options that decide about a group."""
-    reward = config.reward
-    return GroupRules(
-        max_response_length=config.data.max_response_length,
-        overlong_buffer_len=reward.overlong_buffer.len if reward.length_shaping == "buffer" else 0,
-        overlong_penalty_factor=reward.overlong_buffer.penalty_factor,
-        target_length=reward.target_length if reward.length_shaping == "target" else 0,
-        overlong_filter=config.algorithm.overlong_filter,
-        filter_enabled=config.algorithm.filter_groups.enable,
-        filter_metric=config.algorithm.filter_groups.metric,
-        adv_norm=config.algorithm.adv_norm,
-        kl_reward_coef=config.algorithm.kl_reward_coef,
-    )

@@ -86,6 +86,12 @@ class RunDatabase(RunReader):
                 database._store_tokens = _store_tokens(database.meta()["config"])
             return database
 
+    def record_about(self, about: Mapping[str, str]) -> None:
+        """Record what a resumed run depends on now, for the next resume to compare with."""
+        with self._transaction() as connection:
+            rows = [(to_text(key), to_text(value)) for key, value in about.items()]
+            connection.executemany("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", rows)
+
     def record_step(self, report: StepReport) -> None:
         now = time.time()
         reported = {group.serial for group in report.groups}

@@ -73,6 +73,7 @@ class RunDirectory:
                 database = RunDatabase.open(file, resolved)
                 was = database.meta()
                 self.changes += [f"{key} {was[key]} -> {now}" for key, now in about.items() if was.get(key, now) != now]
+                database.record_about(about)
             elif self.is_begun:
                 database = RunDatabase.open(file)
                 database.restart(resolved, about)

@@ -15,12 +15,14 @@ from transformers import PreTrainedModel
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import TrainerState
 from dapo.cluster.assemble import assemble
+from dapo.config.functions import CustomParts, file_digests, with_objects
 from dapo.data.dataset import load_run_data
 from dapo.errors import CheckpointError, ClusterLost, LearnerLost, RunExists, StorageError, TrainingStopped
 from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
 from dapo.model.tokens import token_bytes
 from dapo.policy.build import model_source
+from dapo.policy.rules import UpdateRules
 from dapo.rewards.judge import (
     RewardFunctions,
     build_judge,
@@ -31,6 +33,7 @@ from dapo.rewards.judge import (
 )
 from dapo.rewards.protocol import Judge
 from dapo.sampling.inflight import InflightSampler
+from dapo.sampling.rules import group_rules
 from dapo.sampling.strict import DynamicSampler
 from dapo.store.trackers import require_trackers
 from dapo.terminal.console import ConsoleReporter, Reporter
@@ -67,6 +70,7 @@ class Trainer:
     train_dataset: rows: a list or generator of dicts, a datasets.Dataset, a pandas DataFrame; or a path as in
         `data.train`.
     eval_dataset: the same, or a mapping of names to such sets. `eval.k` is then 1 unless it is given.
+    parts: functions that replace parts of the algorithm, as `CustomParts(loss=...)`.
     callbacks: functions of (trainer, step), called after each step, or objects of subclasses of `Callback`.
     resume: continue the run `run.name` from its newest checkpoint, with its own options except those given here.
     quiet: show no progress. `reporter` shows it in another way.
@@ -86,6 +90,7 @@ class Trainer:
         train_dataset: Any = None,
         eval_dataset: Any = None,
         callbacks: CallbackLike | Iterable[CallbackLike] = (),
+        parts: CustomParts | None = None,
         resume: bool = False,
         quiet: bool = False,
         reporter: Reporter | None = None,
@@ -95,6 +100,11 @@ class Trainer:
     ) -> None:
         given = resolve(config, reward_funcs, model, train_dataset, eval_dataset, sections, resume=resume)
         self.config, self._arguments, self._recipe = given.config, given, recipe or given.recipe
+        self.custom = parts
+        if parts is not None:
+            self.config = with_objects(self.config, parts)
+        for collect in (UpdateRules.of, group_rules):  # errors in the parts show here
+            collect(self.config, parts)
         self.callbacks = Callbacks(callbacks, self)
         self.reporter = reporter or (Reporter() if quiet else ConsoleReporter())
         require_trackers(given.config.run.trackers)
@@ -235,7 +245,7 @@ class Trainer:
                         f"{config.run_dir}: has already finished {self.data.stream.epochs:.4g} epochs; raise "
                         "run.epochs to continue"
                     )
-            about = environment() | ({"recipe": self._recipe} if self._recipe else {})
+            about = environment() | file_digests(config) | ({"recipe": self._recipe} if self._recipe else {})
             self.recorder.open(config, about, self.step)
             self.seconds = self.recorder.training_seconds()
             if config.run_dir != wanted:
@@ -277,7 +287,7 @@ class Trainer:
         kinds = judge_kinds(config.reward, judge)
         self.data = load_run_data(config, tokenizer, columns_seen(kinds), self._arguments.rows)
         check_columns(kinds, self.data.columns())
-        self.parts = assemble(config, saved, self.recorder.event, self.stopping.has_signal)
+        self.parts = assemble(config, saved, self.recorder.event, self.stopping.has_signal, self.custom)
         self.policy, self.engine = self.parts.policy, self.parts.engine
         self.tokenizer = self.parts.tokenizer
         judge = judge or self.parts.judge
@@ -294,6 +304,7 @@ class Trainer:
             reference=self.policy.reference_logprobs if config.needs_reference else None,
             on_group=self.callbacks.after(self.reporter.group),
             on_progress=self.reporter.responses,
+            parts=self.custom,
         )
 
     def _evaluate_first(self) -> None:

@@ -39,7 +39,7 @@ class ResponseTokens:
     policy_logprobs: np.ndarray | None  # float32 [count]
     ratio: np.ndarray | None  # float32 [count]
     entropy: np.ndarray | None  # float32 [count]
-    clips: tuple[Clip | None, ...] | None  # [count]
+    clips: tuple[Clip | None, ...] | None  # [count]; None also if the loss does not clip each token's ratio
 
 
 def tokens(
@@ -61,7 +61,8 @@ def tokens(
             )
         if row["tokens"] is None:
             return None
-        return _tokens(row, _loss_config(read_configuration(database, run.path)), decode, slice(start, start + limit))
+        config = _clip_options(read_configuration(database, run.path))
+        return _tokens(row, config, decode, slice(start, start + limit))
 
 
 def clips(ratio_T: np.ndarray, advantage: float, config: LossConfig) -> tuple[Clip | None, ...]:
@@ -74,7 +75,7 @@ def clips(ratio_T: np.ndarray, advantage: float, config: LossConfig) -> tuple[Cl
     return tuple(found)
 
 
-def _tokens(row: sqlite3.Row, config: LossConfig, decode: Decode, part: slice) -> ResponseTokens:
+def _tokens(row: sqlite3.Row, config: LossConfig | None, decode: Decode, part: slice) -> ResponseTokens:
     ids_T = np.frombuffer(row["tokens"], TOKENS)[part]
     sampler_T = np.frombuffer(row["sampler_logprobs"], FLOATS)[part]
     policy_T, entropy_T = (
@@ -99,11 +100,19 @@ def _tokens(row: sqlite3.Row, config: LossConfig, decode: Decode, part: slice) -
         policy_logprobs=policy_T,
         ratio=ratio_T,
         entropy=entropy_T,
-        clips=None if ratio_T is None else clips(ratio_T, row["advantage"] or 0.0, config),
+        clips=None if ratio_T is None or config is None else clips(ratio_T, row["advantage"] or 0.0, config),
     )
 
 
-def _loss_config(options: Mapping[str, Any]) -> LossConfig:
+def _clip_options(options: Mapping[str, Any]) -> LossConfig | None:
+    """Return the bounds of the clip, or None if the loss is not one that clips the ratio of trainer to sampler."""
+    uses_vllm = options.get("rollout.engine") == "vllm" or "cluster.rollout_workers.vllm" in options
+    corrections = ("none",) if uses_vllm else ("auto", "none")
+    if (
+        options.get("algorithm.loss", "dapo") not in ("dapo", "grpo", "dr_grpo")
+        or options.get("algorithm.importance_correction", "none") not in corrections
+    ):
+        return None
     prefix = "algorithm.clip_ratio_"
     low, high, dual = (number_option(options, f"{prefix}{name}") for name in ("low", "high", "c"))
     if low is None or high is None:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo.algorithm.advantage import group_advantages
+from dapo.algorithm.advantage import centered, group_advantages
 
 rewards = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16)
 
@@ -41,4 +41,4 @@ def test_unjudged_rollouts_are_outside_the_statistics_and_get_zero():
 
 
 def test_without_normalization_the_rewards_are_only_centered():
-    np.testing.assert_allclose(group_advantages(np.array([3.0, 0.0, 0.0]), divide_by_std=False), [2.0, -1.0, -1.0])
+    np.testing.assert_allclose(group_advantages(np.array([3.0, 0.0, 0.0]), centered), [2.0, -1.0, -1.0])

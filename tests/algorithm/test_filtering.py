@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo.algorithm.filtering import GroupRules
+from dapo.algorithm.overlong import soft_overlong_penalty, target_length_penalty
 from dapo.errors import RewardError
 from tests import make
 
@@ -32,7 +33,10 @@ def test_the_filter_compares_exactly_and_not_by_floating_point_std():
 
 
 def test_the_overlong_penalty_never_leaks_into_the_filter_unless_asked():
-    shaped = {"max_response_length": 10, "overlong_buffer_len": 5}
+    shaped = {
+        "max_response_length": 10,
+        "shaping": lambda _, length, limit, __: soft_overlong_penalty(length, limit, 5, 1.0),
+    }
     kwargs = {"values": [0.0, 0.0], "lengths": [3, 10]}
     assert make.group(**kwargs, rules=GroupRules(**shaped)).verdict == "no_variance"
     with_penalty = make.group(**kwargs, rules=GroupRules(**shaped, filter_metric="seq_reward"))
@@ -80,7 +84,9 @@ def test_a_group_with_nothing_left_to_train_on_is_dropped():
 
 
 def test_a_target_length_lowers_the_reward_and_not_the_score():
-    rules = GroupRules(100, target_length=10)
+    rules = GroupRules(
+        100, lambda r, length, _, is_cut_off: target_length_penalty(r, length, 10, is_cut_off=is_cut_off)
+    )
     made = make.group([1.0, 1.0, -1.0, -1.0], [10, 20, 20, 20], rules=rules, cut_off=[False, False, False, True])
     assert made.rewards.tolist() == pytest.approx([1.0, 0.5, -1.5, -1.7])
     assert [score.value for score in made.scores] == [1.0, 1.0, -1.0, -1.0]

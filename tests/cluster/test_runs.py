@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dapo import Config, Trainer
+from dapo import Config, CustomParts, Trainer
 from dapo.checkpoint import folder as checkpoint
-from dapo.errors import ClusterLost
+from dapo.errors import ClusterLost, PartError
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Reporter
 from tests import runs
@@ -24,8 +24,8 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 ROOT = Path(__file__).parent.parent.parent
 
 
-def train(config: Config, reporter: Reporter | None = None, prepare=lambda trainer: None):
-    trainer = Trainer(config, reporter=reporter)
+def train(config: Config, reporter: Reporter | None = None, prepare=lambda trainer: None, **options):
+    trainer = Trainer(config, reporter=reporter, **options)
     prepare(trainer)
     try:
         return trainer.train()
@@ -155,6 +155,27 @@ def test_learners_without_rollout_workers_train_what_one_process_trains(tmp_path
     assert_accounts_balance(shared.run_dir, steps=3)
     assert runs.verdicts(shared.run_dir) == runs.verdicts(local.run_dir)
     assert_close(local.run_dir, shared.run_dir, step=3)
+
+
+def test_learners_load_a_loss_from_its_file_and_get_a_schedule_as_an_object(tmp_path, driver, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("parts.py").write_text(runs.SEQUENCE_LOSS)
+    parts = CustomParts(lr_schedule=lambda step, total: 1 - step / (2 * total))
+    for name, learners in (("local", 1), ("shared", 2)):
+        overrides = (f"run.name={name}", "run.steps=3", "algorithm.loss=parts.py:loss", f"cluster.learners={learners}")
+        train(runs.load(tmp_path, *overrides), parts=parts)
+    local, shared = (tmp_path / "runs" / name for name in ("local", "shared"))
+    assert [step["lr"] for step in runs.metrics(shared)] == [step["lr"] for step in runs.metrics(local)]
+    assert all(step["loss/ratio"] > 0 for step in runs.metrics(shared))
+    assert_close(local, shared, step=3)
+
+
+def test_an_object_that_cannot_be_sent_to_the_learners_is_refused_in_one_sentence(tmp_path, driver):
+    lock = threading.Lock()
+    parts = CustomParts(lr_schedule=lambda step, total: float(lock.locked()))
+    config = runs.load(tmp_path, "cluster.learners=2")
+    with pytest.raises(PartError, match=r"cannot be sent to the learners .*; name it as path/to/file.py:function"):
+        Trainer(config, parts=parts)
 
 
 class KillInUpdate(Reporter):

@@ -103,6 +103,17 @@ def test_two_processes_train_what_one_trains_and_resume_after_one_is_killed(tmp_
         assert [event["kind"] for event in database.events()].count("resumed") == 1
 
 
+def test_every_process_loads_the_parts_of_the_update(tmp_path):
+    (tmp_path / "parts.py").write_text(runs.SEQUENCE_LOSS + "\ndef half(step, total): return 0.5\n")
+    options = [f"algorithm.loss={tmp_path}/parts.py:loss", f"optim.lr_schedule={tmp_path}/parts.py:half"]
+    options += ["optim.lr=1e-5", "run.steps=2"]
+    one = runs.load(tmp_path, "run.name=one", *options)
+    Trainer(one).run()
+    code, _, err = finish(launch("train", str(tmp_path / "recipe.yaml"), "run.name=two", *options))
+    assert code == 0, err
+    assert_same(one.run_dir, one.run_dir.parent / "two", step=2)
+
+
 def test_a_stopped_run_finishes_its_step_saves_and_resumes_in_one_process(tmp_path):
     options = ["optim.lr=1e-5", "run.steps=6", "run.save_every=0", "rollout.mode=inflight"]
     options += ["model.lora.rank=2", "algorithm.kl_loss_coef=0.01"]

@@ -20,7 +20,7 @@ from dapo.data.readers import PREPARED, find_files
 from dapo.errors import ConfigError
 from dapo.plan import plan_text
 from dapo.rewards.rules import RULES, make_rule
-from dapo.sampling.strict import group_rules
+from dapo.sampling.rules import group_rules
 from tests import runs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -42,13 +42,15 @@ OPTIONS = [
     "reward.code_unsafe", "reward.workers", "reward.timeout",
     "reward.memory_gb", "reward.model.device", "reward.model.batch_size", "reward.length_shaping",
     "reward.target_length", "reward.overlong_buffer.len", "reward.overlong_buffer.penalty_factor",
+    "algorithm.loss", "algorithm.advantage",
     "algorithm.adv_norm", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c",
     "algorithm.loss_agg_mode", "algorithm.overlong_filter", "algorithm.kl_loss_coef", "algorithm.kl_reward_coef",
-    "algorithm.max_staleness", "algorithm.max_logprob_gap",
-    "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches",
+    "algorithm.max_staleness", "algorithm.importance_correction", "algorithm.max_logprob_gap",
+    "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.filter_groups.function",
+    "algorithm.filter_groups.max_num_gen_batches",
     "algorithm.filter_groups.on_exhausted", "algorithm.filter_groups.min_batch_ratio",
     "algorithm.ledger.enable", "algorithm.ledger.explore", "algorithm.ledger.revisit", "algorithm.ledger.correct",
-    "optim.lr", "optim.warmup_steps", "optim.weight_decay", "optim.betas", "optim.grad_clip",
+    "optim.lr", "optim.warmup_steps", "optim.lr_schedule", "optim.weight_decay", "optim.betas", "optim.grad_clip",
     "optim.ppo_mini_batch_size",
     "optim.ppo_epochs", "optim.max_tokens_per_micro_batch", "optim.recompute_activations",
     "eval.k", "eval.every", "eval.data", "eval.best_metric", "eval.temperature", "eval.top_p", "eval.top_k",
@@ -106,6 +108,13 @@ WORKERS = "expected 0 to 16384, or a mapping of engines (embedded, vllm) to numb
         ("rollout.n=1", "'rollout.n' is 1: input should be greater than or equal to 2"),
         ("optim.lr=.nan", "'optim.lr' is nan: input should be a finite number"),
         ("algorithm.loss_agg_mode=mean", "'algorithm.loss_agg_mode' is 'mean': input should be 'token-mean', "),
+        (
+            "algorithm.loss=gppo",
+            "'algorithm.loss' is 'gppo': expected dapo, grpo, dr_grpo, gspo, cispo, sapo, gmpo, or path/to/file.py:",
+        ),
+        ("algorithm.loss=[dapo]", "'algorithm.loss' is ['dapo']: input should be a valid string"),
+        ("algorithm.advantage=mine.py", "'algorithm.advantage' is 'mine.py': expected path/to/file.py:function"),
+        ("optim.lr_schedule=cosin", "'optim.lr_schedule' is 'cosin': expected constant, linear, cosine, or path/to"),
         ("run.name=7", "'run.name' is 7: input should be a valid string"),
         ("model.lora.target_modules=5", "'model.lora.target_modules' is 5: "),
         ("optim=3", "'optim' is 3: input should be a valid dictionary"),
@@ -295,6 +304,27 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
         (["optim.betas=[0.9, 1.0]"], "optim.betas must both lie in [0, 1), found [0.9, 1.0]"),
         (["run.name=a/b"], "run.name must be a plain folder name, found 'a/b'"),
         (["run.name=.."], "run.name must be a plain folder name, found '..'"),
+        (
+            ["algorithm.loss=grpo", "algorithm.loss_agg_mode=token-mean"],
+            "algorithm.loss grpo needs algorithm.loss_agg_mode seq-mean-token-mean, but it is token-mean; leave it out",
+        ),
+        (["algorithm.loss=gspo", "algorithm.clip_ratio_c=3"], "needs algorithm.clip_ratio_c null, but it is 3.0"),
+        (["algorithm.loss=dr_grpo", "algorithm.adv_norm=std"], "needs algorithm.adv_norm none, but it is std"),
+        (
+            ["algorithm.loss=grpo", "algorithm.clip_ratio_low=0.2", "algorithm.clip_ratio_high=0.28"],
+            "algorithm.loss grpo clips symmetrically, but algorithm.clip_ratio_low is 0.2 and",
+        ),
+        (["algorithm.loss=sapo", "algorithm.clip_ratio_high=0.3"], "algorithm.loss sapo has no clip"),
+        (
+            ["algorithm.advantage=a.py:f", "algorithm.adv_norm=none"],
+            "algorithm.advantage replaces the built-in advantage, which contradicts algorithm.adv_norm none",
+        ),
+        (
+            ["algorithm.filter_groups={function: a.py:f, enable: false}"],
+            "algorithm.filter_groups.function decides about each group, which contradicts "
+            "algorithm.filter_groups.enable false",
+        ),
+        (["algorithm.filter_groups={function: a.py:f, metric: acc}"], "algorithm.filter_groups.metric acc"),
         ([FINAL], "algorithm.filter_groups.metric seq_final_reward needs algorithm.kl_reward_coef > 0"),
         (["algorithm.ledger.revisit=0.5"], "algorithm.ledger.revisit needs algorithm.ledger.enable"),
         (["algorithm.ledger.correct=true"], "algorithm.ledger.correct needs algorithm.ledger.enable"),
@@ -319,6 +349,8 @@ def test_contradictory_options_are_refused(tmp_path, overrides, expected):
         ["data.train_batch_size=4", "optim.ppo_mini_batch_size=4"],
         ["optim.betas=[0, 0.999]"],
         [FINAL, "algorithm.kl_reward_coef=0.1"],
+        ["algorithm.loss=grpo", "algorithm.clip_ratio_low=0.1", "algorithm.clip_ratio_high=0.1"],
+        ["algorithm.loss=gspo", "algorithm.clip_ratio_high=0.1"],
         ["model.lora.target_modules=[q_proj]"],
         ["rollout.tensor_parallel=2", "cluster.rollout_workers={vllm: 1, embedded: 2}"],
     ],
@@ -355,6 +387,31 @@ def test_a_configuration_cannot_be_changed(tmp_path):
         config.optim.lr = 1.0
     with pytest.raises(ValidationError, match="frozen"):
         config.optim = config.optim
+
+
+CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode", "adv_norm")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], (0.2, 0.28, 10.0, "token-mean", "std")),
+        (["algorithm.loss=dapo", "algorithm.clip_ratio_high=0.3"], (0.2, 0.3, 10.0, "token-mean", "std")),
+        (["algorithm.loss=grpo"], (0.2, 0.2, None, "seq-mean-token-mean", "std")),
+        (["algorithm.loss=grpo", "algorithm.clip_ratio_low=0.1"], (0.1, 0.1, None, "seq-mean-token-mean", "std")),
+        (["algorithm.loss=grpo", "algorithm.clip_ratio_high=0.1"], (0.1, 0.1, None, "seq-mean-token-mean", "std")),
+        (["algorithm.loss=dr_grpo"], (0.2, 0.2, None, "seq-mean-token-sum", "none")),
+        (["algorithm.loss=gspo"], (3e-4, 4e-4, None, "seq-mean-token-mean", "std")),
+        (["algorithm.loss=cispo"], (1.0, 4.0, None, "token-mean", "std")),
+        (["algorithm.loss=sapo"], (0.2, 0.28, None, "seq-mean-token-mean", "std")),
+        (["algorithm.loss=gmpo"], (0.4, 0.4, None, "seq-mean-token-mean", "std")),
+        (["algorithm.loss=mine.py:f"], (0.2, 0.28, 10.0, "token-mean", "std")),
+    ],
+)
+def test_the_name_of_a_loss_sets_the_options_that_belong_to_it(tmp_path, overrides, expected):
+    config = load(tmp_path, SMALLEST, *overrides)
+    assert tuple(getattr(config.algorithm, name) for name in CLIPS) == expected
+    assert Config.from_text(config.to_yaml(), "config.yaml") == config  # the resolved options are accepted
 
 
 def test_the_set_of_options_is_frozen():

@@ -68,6 +68,26 @@ def test_a_replayed_update_has_the_gradient_and_the_metrics_of_an_ordinary_one(b
     assert len(captured.captured.captured) < 4
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm__loss": "gspo", "algorithm__clip_ratio_low": 0.3, "algorithm__clip_ratio_high": 0.5},
+        {"algorithm__importance_correction": "sequence-truncated"},
+    ],
+)
+def test_padding_does_not_change_a_loss_over_whole_responses(options):
+    eager, captured = fused_policy(**options), captured_policy(**options)
+    groups = random_groups(3, 4, 4)
+    expected, expected_grads = gradients(eager, groups)
+    found, grads = gradients(captured, groups)
+    assert captured.captured.captured
+    for (_, result), (_, reference) in zip(found, expected, strict=True):
+        for name, values in reference.metrics.items():
+            torch.testing.assert_close(result.metrics[name], values, atol=1e-5, rtol=1e-5)
+    for name, value in expected_grads.items():
+        torch.testing.assert_close(grads[name], value, atol=1e-6, rtol=1e-4)
+
+
 def test_a_loss_with_a_reference_has_a_graph_of_its_own_and_the_same_result():
     options = {"algorithm__kl_loss_coef": 0.1}
     eager, captured = fused_policy(**options), captured_policy(**options)

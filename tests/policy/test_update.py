@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 import dapo.model.attention as attention
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.config import Config
+from dapo.policy import head
 from dapo.policy.head import gather_predictors
 from dapo.policy.policy import Policy
+from dapo.policy.rules import UpdateRules
 from dapo.types import Group, Score
 from tests import make, plain
 from tests.tiny import tiny_llama, tiny_qwen2
@@ -129,6 +132,79 @@ def test_the_gradient_is_that_of_the_definition_for_every_split_order_and_mode(
     assert_same(grads, plain.gradients(twin, expected), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("loss", ["gspo", "gmpo", "cispo", "sapo"])
+@given(seed=st.integers(0, 10_000), budget=st.integers(1, 200), chunk=st.sampled_from([3, 11, 256]))
+@settings(max_examples=12)
+def test_the_gradient_of_every_loss_is_that_of_its_definition_for_every_split(loss, seed, budget, chunk):
+    """Micro-batches of any size, and chunks of the head that cut responses in two."""
+    groups = random_groups(seed, 4, 3)
+    if not groups:
+        return
+    model = for_dapo(plain.in_float64(tiny_llama()))
+    clip = {} if loss == "sapo" else {"algorithm__clip_ratio_low": 0.3, "algorithm__clip_ratio_high": 0.5}
+    cfg = config(optim__max_tokens_per_micro_batch=budget, algorithm__loss=loss, **clip)
+    before, head.CHUNK_TOKENS = head.CHUNK_TOKENS, chunk
+    try:
+        value, grads = packed_gradients(model, groups, cfg)
+    finally:
+        head.CHUNK_TOKENS = before
+    twin, mode = plain.plain_copy(model), cfg.algorithm.loss_agg_mode
+    expected = plain.mini_batch_loss(twin, groups, mode, low=0.3, high=0.5, c=math.inf, loss=loss)
+    assert value == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-7)
+    assert_same(grads, plain.gradients(twin, expected), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("budget", [1, 40, 4096])
+def test_the_corrected_gradient_is_that_of_the_definition_for_every_split(level, budget, monkeypatch):
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 7)
+    groups = random_groups(2, 4, 3, with_reference=True)
+    model = for_dapo(plain.in_float64(tiny_llama()))
+    cfg = config(
+        optim__max_tokens_per_micro_batch=budget,
+        algorithm__importance_correction=f"{level}-truncated",
+        algorithm__kl_loss_coef=0.3,
+    )
+    value, grads = packed_gradients(model, groups, cfg)
+    twin = plain.plain_copy(model)
+    expected = plain.mini_batch_loss(twin, groups, "token-mean", correct=level, kl=0.3)
+    assert value == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-7)
+    assert_same(grads, plain.gradients(twin, expected), atol=1e-6, rtol=1e-6)
+
+
+def test_the_correction_uses_the_weights_at_the_start_of_the_step_for_every_mini_batch():
+    groups = random_groups(3, 6, 4)
+    options = {"algorithm__importance_correction": "token-truncated", "optim__warmup_steps": 0}
+    several = {**options, "optim__ppo_mini_batch_size": 2, "optim__ppo_epochs": 2}
+    still, once, moving = (
+        Policy(for_dapo(plain.in_float64(tiny_llama())), config(**{"optim__lr": lr, **chosen})).update(groups, 1, 0)
+        for lr, chosen in ((1e-30, several), (1e-30, options), (1e-2, several))
+    )
+    for name in ("correction/weight", "correction/truncated", "ratio"):
+        assert still.metrics[name] == pytest.approx(once.metrics[name], rel=1e-5)
+    assert once.metrics["ratio"] == 1
+    assert moving.metrics["correction/weight"] == pytest.approx(once.metrics["correction/weight"], rel=1e-5)
+    assert abs(moving.metrics["ratio"] - 1) > 1e-3
+
+
+def test_with_a_correction_a_sampler_that_disagrees_does_not_stop_the_run():
+    result = Policy(for_dapo(tiny_llama()), config(algorithm__importance_correction="token-masked")).update(
+        random_groups(8, 3, 4), step=1, version=0
+    )
+    assert result.stop is None
+    assert result.updates == 1
+    assert result.metrics["logprob_gap/mean"] > 0.05
+    assert 0 < result.metrics["correction/masked"] < 1
+
+
+def test_the_correction_is_on_by_default_with_vllm_only():
+    assert UpdateRules.of(config()).correction == "none"
+    assert UpdateRules.of(config(rollout__engine="vllm")).correction == "token-truncated"
+    assert UpdateRules.of(config(cluster__rollout_workers={"vllm": 1, "embedded": 1})).correction == "token-truncated"
+    chosen = config(rollout__engine="vllm", algorithm__importance_correction="none")
+    assert UpdateRules.of(chosen).correction == "none"
+
+
 def test_temperature_scales_the_logits_in_the_loss_too():
     model = for_dapo(plain.in_float64(tiny_llama()))
     groups = random_groups(3, 3, 4)
@@ -202,7 +278,7 @@ def test_a_batch_that_grew_by_a_few_groups_makes_as_many_updates_as_a_whole_one(
 
 def test_warm_up_counts_trainer_steps():
     policy = Policy(for_dapo(tiny_llama()), config(optim__lr=1.0, optim__warmup_steps=4))
-    assert [policy.optimizer.learning_rate(step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert [policy.rules.learning_rate(step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight_and_three_in_a_row_stop_the_run():

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dapo.config.functions import load_function
 from dapo.errors import RewardError
-from dapo.rewards.function import FunctionJudge, load_function, to_json, to_score
+from dapo.rewards.function import FunctionJudge, to_json, to_score
 from dapo.types import Prompt
 from tests import make
 
@@ -245,7 +246,7 @@ def test_a_reward_that_cannot_be_loaded_is_refused_in_one_sentence(tmp_path, spe
     (tmp_path / "bad.py").write_text("def reward(:")
     (tmp_path / "good.py").write_text("number = 3\ndef other(): ...\ndef reward(completion): return 1.0")
     with pytest.raises(RewardError, match=sentence):
-        load_function(spec.format(bad=tmp_path / "bad.py", good=tmp_path / "good.py"))
+        load_function(spec.format(bad=tmp_path / "bad.py", good=tmp_path / "good.py"), "reward.use", RewardError)
 
 
 def test_a_reward_file_may_import_its_neighbors_and_define_dataclasses(tmp_path):
@@ -255,7 +256,7 @@ def test_a_reward_file_may_import_its_neighbors_and_define_dataclasses(tmp_path)
         "from neighbor_of_reward import VALUE\n@dataclass\nclass Row:\n    x: int\n"
         "def reward(completion):\n    return VALUE"
     )
-    assert load_function(f"{tmp_path / 'mine.py'}:reward")("x") == 0.5
+    assert load_function(f"{tmp_path / 'mine.py'}:reward", "reward.use")("x") == 0.5
 
 
 def test_a_function_with_another_signature_is_refused():
@@ -271,5 +272,5 @@ def test_a_function_with_another_signature_is_refused():
      ("", 0.0), ("five", 0.0), ("5.", 0.0), ("5 5", 0.0), ("The number is 5", 0.0), ("５", 0.0)],
 )  # fmt: skip
 def test_the_reward_of_guess_five(text, value):
-    function = load_function(f"{RECIPES / 'guess_five.py'}:reward")
+    function = load_function(f"{RECIPES / 'guess_five.py'}:reward", "reward.use")
     assert function(text, 5) == pytest.approx(value)

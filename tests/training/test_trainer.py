@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dapo import Config, Trainer
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import Best
+from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import CheckpointError, ConfigError, RewardError, TrainingStopped
 from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
@@ -352,6 +354,26 @@ def test_on_exhausted_raise_records_and_saves_the_step_and_then_stops(tmp_path):
     with pytest.raises(TrainingStopped, match=r"step 1: 1 rounds gave 0 of 4 groups"):
         train(config, reward_funcs=lambda completion, answer: 1.0)
     assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_1").step == 1
+
+
+def test_a_run_whose_sampler_disagrees_stops_without_a_correction_and_trains_on_with_one(tmp_path, monkeypatch):
+    poll = EmbeddedEngine.poll
+
+    def inexact(self):
+        """Record log-probabilities as another program would: each one a little off."""
+        return [
+            replace(r, logprobs=r.logprobs + 0.3 * np.sin(31 * np.arange(len(r)) + r.serial).astype(np.float32))
+            for r in poll(self)
+        ]
+
+    monkeypatch.setattr(EmbeddedEngine, "poll", inexact)
+    with pytest.raises(TrainingStopped, match=r"max_logprob_gap.*algorithm.importance_correction can correct for it"):
+        train(runs.load(tmp_path, "run.name=stopped"))
+    corrected = runs.load(tmp_path, "run.name=corrected", "algorithm.importance_correction=token-truncated")
+    assert train(corrected).steps == 6
+    for step in runs.metrics(corrected.run_dir):
+        assert 0 <= step["correction/truncated"] < 0.5
+        assert step["correction/weight"] == pytest.approx(1, abs=0.2)
 
 
 def test_a_trainer_releases_its_run_when_it_has_finished(tmp_path):

@@ -16,7 +16,7 @@ from dapo.view.curves import curves
 from dapo.view.groups import GroupFilter, groups
 from dapo.view.runs import find_run
 from dapo.view.source import Run
-from dapo.view.tokens import clips, tokens
+from dapo.view.tokens import _clip_options, clips, tokens
 from tests.tiny import tiny_tokenizer
 from tests.view.made import create, make_group, make_report
 
@@ -36,6 +36,22 @@ def test_the_clips_are_those_of_the_loss(advantage: float, dual: float | None):
         assert [mark == name for mark in marks] == expected.bool().tolist(), name
     seen = {name for name in marks if name}
     assert seen == ({"high"} if advantage > 0 else set() if advantage == 0 else {"low", "dual"} if dual else {"low"})
+
+
+@pytest.mark.parametrize(
+    ("options", "has_clips"),
+    [
+        ({}, True),
+        ({"algorithm.loss": "grpo", "algorithm.importance_correction": "auto"}, True),
+        ({"algorithm.loss": "gspo"}, False),
+        ({"algorithm.importance_correction": "token-masked"}, False),
+        ({"algorithm.importance_correction": "auto", "rollout.engine": "vllm"}, False),
+        ({"algorithm.importance_correction": "auto", "cluster.rollout_workers.vllm": 2}, False),
+    ],
+)
+def test_clips_are_shown_only_where_the_loss_clips_the_ratio_of_trainer_to_sampler(options, has_clips):
+    bounds = {"algorithm.clip_ratio_low": 0.2, "algorithm.clip_ratio_high": 0.28, "algorithm.clip_ratio_c": None}
+    assert (_clip_options(bounds | options) is not None) == has_clips
 
 
 def test_the_clips_of_a_real_run_match_its_clip_fraction_metrics(trained: Run):

@@ -154,7 +154,7 @@ def _tip(found: ResponseTokens, index: int) -> str:
         ("entropy", at(found.entropy)),
         ("advantage", format_number(found.advantage, 4)),
         ("weights", f"version {found.versions[index]}"),
-        ("clipped", clip or "no"),
+        ("clipped", clip or ("no" if found.clips else "–")),
     ]
     width = max(len(value) for _, value in rows)
     return "\n".join(f"{name:<18}{value:>{width}}" for name, value in rows)
@@ -166,9 +166,9 @@ def _summary(found: ResponseTokens) -> str:
         parts.append(f"{found.start:,} to {found.start + len(found.ids) - 1:,} shown")
     if found.advantage is not None:
         parts.append(f"advantage {found.advantage:+.3f}")
-    if found.clips is None:
+    if found.ratio is None:
         parts.append("not trained on, so it has no ratio and no entropy")
-    else:
+    elif found.clips is not None:
         parts.append(f"{sum(clip is not None for clip in found.clips):,} clipped")
     return " · ".join(parts)
 
