@@ -6,7 +6,7 @@ metrics per token:
     loss(logprobs_T, old_logprobs_T, advantages_T, responses_T, config) -> (loss_T, metrics)
 
 `responses_T` is the number of each token's response. `old_logprobs_T` are those recorded by the sampler. The equations
-and papers are in docs/algorithm.md.
+and papers are in docs/explanation/algorithm.md.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PART_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class CustomParts:
-    """Functions that replace parts of the algorithm; None: as the option says. docs/custom-parts.md has examples."""
+    """Functions that replace parts of the algorithm; None: as the option says. See docs/how-to/custom-parts.md."""
 
     advantage: Callable[..., Any] | None = None  # (rewards of a group) -> advantages
     loss: Callable[..., Any] | None = None  # (logprobs, old logprobs, advantages, responses, config) -> loss per token

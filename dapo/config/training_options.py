@@ -114,7 +114,7 @@ class AlgorithmConfig(Section):
         default="dapo",
         description="The policy loss: `dapo`, `grpo`, `dr_grpo`, `gspo`, `cispo`, `sapo`, `gmpo`, or "
         "path/to/file.py:function. Names other than `dapo` also set clip_ratio_low, clip_ratio_high, clip_ratio_c, "
-        "loss_agg_mode and adv_norm, as docs/algorithm.md says.",
+        "loss_agg_mode and adv_norm, as docs/explanation/algorithm.md says.",
     )
     advantage: Annotated[str, built_in_or_file()] | None = Field(
         default=None,

@@ -5,20 +5,33 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dapo.config import Config, Section, merge_options, option_names, read_yaml
+from dapo.config.functions import CustomParts, with_objects
 from dapo.data.memory import PYTHON, Rows, collect
 from dapo.errors import ConfigError
+from dapo.policy.rules import UpdateRules
 from dapo.rewards.judge import RewardFunctions, reward_terms
+from dapo.sampling.rules import group_rules
 from dapo.store.configuration import is_run, recorded_config
 
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 _TRAIN, _EVAL = "train_dataset", "eval_dataset"
-_OTHERS = ("config", "reward_funcs", _TRAIN, _EVAL, "callbacks", "resume", "quiet", "reporter")  # arguments of Trainer
+_OTHERS = (
+    "config",
+    "reward_funcs",
+    _TRAIN,
+    _EVAL,
+    "callbacks",
+    "parts",
+    "resume",
+    "quiet",
+    "reporter",
+)  # arguments of Trainer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +40,7 @@ class Arguments:
 
     config: Config
     reward_funcs: RewardFunctions | None
+    parts: CustomParts | None
     rows: Mapping[str, Rows]  # given as objects, by the path of their source: python:train_dataset
     names_run: bool  # whether the program has chosen run.name
     recipe: str | None  # the name of the recipe file
@@ -39,10 +53,28 @@ def resolve(
     train_dataset: Any,
     eval_dataset: Any,
     sections: Mapping[str, Any],
+    parts: CustomParts | None,
     *,
     resume: bool,
 ) -> Arguments:
     """Merge the arguments. Where several give the same option, the later of: config, section, named argument."""
+    given = _resolve(config, reward_funcs, model, train_dataset, eval_dataset, sections, resume=resume)
+    resolved = given.config if parts is None else with_objects(given.config, parts)
+    for collect_rules in (UpdateRules.of, group_rules):  # errors in the parts show here
+        collect_rules(resolved, parts)
+    return replace(given, config=resolved, parts=parts)
+
+
+def _resolve(
+    config: ConfigLike | None,
+    reward_funcs: RewardFunctions | None,
+    model: str | os.PathLike[str] | Mapping[str, Any] | None,
+    train_dataset: Any,
+    eval_dataset: Any,
+    sections: Mapping[str, Any],
+    *,
+    resume: bool,
+) -> Arguments:
     _check_sections(sections)
     rows: dict[str, Rows] = {}
     explicit: list[Mapping[str, Any]] = [config] if isinstance(config, Mapping) else []
@@ -56,7 +88,7 @@ def resolve(
     if reward_funcs is not None:
         explicit.append({"reward.use": reward_terms(reward_funcs)[0]})
     if isinstance(config, Config) and not any(explicit):
-        return Arguments(config, None, {}, True, None)
+        return Arguments(config, None, None, {}, True, None)
     is_recipe = isinstance(config, str | os.PathLike)
     values = _merged(_base(config), explicit)
     if resume and not isinstance(config, Config):
@@ -71,7 +103,7 @@ def resolve(
             "it as path/to/file.py:function in reward.use, or leave reward_workers out"
         )
     names_run = isinstance(config, Config) or "name" in _run_options(_merged({}, explicit))
-    return Arguments(resolved, reward_funcs, rows, names_run, Path(config).stem if is_recipe else None)
+    return Arguments(resolved, reward_funcs, None, rows, names_run, Path(config).stem if is_recipe else None)
 
 
 def _base(config: ConfigLike | None) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -74,3 +76,10 @@ def step_metrics(sampled: Sampled, update: UpdateResult, *, train: float, total:
         "time_share/reward": reward / max(total, 1e-9),
         "time_share/train": train / max(total, 1e-9),
     }
+
+
+def close_all(*parts: Any) -> None:
+    """Close in reverse order; if one fails, the others are closed all the same."""
+    with ExitStack() as stack:
+        for part in parts:
+            stack.callback(part.close)

@@ -15,14 +15,13 @@ from transformers import PreTrainedModel
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import TrainerState
 from dapo.cluster.assemble import assemble
-from dapo.config.functions import CustomParts, file_digests, with_objects
+from dapo.config.functions import CustomParts, file_digests
 from dapo.data.dataset import load_run_data
 from dapo.errors import CheckpointError, ClusterLost, LearnerLost, RunExists, StorageError, TrainingStopped
 from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
 from dapo.model.tokens import token_bytes
 from dapo.policy.build import model_source
-from dapo.policy.rules import UpdateRules
 from dapo.rewards.judge import (
     RewardFunctions,
     build_judge,
@@ -33,7 +32,6 @@ from dapo.rewards.judge import (
 )
 from dapo.rewards.protocol import Judge
 from dapo.sampling.inflight import InflightSampler
-from dapo.sampling.rules import group_rules
 from dapo.sampling.strict import DynamicSampler
 from dapo.store.trackers import require_trackers
 from dapo.terminal.console import ConsoleReporter, Reporter
@@ -42,7 +40,7 @@ from dapo.training.arguments import ConfigLike, resolve
 from dapo.training.callbacks import CallbackLike, Callbacks
 from dapo.training.evaluator import Evaluator
 from dapo.training.recorder import Recorder
-from dapo.training.result import RunResult, environment, step_metrics, trained_model
+from dapo.training.result import RunResult, close_all, environment, step_metrics, trained_model
 from dapo.training.run_directory import RunDirectory
 from dapo.training.signals import StopRequest
 from dapo.types import EvalReport, Event, EventKind, StepReport
@@ -98,20 +96,15 @@ class Trainer:
         recipe: str | None = None,  # the recipe's name, which is recorded in the database
         **sections: Mapping[str, Any],
     ) -> None:
-        given = resolve(config, reward_funcs, model, train_dataset, eval_dataset, sections, resume=resume)
+        given = resolve(config, reward_funcs, model, train_dataset, eval_dataset, sections, parts, resume=resume)
         self.config, self._arguments, self._recipe = given.config, given, recipe or given.recipe
-        self.custom = parts
-        if parts is not None:
-            self.config = with_objects(self.config, parts)
-        for collect in (UpdateRules.of, group_rules):  # errors in the parts show here
-            collect(self.config, parts)
         self.callbacks = Callbacks(callbacks, self)
         self.reporter = reporter or (Reporter() if quiet else ConsoleReporter())
         require_trackers(given.config.run.trackers)
         self._open(resume=resume, next_name=not given.names_run if next_name is None else next_name)
 
     def train(self) -> RunResult:
-        """Train up to `run.steps`, or to the end of the step in which a signal or `stop` asks to end; then close.
+        """Train up to `run.steps` or `run.epochs`, or to the end of the step in which a signal or `stop` asks to end.
 
         Called again, it continues a run that ended early.
         """
@@ -260,7 +253,7 @@ class Trainer:
             self.recorder.disk(config, self.policy.checkpoint_bytes)
             undo.pop_all()
         # Close also if the trainer is only deleted: nothing that is closed here refers to it.
-        self._close = weakref.finalize(self, _close_all, self.directory, self.recorder, self.judge, self.engine)
+        self._close = weakref.finalize(self, close_all, self.directory, self.recorder, self.judge, self.engine)
         # The state after the last whole step, which is saved if the cluster is lost in the middle of the next one.
         self.last_state = self.first_state = self._state()
 
@@ -287,7 +280,7 @@ class Trainer:
         kinds = judge_kinds(config.reward, judge)
         self.data = load_run_data(config, tokenizer, columns_seen(kinds), self._arguments.rows)
         check_columns(kinds, self.data.columns())
-        self.parts = assemble(config, saved, self.recorder.event, self.stopping.has_signal, self.custom)
+        self.parts = assemble(config, saved, self.recorder.event, self.stopping.has_signal, self._arguments.parts)
         self.policy, self.engine = self.parts.policy, self.parts.engine
         self.tokenizer = self.parts.tokenizer
         judge = judge or self.parts.judge
@@ -304,7 +297,7 @@ class Trainer:
             reference=self.policy.reference_logprobs if config.needs_reference else None,
             on_group=self.callbacks.after(self.reporter.group),
             on_progress=self.reporter.responses,
-            parts=self.custom,
+            parts=self._arguments.parts,
         )
 
     def _evaluate_first(self) -> None:
@@ -407,9 +400,3 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-
-def _close_all(*parts: Any) -> None:
-    with ExitStack() as stack:  # closes in reverse order; if one fails, the others are closed all the same
-        for part in parts:
-            stack.callback(part.close)

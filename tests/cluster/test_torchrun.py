@@ -108,7 +108,7 @@ def test_every_process_loads_the_parts_of_the_update(tmp_path):
     options = [f"algorithm.loss={tmp_path}/parts.py:loss", f"optim.lr_schedule={tmp_path}/parts.py:half"]
     options += ["optim.lr=1e-5", "run.steps=2"]
     one = runs.load(tmp_path, "run.name=one", *options)
-    Trainer(one).run()
+    Trainer(one).train()
     code, _, err = finish(launch("train", str(tmp_path / "recipe.yaml"), "run.name=two", *options))
     assert code == 0, err
     assert_same(one.run_dir, one.run_dir.parent / "two", step=2)

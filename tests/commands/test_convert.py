@@ -69,7 +69,7 @@ def test_what_cannot_be_converted_is_one_sentence_and_exit_code_two(tmp_path, te
 
 @pytest.mark.parametrize("page", ["from-verl.md", "from-trl.md"])
 def test_the_code_of_the_pages_runs(page):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert blocks
     names: dict[str, Any] = {}

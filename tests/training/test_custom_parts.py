@@ -1,4 +1,4 @@
-"""Whole runs with parts of the user: the examples of docs/custom-parts.md, objects, resuming, and mistakes."""
+"""Whole runs with parts of the user: the examples of docs/how-to/custom-parts.md, objects, resuming, and mistakes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dapo.errors import ConfigError, PartError
 from dapo.store.database import RunDatabase
 from tests import make, runs
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "custom-parts.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "how-to" / "custom-parts.md").read_text(encoding="utf-8")
 *FUNCTIONS, FROM_PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 (OPTIONS,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 EXAMPLES: dict[str, Any] = {}
@@ -28,7 +28,7 @@ exec("\n".join(FUNCTIONS), EXAMPLES)
 def train(config: Config, **options: Any) -> None:
     trainer = Trainer(config, **options)
     try:
-        trainer.run()
+        trainer.train()
     finally:
         trainer.close()
 

@@ -1,14 +1,13 @@
-"""Writes the tables into docs/from-verl.md and docs/from-trl.md: `python -m dapo.config.migration.pages docs`."""
+"""Writes the tables of docs/how-to/from-verl.md and from-trl.md: `python -m dapo.config.migration.pages`."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from dapo.config.migration.table import NOT_SET, SYSTEMS, rows
 
-MARKER = "<!-- The rest of this page is generated: python -m dapo.config.migration.pages docs -->\n"
+MARKER = "<!-- The rest of this page is generated: python -m dapo.config.migration.pages -->\n"
 
 
 def table_markdown(system: str) -> str:
@@ -32,4 +31,4 @@ def write_pages(docs: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_pages(Path(sys.argv[1]))
+    write_pages(Path("docs") / "how-to")

@@ -97,6 +97,14 @@ def convert(settings: Settings) -> Recipe:
             _convert_one(recipe, name, value, theirs, is_given=False)
     for name, value in given.items():
         _convert_one(recipe, name, value, theirs, is_given=True)
+    if (
+        "run.epochs" in recipe.options
+        and (schedule := recipe.options.pop("optim.lr_schedule", "constant")) != "constant"
+    ):
+        # How many steps an epoch has is known only afterwards, because groups are dropped.
+        recipe.missing[f"a {schedule} learning rate over epochs"] = (
+            f"set run.steps instead of run.epochs, and optim.lr_schedule={schedule}; until then the rate is constant"
+        )
     return recipe
 
 

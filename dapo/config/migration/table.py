@@ -98,7 +98,8 @@ def explain_unknown(key: str, value: Any) -> str | None:
     found = [(name, row) for name in names if (row := find("trl", name) or find("verl", name) or _find_by_ending(name))]
     told = [f"unknown key '{name}' of {row.system.split()[0]}; {row.answer()}" for name, row in found[:_FEW]]
     if not told and key.split(".")[0] in _sections_of_verl():
-        return f"unknown key '{names[0]}' of verl; docs/from-verl.md lists the options that have a counterpart in dapo"
+        page = "docs/how-to/from-verl.md"
+        return f"unknown key '{names[0]}' of verl; {page} lists the options that have a counterpart in dapo"
     left = len(names) - len(told)
     if told and left:
         told.append(f"{left} more such keys; `dapo convert FILE` converts a whole file")

@@ -53,9 +53,7 @@ def _steps(value: Any, theirs: Theirs) -> Any:
 
 
 def _epochs(value: Any, theirs: Theirs) -> Any:
-    if theirs["max_steps"] <= 0:
-        raise NoCounterpart
-    return SKIP
+    return SKIP if theirs["max_steps"] > 0 else float(value)
 
 
 def _warmup(value: Any, theirs: Theirs) -> Any:
@@ -179,6 +177,9 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "epochs": _epochs,
     "steps": _steps,
     "loss_type": choice(dapo="token-mean", bnpo="token-mean", grpo="seq-mean-token-mean", dr_grpo="seq-mean-token-sum"),
+    "lr_schedule": choice(
+        linear="linear", cosine="cosine", constant="constant", constant_with_warmup="constant", none="linear"
+    ),
     "epsilon_high": lambda value, theirs: theirs["epsilon"] if value is None else value,
     "kl_correction": _kl_correction,
     "scale_rewards": choice(group="std", true="std", none="none", false="none"),

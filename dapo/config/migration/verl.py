@@ -21,6 +21,12 @@ from dapo.config.migration.conversions import (
 )
 
 _ACTOR = "actor_rollout_ref.actor"
+_loss_agg_mode = choice(
+    token_mean="token-mean",
+    seq_mean_token_sum="seq-mean-token-sum",
+    seq_mean_token_mean="seq-mean-token-mean",
+    seq_mean_token_sum_norm="seq-mean-token-sum",
+)
 
 
 def _train_files(value: Any, theirs: Theirs) -> Any:
@@ -99,9 +105,11 @@ def _reward_model(value: Any, theirs: Theirs) -> Any:
 
 
 def _epochs(value: Any, theirs: Theirs) -> Any:
-    if theirs["trainer.total_training_steps"] is None:
-        raise NoCounterpart
-    return SKIP
+    return SKIP if theirs["trainer.total_training_steps"] else float(value)
+
+
+def _aggregation(value: Any, theirs: Theirs) -> Any:
+    return _loss_agg_mode(value, theirs) if theirs[f"{_ACTOR}.policy_loss.loss_mode"] == "vanilla" else SKIP
 
 
 CONVERSIONS: Mapping[str, Conversion] = {
@@ -119,12 +127,11 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "mini_batch": lambda value, theirs: min(value, theirs["data.train_batch_size"]),
     "micro_batch_tokens": lambda value, theirs: value if theirs[f"{_ACTOR}.use_dynamic_bsz"] else SKIP,
     "clip_ratio_side": lambda value, theirs: theirs.get(f"{_ACTOR}.clip_ratio", 0.2) if value is None else value,
-    "loss_agg_mode": choice(
-        token_mean="token-mean",
-        seq_mean_token_sum="seq-mean-token-sum",
-        seq_mean_token_mean="seq-mean-token-mean",
-        seq_mean_token_sum_norm="seq-mean-token-sum",
-    ),
+    "loss_agg_mode": _aggregation,
+    "loss_mode": choice(vanilla="dapo", gspo="gspo", cispo="cispo", sapo="sapo", geo_mean="gmpo"),
+    "clip_ratio_c": lambda value, theirs: value if theirs[f"{_ACTOR}.policy_loss.loss_mode"] == "vanilla" else SKIP,
+    "lr_schedule": choice(constant="constant", none="constant", cosine="cosine"),
+    "prompt_key": lambda value, theirs: SKIP if value == "prompt" else {"prompt": value},
     "kl_loss": lambda value, theirs: value if theirs[f"{_ACTOR}.use_kl_loss"] else 0.0,
     "kl_type": _kl_type,
     "warmup": _warmup,

@@ -61,10 +61,21 @@ def test_a_converted_recipe_loads_with_the_promised_values(tmp_path, system, giv
     assert not recipe.unknown
 
 
+@pytest.mark.parametrize("system", ["verl", "trl"])
+def test_a_schedule_over_epochs_is_left_out_and_named(tmp_path, system):
+    steps = {} if system == "verl" else {"max_steps": -1, "num_train_epochs": 2}
+    name = f"{A}.optim.lr_scheduler_type" if system == "verl" else "lr_scheduler_type"
+    recipe = converted(system, {name: "cosine", **steps})
+    config = loaded(tmp_path, recipe)
+    assert config.optim.lr_schedule == "constant"
+    assert config.run.epochs is not None
+    assert "a cosine learning rate over epochs" in recipe.missing
+
+
 # These have tests of their own.
 ELSEWHERE = {
-    "data.train_files", "data.val_files", "data.train_max_samples", "trainer.total_epochs", f"{A}.kl_loss_type",
-    "dataset_name", "dataset_test_split", "datasets", "num_train_epochs", "optim", "per_device_train_batch_size",
+    "data.train_files", "data.val_files", "data.train_max_samples", f"{A}.kl_loss_type",
+    "dataset_name", "dataset_test_split", "datasets", "optim", "per_device_train_batch_size",
 }  # fmt: skip
 
 
@@ -231,10 +242,10 @@ def test_the_published_settings_give_the_published_recipe_but_for_names_and_plac
     different = {option for option, _ in leaves() if value(config, option) != value(ours, option)}
     assert different == {
         "run.name", "run.trackers", "data.train", "eval.data", "eval.best_metric",
-        "run.steps",  # epochs there
+        "run.steps", "run.epochs",  # epochs there
         "eval.k",  # each question is 32 times in the file there
     }  # fmt: skip
-    assert list(recipe.missing) == ["trainer.total_epochs=1"]
+    assert not recipe.missing
     assert not recipe.unknown
 
 

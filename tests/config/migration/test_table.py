@@ -80,7 +80,7 @@ def sentence(folder: Path, text: str, *overrides: str) -> str:
         ("reward.overlong_buffer.enable=true", "of verl; in dapo it is 'reward.length_shaping': true is `buffer`"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "of verl; dapo has no such option: not needed: "),
         ("critic.optim.lr=1", "unknown key 'critic.optim.lr' of verl; dapo has no such option: there is no critic"),
-        ("trainer.nonsense=1", "unknown key 'trainer.nonsense' of verl; docs/from-verl.md lists"),
+        ("trainer.nonsense=1", "unknown key 'trainer.nonsense' of verl; docs/how-to/from-verl.md lists"),
         ("optim=adamw_torch", "'optim' is 'adamw_torch': the optimizer is AdamW; `optim` is a section here"),
     ],
 )  # fmt: skip
@@ -117,7 +117,7 @@ def test_names_that_are_ours_or_nobodys_are_answered_as_before(tmp_path):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_pages_have_the_current_tables(system):
-    page = (ROOT / "docs" / f"from-{system}.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / f"from-{system}.md").read_text(encoding="utf-8")
     introduction, _, table = page.partition(MARKER)
     assert introduction.strip()
-    assert table == table_markdown(system), "python -m dapo.config.migration.pages docs"
+    assert table == table_markdown(system), "python -m dapo.config.migration.pages"
