@@ -53,7 +53,7 @@ def resolve(
     train_dataset: Any,
     eval_dataset: Any,
     sections: Mapping[str, Any],
-    parts: CustomParts | None,
+    parts: CustomParts | None = None,
     *,
     resume: bool,
 ) -> Arguments:
