@@ -22,8 +22,10 @@ from dapo.model.tokens import token_bytes
 from dapo.model.weights import check_folder
 from dapo.plan.dry_run import on_gpu, planned_checkpoint, training_memory
 from dapo.plan.shapes import find_shape
+from dapo.policy.rules import UpdateRules
 from dapo.rewards.judge import check_columns, check_judges, columns_seen, isolation_note, judge_kinds, judge_specs
 from dapo.rewards.signature import Kind
+from dapo.sampling.rules import group_rules
 from dapo.store.trackers import require_trackers
 from dapo.system.machine import free_disk, memory, size_text
 from dapo.training.disk import disk_plan, disk_warning
@@ -60,6 +62,9 @@ def check_run(config: Config, *, resume: bool = False, has_given_name: bool = Fa
     found = Findings()
     _check_folder(found, config, resume, has_given_name)
     kinds = _check_judges(found, config)
+    for check in (UpdateRules.of, group_rules):  # loss, schedule, advantage, filter and shaping, also from files
+        with found.collecting():
+            check(config)
     tokenizer = _check_model(found, config)
     if tokenizer is None:
         _read_data(found, config, kinds)

@@ -75,6 +75,8 @@ def load_parts(config: Config, given: CustomParts | None = None) -> CustomParts:
 
 def with_objects(config: Config, given: CustomParts) -> Config:
     """Return the configuration with `python:NAME` for each given object, so that the run's records name it."""
+    if not isinstance(given, CustomParts):
+        raise PartError(f"parts is a {type(given).__name__}; expected dapo.CustomParts(loss=..., ...)")
     changes: dict[str, Any] = {}
     for part in fields(given):
         function = getattr(given, part.name)

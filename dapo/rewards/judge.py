@@ -75,12 +75,14 @@ def reward_terms(rewards: RewardFunctions) -> tuple[str | dict[str, float], dict
         raise RewardError(f"the reward is {several!r}; expected a function, a list of them, or a mapping to weights")
     if not several:
         raise RewardError("the list of reward functions is empty; expected at least one function")
+    several = several if isinstance(several, Mapping) else [*several]
+    for reward in several:
+        if not isinstance(reward, str) and not callable(reward):
+            raise RewardError(f"the list of rewards has a {type(reward).__name__}; expected a function, or {KINDS}")
     weights = several if isinstance(several, Mapping) else dict.fromkeys(several, 1.0)
     use: dict[str, float] = {}
     functions: dict[str, RewardFunction] = {}
     for reward, weight in weights.items():
-        if not isinstance(reward, str) and not callable(reward):
-            raise RewardError(f"the list of rewards has a {type(reward).__name__}; expected a function, or {KINDS}")
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise RewardError(f"the weight of the reward {_name(reward)} is {weight!r}; expected a number")
         spec = reward if isinstance(reward, str) else f"{PYTHON}{function_name(reward)}"

@@ -11,8 +11,9 @@ from typing import Any
 
 from dapo.config import Config, Section, merge_options, option_names, read_yaml
 from dapo.config.functions import CustomParts, with_objects
+from dapo.config.migration.table import find
 from dapo.data.memory import PYTHON, Rows, collect
-from dapo.errors import ConfigError
+from dapo.errors import CheckpointError, ConfigError
 from dapo.policy.rules import UpdateRules
 from dapo.rewards.judge import RewardFunctions, reward_terms
 from dapo.sampling.rules import group_rules
@@ -32,6 +33,15 @@ _OTHERS = (
     "quiet",
     "reporter",
 )  # arguments of Trainer
+# What GRPOTrainer takes besides its options, and how it is done here.
+_OF_TRL = {
+    "args": "give options as config={...}, or sections such as optim={...}; `dapo convert` turns a GRPOConfig into a "
+    "recipe, whose path can be the config",
+    "processing_class": "the tokenizer is that of the model",
+    "peft_config": "give LoRA as model={'path': ..., 'lora': {'rank': 16}}",
+    "optimizers": "the optimizer is AdamW, with the options of optim={...}",
+    "rollout_func": "responses come from the engine that rollout={'engine': ...} names",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +150,7 @@ def _of_recorded_run(values: dict[str, Any], explicit: Sequence[Mapping[str, Any
     place = {name: str(value) for name, value in _run_options(values).items() if name in ("dir", "name")}
     folder = Path(place.get("dir", "runs")) / place.get("name", "run")
     if not is_run(folder):
-        return values  # the trainer says what is wrong
+        raise CheckpointError(f"{folder}: there is no run to resume; leave out resume=True to start one")
     recorded = recorded_config(folder).model_dump(mode="json", exclude_unset=True)
     return _merged(recorded, [*explicit, {"run": place}])
 
@@ -188,6 +198,10 @@ def _eval_sets(given: Any, rows: dict[str, Rows]) -> Any:
 def _check_sections(sections: Mapping[str, Any]) -> None:
     known = [*Config.model_fields]
     for name in sections:
+        if name in _OF_TRL:
+            raise ConfigError(f"Trainer has no argument '{name}'; {_OF_TRL[name]}")
+        if name not in known and (row := find("trl", name)) is not None:
+            raise ConfigError(f"Trainer has no argument '{name}'; as an option of TRL, {row.answer()}")
         if name not in known:
             close = difflib.get_close_matches(name, [*known, *_OTHERS], n=1)
             hint = f"; did you mean '{close[0]}'?" if close else f"; the sections of options are {', '.join(known)}"

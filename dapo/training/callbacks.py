@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -103,4 +104,11 @@ def _checked(given: CallbackLike) -> Callback:
             f"callbacks: {type(given).__name__} is neither a function of (trainer, step) nor a subclass of "
             "dapo.Callback"
         )
+    try:
+        inspect.signature(given).bind(None, None)
+    except TypeError:
+        name = getattr(given, "__name__", type(given).__name__)
+        raise ConfigError(f"callbacks: {name} must take two arguments, (trainer, step)") from None
+    except ValueError:
+        pass  # a built-in function whose signature is unknown
     return _EveryStep(given)

@@ -38,7 +38,8 @@ class Recorder:
         if self.directory.resume:
             undone = self.database.rewind(step)
             # `rewind` has recorded this event already, so it is only shown here.
-            self.reporter.event(Event(EventKind.RESUMED, f"after step {step}, {undone} later steps undone", step))
+            what = f"after step {step}" + (f"; {undone} later steps are undone" if undone else "")
+            self.reporter.event(Event(EventKind.RESUMED, what, step))
         if self.directory.changes:
             self.event(EventKind.CONFIGURATION, "changed on resume: " + "; ".join(self.directory.changes))
         self.trackers = Trackers(config, step, on_failure=lambda message: self.event(EventKind.TRACKER, message))

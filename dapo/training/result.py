@@ -30,15 +30,16 @@ class RunResult:
     run_dir: Path
     steps: int
     before: tuple[EvalReport, ...]  # one per set, before the first step
-    after: tuple[EvalReport, ...]  # the latest evaluation, one per set
+    after: tuple[EvalReport, ...]  # the latest evaluation after a step, one per set; empty if there was none
     signal: int | None  # the signal that ended the run early, after its step was finished and saved
     seconds: float  # spent on training steps, without evaluation and saving, also before a resume
 
     def __repr__(self) -> str:
         """Return a few lines, as a notebook shows them."""
         lines = [f"RunResult of {self.run_dir}: {self.steps} steps, {self.seconds:.0f} s of training"]
-        for when, reports in (("before", self.before), ("after", self.after)):
-            lines += [f"  {report.name} {when}: {summary(report.metrics)}" for report in reports]
+        for report in (*self.before, *self.after):
+            when = f"after step {report.step}" if report.step else "before"
+            lines.append(f"  {report.name} {when}: {summary(report.metrics)}")
         return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import TrainerState
@@ -33,6 +33,8 @@ class RunDirectory:
     `saved` is the checkpoint to resume from, and `state` its trainer state. Both are None for a new run, and for a run
     that resumes before its first checkpoint.
     """
+
+    held: ClassVar[set[Path]] = set()  # folders that this process has locked
 
     def __init__(self, config: Config, *, resume: bool) -> None:
         self.config, self.resume = config, resume
@@ -93,7 +95,7 @@ class RunDirectory:
 
     def close(self) -> None:
         checkpoint.clean(self.checkpoints)
-        self._lock.close()
+        self._unlock()
 
     def abandon(self) -> None:
         """Unlock a folder in which no run was begun, and leave it as it was found."""
@@ -102,6 +104,10 @@ class RunDirectory:
                 (self.path / _LOCK).unlink()
                 for folder in self._new_folders:
                     folder.rmdir()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        self.held.discard(self.path.resolve())
         self._lock.close()
 
     def _take_lock(self) -> IO[bytes]:
@@ -116,9 +122,15 @@ class RunDirectory:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 lock.close()
+                if self.path.resolve() in self.held:
+                    raise RunExists(
+                        f"{self.path}: another Trainer of this program has this run open; call its close(), or delete "
+                        "all references to it"
+                    ) from None
                 raise RunExists(f"{self.path}: another process is training this run") from None
             # A process that abandons the folder deletes the lock file. If it deleted the file opened here, retry.
             if self._is_in_place(lock):
+                self.held.add(self.path.resolve())
                 return lock
             lock.close()
 

@@ -34,12 +34,19 @@ def handled(stopping: StopRequest, on_first: Callable[[], None]) -> Iterator[Non
     Outside the main thread this does nothing.
     """
     previous: dict[int, Callable[..., Any] | int | None] = {}
+    is_telling = False
 
     def handle(number: int, _: Any) -> None:
+        nonlocal is_telling
+        if is_telling:  # a second signal before the user could read that a second one stops at once
+            return
         if stopping.signal is not None:
             raise KeyboardInterrupt
-        stopping.signal = number
-        on_first()
+        stopping.signal, is_telling = number, True
+        try:
+            on_first()
+        finally:
+            is_telling = False
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

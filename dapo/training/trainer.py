@@ -145,7 +145,8 @@ class Trainer:
     @property
     def result(self) -> RunResult:
         """The result up to now."""
-        reports, signal = self.evaluator.reports, self.stopping.signal
+        signal = self.stopping.signal
+        reports = tuple(report for report in self.evaluator.reports if report.step > 0)
         return RunResult(self.config.run_dir, self.step, self.before, reports, signal, self.seconds)
 
     @property

@@ -72,3 +72,8 @@ def test_a_run_that_exists_is_missing_only_under_a_name_that_was_given_and_can_b
     longer = runs.load(tmp_path, "run.steps=2")
     assert f"run: {config.run_dir} can resume" in check_run(longer, resume=True).notes
     assert sorted(config.run_dir.rglob("*")) == before
+
+
+def test_a_part_of_the_algorithm_that_cannot_be_loaded_is_missing(tmp_path):
+    config = runs.load(tmp_path, f"algorithm.loss={tmp_path}/none.py:loss")
+    assert any("algorithm.loss" in sentence and "none.py" in sentence for sentence in check_run(config).missing)

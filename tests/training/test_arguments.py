@@ -11,8 +11,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dapo
 from dapo.config import Config, option_names
-from dapo.errors import ConfigError, DapoError, RewardError
+from dapo.errors import CheckpointError, ConfigError, DapoError, PartError, RewardError
 from dapo.training.arguments import Arguments, resolve
 from tests import runs
 
@@ -138,6 +139,9 @@ def test_a_mistake_in_options_gets_the_sentence_of_the_command_line(tmp_path, ov
         ({"zzz": 1}, r"Trainer has no argument 'zzz'; the sections of options are run, model, data"),
         ({"config": {"rollout.vllm": ITSELF}}, r"config: an option holds a value that contains itself"),
         ({"optim": 3}, r"Trainer: optim is 3; expected options, such as"),
+        ({"args": object()}, r"no argument 'args'; give options as config=.*`dapo convert` turns a GRPOConfig"),
+        ({"peft_config": object()}, r"no argument 'peft_config'; give LoRA as model="),
+        ({"num_generations": 4}, r"no argument 'num_generations'; as an option of TRL, in dapo it is 'rollout.n'"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(arguments, sentence):
@@ -151,6 +155,7 @@ def test_wrong_arguments_are_one_sentence(arguments, sentence):
         ([], r"the list of reward functions is empty"),
         (3, r"the reward is 3; expected a function"),
         ([3], r"the list of rewards has a int; expected a function, or auto, math"),
+        ([{"score": 1.0}], r"the list of rewards has a dict; expected a function, or auto, math"),
         ({reward: "much"}, r"the weight of the reward reward is 'much'; expected a number"),
     ],
 )
@@ -179,3 +184,17 @@ KEYS = st.sampled_from([*option_names(), *Config.model_fields, "rollout.n.x", ""
 def test_options_of_any_kind_are_a_configuration_or_a_sentence(options):
     with suppress(DapoError):
         assert isinstance(resolved({"model.path": "m", "data.train": "t.jsonl", **options}).config, Config)
+
+
+def test_a_name_without_a_run_cannot_be_resumed(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no run to resume; leave out resume=True to start one"):
+        resolve({"run": {"dir": str(tmp_path), "name": "rum"}}, None, None, None, None, {}, resume=True)
+
+
+def test_parts_are_custom_parts():
+    with pytest.raises(PartError, match=r"parts is a dict; expected dapo.CustomParts\(loss="):
+        resolve({"model.path": "m", "data.train": "t"}, None, None, None, None, {}, {"loss": print}, resume=False)
+
+
+def test_the_public_names_are_listed_before_they_are_imported():
+    assert set(dapo.__all__) <= set(dir(dapo))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dapo import Callback
+from dapo.errors import ConfigError
 from dapo.store.database import RunDatabase
 from dapo.types import Verdict
 from tests import runs
@@ -71,6 +72,19 @@ def test_stop_ends_the_run_after_its_step_evaluated_and_saved_as_configured(make
     assert [report.step for report in result.after] == [2]
     assert log.seen[-3:] == [("evaluation", (2, "train_dataset")), ("save", "step_2"), ("end", 2)]
     assert trainer.train().steps == 4
+
+
+def test_a_run_that_stops_before_an_evaluation_has_no_result_after_it(make):
+    result = make({"eval.k": 1}, callbacks=lambda trainer, step: trainer.stop()).train()
+    assert [report.step for report in result.before] == [0]
+    assert result.after == ()
+    assert "after" not in repr(result)
+
+
+@pytest.mark.parametrize("function", [lambda trainer: None, lambda trainer, step, more: None])
+def test_a_function_with_other_arguments_is_refused_at_once(make, function):
+    with pytest.raises(ConfigError, match=r"callbacks: <lambda> must take two arguments, \(trainer, step\)"):
+        make(callbacks=function)
 
 
 class Broken(Callback):

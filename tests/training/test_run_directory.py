@@ -209,7 +209,7 @@ def test_a_lock_that_was_deleted_by_its_owner_can_be_taken_again(tmp_path):
     one = RunDirectory(config, resume=False)
     one.abandon()
     two = RunDirectory(config, resume=False)
-    with pytest.raises(CheckpointError, match="another process is training this run"):
+    with pytest.raises(CheckpointError, match="another Trainer of this program has this run open; call its close"):
         RunDirectory(config, resume=False)
     two.abandon()
     assert not config.run_dir.exists()

@@ -392,12 +392,12 @@ def test_a_changed_option_on_resume_is_recorded(tmp_path):
     assert Config.load(config.run_dir / "config.yaml").optim.lr == 1e-4
 
 
-def test_a_second_process_is_refused_before_it_loads_a_model(tmp_path, monkeypatch):
+def test_a_second_trainer_of_a_run_is_refused_before_it_loads_a_model(tmp_path, monkeypatch):
     config = runs.load(tmp_path)
     trainer = Trainer(config)
     monkeypatch.setattr("dapo.training.trainer.assemble", lambda *_: pytest.fail("nothing needs to be loaded"))
     for resume in (True, False):
-        with pytest.raises(CheckpointError, match="another process is training this run"):
+        with pytest.raises(CheckpointError, match="another Trainer of this program has this run open"):
             Trainer(config, resume=resume)
     trainer.close()
 
