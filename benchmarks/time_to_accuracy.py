@@ -133,9 +133,10 @@ def our_points(
 
         def examine() -> None:
             nonlocal clock
-            start = time.perf_counter()
-            trainer.sampler.drain()
-            clock += time.perf_counter() - start
+            if trainer.sampler.pending:
+                start = time.perf_counter()
+                trainer.sampler.drain()
+                clock += time.perf_counter() - start
             points.append(examiner.point(clock, metrics))
             on_point(points[-1])
 
