@@ -70,6 +70,8 @@ def check_run(config: Config, *, resume: bool = False, has_given_name: bool = Fa
         _read_data(found, config, kinds)
     else:
         _load_data(found, config, tokenizer, kinds)
+    if config.eval.data and config.eval.k == 0:
+        found.warnings.append("eval: eval.data is set, but nothing is evaluated, because eval.k is 0")
     for name in config.run.trackers:
         with found.collecting():
             require_trackers([name])

@@ -194,8 +194,7 @@ def _check_judged(label: str, report: EvalReport) -> None:
 
 def _differences(results: Sequence[Result]) -> list[DifferenceRow]:
     first, *others = results
-    k = first.subject.config.eval.k
-    return [row for other in others for row in differences(first.report, other.report, k, other.subject.label)]
+    return [row for other in others for row in differences(first.report, other.report, other.subject.label)]
 
 
 def _finite(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
@@ -103,8 +103,14 @@ def metrics_by_problem(samples: Iterable[EvalSample], k: int) -> MetricsByProble
     return metrics
 
 
-def differences(before: EvalReport, after: EvalReport, k: int, label: str = "after") -> list[DifferenceRow]:
-    """Return the paired differences of the main metrics, problem by problem: `after` minus `before`."""
+def differences(before: EvalReport, after: EvalReport, label: str = "after") -> list[DifferenceRow]:
+    """Return the paired differences of the main metrics, problem by problem: `after` minus `before`.
+
+    There are none if a resume has changed the number of samples per problem.
+    """
+    k, others = (max(Counter(sample.prompt.uid for sample in r.samples).values()) for r in (before, after))
+    if k != others:
+        return []
     old, new = (metrics_by_problem(report.samples, k) for report in (before, after))
     names = headline(before.metrics)
     return [DifferenceRow(label, name, *paired_difference(old[name], new.get(name, {}))) for name in names]

@@ -141,7 +141,9 @@ def describe(judgment: Judgment, answer: Any) -> dict[str, str]:
     reason = judgment.error
     if judgment.verdict == "wrong":
         has_answer = judgment.extracted is not None or "extracted" not in judgment.extras
-        reason = f"the gold answer is {_shown(answer)}" if has_answer else "no answer was found in the response"
+        reason = "no answer was found in the response"
+        if has_answer:
+            reason = None if answer is None else f"the gold answer is {_shown(answer)}"
     shown = {
         "score": None if judgment.score is None else f"{judgment.score:g}",
         "verdict": judgment.verdict,

@@ -142,10 +142,11 @@ def check_columns(kinds: Iterable[tuple[str, Kind]], columns: Collection[str], *
             if column == TOKENS and not has_tokens:
                 raise RewardError(f"reward.use: {name} takes '{TOKENS}'; give them, or name the --model to count with")
             if column != TOKENS and column not in columns:
+                known = sorted({"answer", "prompt", *columns} - {"data_source"})
                 raise RewardError(
                     f"reward.use: {name} takes '{column}', which is not a column of the data (columns: "
-                    f"{', '.join(sorted(columns)) or 'none'}); rename the parameter, give it a default, or add the "
-                    "column"
+                    f"{', '.join(known)}); rename the parameter, give it a default, or add the column (data.columns "
+                    "renames columns before the reward sees them)"
                 )
 
 

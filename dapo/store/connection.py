@@ -288,6 +288,10 @@ def readable(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
             raise CheckpointError(f"{path}: cannot be read: it takes too long; the file may be damaged") from error
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_IOERR:
+            raise StorageError(
+                f"{path}: cannot be read ({_reason(error)}); repair the disk, then run the same command again"
+            ) from error
         raise CheckpointError(f"{path}: cannot be read ({_reason(error)})") from error
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: not what a run writes ({_reason(error)})") from error

@@ -62,7 +62,7 @@ def _run(console: Console, trainer: Trainer) -> int | None:
     config = trainer.config
     for before, after in zip(result.before, result.after, strict=False):
         if after.step > before.step:
-            console.print(before_after_table(before, after, differences(before, after, config.eval.k)))
+            console.print(before_after_table(before, after, differences(before, after)))
     lines = [
         f"{result.steps} step{'s' * (result.steps != 1)}, {result.seconds:.0f} s of training; the run is in "
         f"{result.run_dir}",

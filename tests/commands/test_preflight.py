@@ -41,7 +41,7 @@ def test_too_little_memory_is_missing(tmp_path, monkeypatch):
 
 def test_a_parameter_that_is_no_column_is_missing_whether_or_not_the_model_is_here(tmp_path):
     recipe = runs.recipe(tmp_path, reward="def reward(completion, answer, level):\n    return 1.0")
-    sentence = "reward.py:reward takes 'level', which is not a column of the data (columns: data_source)"
+    sentence = "reward.py:reward takes 'level', which is not a column of the data (columns: answer, prompt)"
     (missing,) = check_run(Config.load(recipe)).missing
     assert sentence in missing
     elsewhere = check_run(Config.load(recipe, ["model.path=someone/somewhere"]))

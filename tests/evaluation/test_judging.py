@@ -89,7 +89,7 @@ def test_an_endpoint_is_asked(monkeypatch):
     ("use", "row", "sentence"),
     [
         ("maths", {}, "which is not a judge; did you mean 'math'?"),
-        ("{file}:reward", {}, "takes 'level', which is not a column of the data (columns: data_source)"),
+        ("{file}:reward", {}, "takes 'level', which is not a column of the data (columns: answer, prompt)"),
         ("{file}:tokens", {}, "takes 'completion_ids'; give them, or name the --model"),
         ("model:gone", {}, "a reward model reads the question, too"),
         ("https://user:pass@host/", {}, "reward.use"),

@@ -104,7 +104,9 @@ def test_a_parameter_that_no_column_provides_is_named_with_the_columns_there_are
     check_columns(kinds(lambda completions, level, log_extra, solution, **kwargs: 0), {"level"})
     check_columns(kinds(lambda completion, answer, other=1: 0), set())
     check_columns(kinds(functools.partial(lambda completion, other: 0, other=1)), set())
-    with pytest.raises(RewardError, match=r"f takes 'lvl', which is not a column of the data \(columns: id, level\)"):
+    with pytest.raises(
+        RewardError, match=r"f takes 'lvl', which is not a column of the data \(columns: answer, id, level, prompt\)"
+    ):
         check_columns(kinds(lambda completions, lvl, **kwargs: 0), {"level", "id"})
     with pytest.raises(RewardError, match="takes 'completion_ids'; give them, or name the --model"):
         check_columns(kinds(lambda completion_ids: 0), set(), has_tokens=False)

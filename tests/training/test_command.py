@@ -72,6 +72,14 @@ def test_a_resumed_run_shows_the_table_of_the_whole_run_and_all_its_seconds(tmp_
     assert "before and after" in resume(recipe, "run.steps=3")
 
 
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_a_resume_may_change_the_samples_per_question(tmp_path, k):
+    recipe = runs.recipe(tmp_path)
+    start(recipe, "run.steps=1", "eval.k=2")
+    printed = resume(recipe, "run.steps=2", f"eval.k={k}")
+    assert "2 steps," in printed  # the line after the table
+
+
 def test_the_same_recipe_again_gets_the_next_free_name_unless_a_name_is_given(tmp_path):
     recipe = runs.recipe(tmp_path)
     start(recipe, "run.steps=1", "eval.k=0")
