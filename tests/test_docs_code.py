@@ -23,7 +23,10 @@ from tests.pages import PAGES, ROOT, blocks, name_of
 from tests.tiny import save_tiny
 
 # Blocks that cannot run here, with the reason in the page's source. Adding one is a decision.
-NOT_RUN = {("docs/how-to/rewards.md", "verl is not installed for the tests")}
+NOT_RUN = {
+    ("docs/how-to/rewards.md", "verl is not installed for the tests"),
+    ("docs/how-to/from-trl.md", "it is TRL's code, which would train a second time"),
+}
 TESTED_ELSEWHERE = (
     "docs/reference/python.md",  # in tests/training/test_python_page.py
     "docs/reference/run-database.md",  # in tests/store/test_database.py

@@ -15,8 +15,9 @@ def options_markdown() -> str:
     for name, info in leaves():
         if not name.startswith(f"{heading}."):
             heading = name.split(".", 1)[0]
-            page.append(f"\n## {heading}\n\n| option | type | default | |\n| --- | --- | --- | --- |\n")
-        bounds = [f", {sign} {getattr(m, key)}" for m in info.metadata for key, sign in _BOUNDS if hasattr(m, key)]
+            page.append(f"\n## {heading}\n\n| option | type | default | what it does |\n| --- | --- | --- | --- |\n")
+        found = [(sign, getattr(m, key)) for m in info.metadata for key, sign in _BOUNDS if hasattr(m, key)]
+        bounds = [f", {sign} {'2^63' if bound == 2**63 else bound}" for sign, bound in found]
         default = "required" if info.is_required() else f"`{_as_yaml(info.default)}`"
         cells = [f"`{name}`", _type_text(info.annotation) + "".join(bounds), default, info.description]
         page.append("".join(f"| {cell.replace('|', _ESCAPED_BAR)} " for cell in cells) + "|\n")

@@ -229,9 +229,8 @@ class RunConfig(Section):
         default=None,
         gt=0,
         le=MOST_STEPS,
-        description="Passes over the training questions, instead of run.steps: the run ends after the step in which "
-        "epochs x questions prompts have been drawn. Every draw counts, also of groups that are dropped and of prompts "
-        "that the ledger skips.",
+        description="Passes over the training questions, in place of run.steps. The run ends after the step that "
+        "completes them. Each prompt counts when it is drawn, also if its group is dropped or the ledger skips it.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="The seed of all randomness.", json_schema_extra=FIXED)
     save_every: int = Field(

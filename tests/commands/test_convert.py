@@ -1,4 +1,4 @@
-"""Tests of `dapo convert` in real processes, and of the pages for those who come from verl and TRL."""
+"""Tests of `dapo convert` in real processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -65,15 +64,3 @@ def test_what_cannot_be_converted_is_one_sentence_and_exit_code_two(tmp_path, te
     done = dapo("convert", tmp_path / "run.sh")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: {tmp_path}/run.sh: {expected}\n"
-
-
-@pytest.mark.parametrize("page", ["from-verl.md", "from-trl.md"])
-def test_the_code_of_the_pages_runs(page):
-    text = (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert blocks
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(block, names)
-    for block in re.findall(r"```yaml\n(.*?)```", text, re.S):
-        Config.parse({"model": {"path": "m"}, **yaml.safe_load(block.replace("data: {", "data: {train: d, "))})

@@ -17,10 +17,12 @@ from dapo.config.migration.shell import UNKNOWN
 from dapo.config.migration.sources import Settings
 from dapo.config.migration.table import NOT_SET, SYSTEMS, Row, find, rows
 from dapo.config.schema import Config, leaves
+from dapo.config.training_options import CLIP_BOUNDS
 from dapo.errors import ConfigError
 
 _CONVERSIONS: Mapping[str, Mapping[str, Conversion]] = {"verl": verl.CONVERSIONS, "trl": trl.CONVERSIONS}
 _ALWAYS = {"verl": verl.ALWAYS, "trl": trl.ALWAYS}
+_WITH_LOSS = [f"algorithm.{name}" for name in CLIP_BOUNDS]  # their defaults depend on algorithm.loss
 _WIDTH = 118
 _MAX_SHOWN = 200  # characters of a value in a comment
 _MAX_UNKNOWN = 40  # names that are listed; a resolved configuration of verl has hundreds
@@ -141,7 +143,7 @@ def _convert_one(recipe: Recipe, name: str, value: Any, theirs: Mapping[str, Any
         recipe.missing[f"{name}={_shown(value)}{origin}"] = str(error) or row.note
         return
     if converted is not SKIP and row.ours is not None:
-        is_ours = converted == _default(row.ours) and row.ours not in recipe.options
+        is_ours = converted == _default(row.ours) and row.ours not in recipe.options and row.ours not in _WITH_LOSS
         if is_given or not is_ours:
             recipe.options[row.ours] = converted
             recipe.comments.pop(row.ours, None)

@@ -146,6 +146,55 @@ def _lora_targets(value: Any, theirs: Theirs) -> Any:
     return value if isinstance(value, list) else [value]
 
 
+_correction_mode = choice(
+    token_truncate="token-truncated",
+    token_mask="token-masked",
+    sequence_truncate="sequence-truncated",
+    sequence_mask="sequence-masked",
+)
+
+
+def _is_corrected(theirs: Theirs) -> bool:
+    return bool(theirs["use_vllm"] and theirs["vllm_importance_sampling_correction"])
+
+
+def _correction(value: Any, theirs: Theirs) -> Any:
+    if not theirs["use_vllm"]:
+        return SKIP
+    return _correction_mode(value, theirs) if _is_corrected(theirs) else "none"
+
+
+def _correction_max(value: Any, theirs: Theirs) -> Any:
+    if _is_corrected(theirs) and value != 2:
+        raise NoCounterpart
+    return SKIP
+
+
+def _correction_min(value: Any, theirs: Theirs) -> Any:
+    ours = 0.5 if theirs["vllm_importance_sampling_mode"].endswith("mask") else 0
+    if _is_corrected(theirs) and (value or 0) != ours:
+        raise NoCounterpart
+    return SKIP
+
+
+def _is_gspo(theirs: Theirs) -> bool:
+    return theirs["importance_sampling_level"] == "sequence" and theirs["loss_type"] == "grpo"
+
+
+def _ratio_level(value: Any, theirs: Theirs) -> Any:
+    if value == "token":
+        return SKIP
+    if not _is_gspo(theirs):
+        raise NoCounterpart
+    return "gspo"
+
+
+def _delta(value: Any, theirs: Theirs) -> Any:
+    if value is not None and _is_gspo(theirs):
+        raise NoCounterpart
+    return value
+
+
 def _kl_correction(value: Any, theirs: Theirs) -> Any:
     if theirs["beta"] and value:
         raise NoCounterpart
@@ -181,6 +230,13 @@ CONVERSIONS: Mapping[str, Conversion] = {
         linear="linear", cosine="cosine", constant="constant", constant_with_warmup="constant", none="linear"
     ),
     "epsilon_high": lambda value, theirs: theirs["epsilon"] if value is None else value,
+    "delta": _delta,
+    "ratio_level": _ratio_level,
+    "use_vllm": lambda value, theirs: "vllm" if value else SKIP,
+    "vllm_only": lambda value, theirs: value if theirs["use_vllm"] else SKIP,
+    "correction": _correction,
+    "correction_max": _correction_max,
+    "correction_min": _correction_min,
     "kl_correction": _kl_correction,
     "scale_rewards": choice(group="std", true="std", none="none", false="none"),
     "warmup": _warmup,

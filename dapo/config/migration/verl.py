@@ -21,6 +21,7 @@ from dapo.config.migration.conversions import (
 )
 
 _ACTOR = "actor_rollout_ref.actor"
+_CORRECTION = "algorithm.rollout_correction"
 _loss_agg_mode = choice(
     token_mean="token-mean",
     seq_mean_token_sum="seq-mean-token-sum",
@@ -77,6 +78,37 @@ def _warmup(value: Any, theirs: Theirs) -> Any:
 
 def _kl_type(value: Any, theirs: Theirs) -> Any:
     if theirs[f"{_ACTOR}.use_kl_loss"] and value not in ("low_var_kl", "k3"):
+        raise NoCounterpart
+    return SKIP
+
+
+def _correction(value: Any, theirs: Theirs) -> Any:
+    if value is None:
+        return SKIP
+    if theirs[f"{_CORRECTION}.bypass_mode"]:  # verl leaves the weights out, because the ratio holds them already
+        return "none"
+    how = "masked" if "_" in str(theirs[f"{_CORRECTION}.rollout_is_threshold"]) else "truncated"
+    return choice(token=f"token-{how}", sequence=f"sequence-{how}")(value, theirs)
+
+
+def _is_corrected(theirs: Theirs) -> bool:
+    return theirs[f"{_CORRECTION}.rollout_is"] is not None and not theirs[f"{_CORRECTION}.bypass_mode"]
+
+
+def _correction_bounds(value: Any, theirs: Theirs) -> Any:
+    if _is_corrected(theirs) and [float(bound) for bound in str(value).split("_")] not in ([2.0], [0.5, 2.0]):
+        raise NoCounterpart
+    return SKIP
+
+
+def _correction_only_off(value: Any, theirs: Theirs) -> Any:
+    if _is_corrected(theirs) and value:
+        raise NoCounterpart
+    return SKIP
+
+
+def _bypass_loss(value: Any, theirs: Theirs) -> Any:
+    if theirs[f"{_CORRECTION}.bypass_mode"] and value != "ppo_clip":
         raise NoCounterpart
     return SKIP
 
@@ -141,6 +173,10 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "top_k": lambda value, theirs: max(value, 0) if _evaluates(theirs) else SKIP,
     "adv_norm": lambda value, theirs: "std" if value else "none",
     "kl_reward": lambda value, theirs: value if theirs["algorithm.use_kl_in_reward"] else 0.0,
+    "correction": _correction,
+    "correction_bounds": _correction_bounds,
+    "correction_only_off": _correction_only_off,
+    "bypass_loss": _bypass_loss,
     "filter_metric": _filter_metric,
     "filter_rounds": lambda value, theirs: value if theirs["algorithm.filter_groups.enable"] else SKIP,
     "reward_file": _reward_file,

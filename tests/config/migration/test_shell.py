@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from random import Random
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -30,7 +31,9 @@ def options(script: str, **environment: str) -> dict[str, str]:
 
 
 def by_bash(script: str) -> dict[str, str]:
-    done = subprocess.run([str(BASH), "-c", STUBS + script], capture_output=True, text=True, timeout=60, env={})
+    command = [str(BASH), "-c", STUBS + script]
+    with TemporaryDirectory() as folder:  # some scripts write a log
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={}, cwd=folder)
     words = [word.lstrip("+") for word in done.stdout.split("\0")]
     return {key: value for word in words for key, equals, value in [word.partition("=")] if equals and key[0] != "-"}
 
