@@ -22,7 +22,7 @@ supervisor = pytest.importorskip("dapo.cluster.supervisor")
 class Rank(learners.RayLearnerRank):
     """A rank without a model, whose calls do what a rank's calls do."""
 
-    def open(self, options, saved, address):
+    def open(self, options, saved, address, custom):
         assert address.startswith("tcp://")
         return frozenset({self.rank}), False
 
@@ -111,10 +111,10 @@ def test_without_resources_for_a_rank_the_run_waits_reports_them_and_stops_on_re
 
 
 class Never(Rank):
-    def open(self, options, saved, address):
+    def open(self, options, saved, address, custom):
         """Wait for the other rank, as in a rendezvous."""
         time.sleep(60)
-        return super().open(options, saved, address)
+        return super().open(options, saved, address, custom)
 
 
 class FailsTwice(learners.RayRanks):
