@@ -119,9 +119,10 @@ def read_yaml(path: Path, names: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"{path}: {advice} a launch script of verl, or of a Python file with TRL's GRPOConfig")
     values = parse_yaml(read_text(path, "YAML"), str(path))
     given = [name for name, _ in leaves_of(values)]
-    systems = [row.system.split()[0] for name in given if (row := find("verl", name) or find("trl", name))]
+    foreign = [find("verl", name) or find("trl", name) for name in given if name not in names]
+    systems = [row.system.split()[0] for row in foreign if row is not None]
     is_ours = any(name in names and find("verl", name) is None for name in given)
-    if systems and not is_ours and any(name not in names for name in given):
+    if systems and not is_ours:
         raise ConfigError(f"{path}: {advice} this configuration of {max(systems, key=systems.count)}")
     return values
 

@@ -66,11 +66,10 @@ class PythonFile:
         return self.given, self.notes
 
     def _note_unnamed(self, call: ast.Call) -> None:
-        unnamed = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg is None)]
+        unnamed = [ast.unparse(argument) for argument in call.args]
+        unnamed += [f"**{ast.unparse(keyword.value)}" for keyword in call.keywords if keyword.arg is None]
         if unnamed:
-            shown = ", ".join(
-                [*map(ast.unparse, call.args), *(f"**{ast.unparse(k.value)}" for k in call.keywords if k.arg is None)]
-            )
+            shown = ", ".join(unnamed)
             self.notes.append(f"{_called(call)} in line {call.lineno} has arguments that could not be read: {shown}")
 
     def _read_trainer(self, keyword: ast.keyword) -> None:
@@ -100,7 +99,7 @@ class PythonFile:
             self.given[_LORA_NAMES.get(name, f"peft_config.{name}")] = value
 
     def _reward(self, node: ast.expr) -> Any:
-        """Return a reward function as `trl grpo` would name it, or as path/to/file.py:function if it is defined here."""
+        """Return a reward function as `trl grpo` would name it, or as file.py:function if it is defined here."""
         if not isinstance(node, ast.Name):
             return self._value(node)
         if node.id in self.imported:

@@ -131,7 +131,7 @@ def convert(settings: Settings) -> Recipe:
     for option, (value, reason) in _ALWAYS[settings.system].items():
         recipe.options[option], recipe.comments[option] = value, reason
     given = _by_first_name(recipe)
-    defaults = {row.name: row.default for row in rows(settings.system) if row.default is not NOT_SET}
+    defaults = _defaults(settings.system)
     values = defaults | given
     theirs = Theirs(values, {name for name, value in given.items() if _is_unknown(value)})
     skipped: dict[str, set[str]] = {}  # given, but not written by its own row -> the names that decided so
@@ -147,6 +147,8 @@ def convert(settings: Settings) -> Recipe:
     for name, deciding in skipped.items():
         if name in used and (ours := _row(recipe, name).ours):
             recipe.written[recipe.name(name)] = ours
+            if _row(recipe, name).is_told and given[name] != defaults.get(name):
+                recipe.differing[recipe.name(name)] = _row(recipe, name).note
         else:
             _list_skipped(recipe, name, given[name], deciding)
     _drop_schedule_over_epochs(recipe, values, given)
@@ -218,15 +220,24 @@ def _convert_one(recipe: Recipe, name: str, value: Any, theirs: Theirs, is_given
         if is_given:
             recipe.replace(option, name, each)
         elif each != recipe.default(option) or option in recipe.options:
-            deciding = sorted(recipe.name(read) for read in theirs.read if read in recipe.spelled)
-            is_derived = each != value and deciding
-            origin = f"from {', '.join(deciding)}" if is_derived else f"{_title(recipe.settings.system)}'s default"
-            recipe.options[option], recipe.comments[option] = each, origin
+            recipe.options[option] = each
+            recipe.comments[option] = _origin(recipe, row, converted, theirs.read)
     if is_given:
         told = row.is_told and (is_other or row.is_always_told)
         if note := result.note or (row.note if told else ""):
             recipe.differing[recipe.name(name)] = note
     return True
+
+
+def _origin(recipe: Recipe, row: Row, converted: Any, read: set[str]) -> str:
+    """Return where the value of an option that was left out comes from: a default, or options that were given."""
+    system = recipe.settings.system
+    try:
+        is_default = _converted(system, row, row.default, Theirs(_defaults(system), ())) == converted
+    except NoCounterpart:
+        is_default = False
+    deciding = sorted(recipe.name(name) for name in read if name in recipe.spelled)
+    return f"{_title(system)}'s default" if is_default or not deciding else f"from {', '.join(deciding)}"
 
 
 def _list_skipped(recipe: Recipe, name: str, value: Any, deciding: set[str]) -> None:
@@ -276,6 +287,10 @@ def _row(recipe: Recipe, name: str) -> Row:
     row = find(recipe.settings.system, name)
     assert row is not None
     return row
+
+
+def _defaults(system: str) -> dict[str, Any]:
+    return {row.name: row.default for row in rows(system) if row.default is not NOT_SET}
 
 
 def _title(system: str) -> str:

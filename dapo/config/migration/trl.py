@@ -216,7 +216,7 @@ CONVERSIONS: Mapping[str, Conversion] = {
         grpo="seq-mean-token-mean",
         dr_grpo=Written(
             "seq-mean-token-sum",
-            "it is seq-mean-token-sum, whose gradient is larger by max_completion_length, so grad_clip acts differently",
+            "without the division by max_completion_length the gradient is larger, so grad_clip acts differently",
         ),
         cispo=Written("token-mean", also={"algorithm.loss": "cispo"}),
         sapo=Written("seq-mean-token-mean", also={"algorithm.loss": "sapo"}),

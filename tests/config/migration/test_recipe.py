@@ -190,8 +190,8 @@ def places(recipe: Recipe, name: str) -> list[str]:
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, 2, 8, 64, -1, 0.5, 1.0, "\ufffd", "x-\ufffd", "no", "steps", "epoch", "cosine", "grpo",
-    "gspo", "cispo", "sapo", "dapo", "clip_cov", "token-mean", "seq-mean-token-sum-norm", "a.py", "m", ["console", "wandb"],
-    ["a.b"], [1.0, 2.0], {}, {"a": 1},
+    "gspo", "cispo", "sapo", "dapo", "clip_cov", "token-mean", "seq-mean-token-sum-norm", "a.py", "m",
+    ["console", "wandb"], ["a.b"], [1.0, 2.0], {}, {"a": 1},
 ]  # fmt: skip
 
 
@@ -200,14 +200,65 @@ def test_every_given_option_ends_in_exactly_one_place(system):
     random = Random(5)
     names = [name.replace("*", "x") for row in rows(system) for name in row.names] + ["zebra.stripes"]
     decisive = [row.name for row in rows(system) if row.conversion.split()[0] not in ("free", "off", "same")]
-    for attempt in range(len(names) + 200):
-        chosen = [names[attempt % len(names)], *random.sample(decisive, 5), *random.sample(names, 5)]
+    for _ in range(80):
+        chosen = [*random.sample(decisive, 10), *random.sample(names, random.choice([5, 30]))]
         given = {name.replace("*", "x"): random.choice(VALUES) for name in chosen}
         recipe = convert(Settings(system, given, []))
         for name in given:
             assert len(places(recipe, name)) == 1, (name, places(recipe, name), given)
-        for option in recipe.options:
-            assert f"{option.split('.')[-1]}: " in recipe.text("x")
+        assert set(recipe.written.values()) <= {row.ours for row in rows(system)}
+
+
+def test_a_comment_says_whether_a_value_is_a_default_or_comes_from_what_was_given():
+    comments = converted("verl", {f"{A}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50}).comments
+    assert comments["optim.warmup_steps"] == f"from {A}.optim.lr_warmup_steps_ratio, trainer.total_training_steps"
+    assert comments["optim.weight_decay"] == "verl's default"
+    comments = converted("trl", {"adam_beta2": 0.95, "loss_type": "grpo"}).comments
+    assert comments["optim.betas"] == "from adam_beta2"
+    assert comments["algorithm.clip_ratio_high"] == "TRL's default"
+
+
+def test_dropout_of_zero_is_no_difference():
+    recipe = converted("verl", {f"{M}.override_config.attention_dropout": 0.0, "trainer.total_training_steps": 5})
+    assert not recipe.missing
+
+
+PYTHON = """
+from peft import LoraConfig
+from my.rewards import short
+from trl.rewards import accuracy_reward
+G = 8
+G2: int = 2 * G
+steps = 3
+steps += 1
+def check(completions, **kwargs): ...
+peft = LoraConfig(r=32, target_modules=["q_proj"], task_type="CAUSAL_LM", use_dora=True)
+config = GRPOConfig("out", num_generations=G, per_device_train_batch_size=G2 // 2 + G, max_steps=steps, **extra)
+GRPOTrainer(model="m", args=config, reward_funcs=[check, accuracy_reward, short], peft_config=peft, callbacks=[log])
+"""
+
+
+def test_python_is_read_as_far_as_it_is_constant_and_the_rest_is_listed(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(PYTHON, encoding="utf-8")
+    settings = read_settings(path, {})
+    recipe = convert(settings)
+    assert settings.given["per_device_train_batch_size"] == 16
+    assert recipe.options["model.lora.rank"] == 32
+    assert recipe.options["model.lora.alpha"] == 8  # PEFT's default
+    assert recipe.options["model.lora.target_modules"] == ["q_proj"]
+    assert list(recipe.options["reward.use"]) == [f"{path}:check", "math", "my/rewards.py:short"]
+    assert recipe.unknown == ["peft_config.use_dora"]
+    assert "max_steps=?" in recipe.missing
+    report = "\n".join(recipe.report())
+    assert "GRPOConfig in line 11 has arguments that could not be read: 'out', **extra" in report
+    assert "the argument callbacks of GRPOTrainer in line 12 is not converted" in report
+    assert f"reward.use points at {path}: dapo imports that file" in report
+
+
+def test_adapters_that_cannot_be_read_are_listed(tmp_path):
+    (tmp_path / "a.py").write_text("GRPOTrainer(model='m', peft_config=make())", encoding="utf-8")
+    assert "peft_config=?" in convert(read_settings(tmp_path / "a.py", {})).missing
 
 
 def test_a_recipe_without_model_or_data_says_what_is_missing():

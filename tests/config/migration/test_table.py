@@ -84,7 +84,7 @@ def sentence(folder: Path, text: str, *overrides: str) -> str:
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "of verl; dapo has no such option: not needed: "),
         ("critic.optim.lr=1", "unknown key 'critic.optim.lr' of verl; dapo has no such option: there is no critic"),
         ("trainer.nonsense=1", "unknown key 'trainer.nonsense' of verl; docs/how-to/from-verl.md lists"),
-        ("optim=adamw_torch", "'optim' is 'adamw_torch': the optimizer is AdamW with float32 states; `optim` is a section here"),
+        ("optim=adamw_torch", "'optim' is 'adamw_torch': the optimizer is AdamW with float32 states; "),
     ],
 )  # fmt: skip
 def test_a_name_of_verl_or_trl_is_answered_with_ours_and_what_differs(tmp_path, override, expected):
