@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dapo.config.migration.table import explain_unknown, find
+from dapo.config.migration.table import explain_unknown, find, leaves_of
 from dapo.errors import ConfigError
 
 # Limits of a recipe. PyYAML needs eight seconds for a megabyte, and an alias can stand for any number of values.
@@ -112,8 +112,19 @@ for _tool in (Loader, Dumper):
     )
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    return parse_yaml(read_text(path, "YAML"), str(path))
+def read_yaml(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Read a recipe; name `dapo convert` if the file is verl's or TRL's. `names` are all options."""
+    advice = f"not a recipe; `dapo convert {path}` makes a recipe of"
+    if path.suffix in (".sh", ".bash", ".py") and path.is_file():
+        raise ConfigError(f"{path}: {advice} a launch script of verl, or of a Python file with TRL's GRPOConfig")
+    values = parse_yaml(read_text(path, "YAML"), str(path))
+    given = [name for name, _ in leaves_of(values)]
+    foreign = [find("verl", name) or find("trl", name) for name in given if name not in names]
+    systems = [row.system.split()[0] for row in foreign if row is not None]
+    is_ours = any(name in names and find("verl", name) is None for name in given)
+    if systems and not is_ours:
+        raise ConfigError(f"{path}: {advice} this configuration of {max(systems, key=systems.count)}")
+    return values
 
 
 def read_text(path: Path, form: str) -> str:

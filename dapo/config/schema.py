@@ -49,7 +49,7 @@ class Config(Section):
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
         """Read a YAML file and apply dotted overrides such as `optim.lr=1e-5`."""
         path = Path(path)
-        values = read_yaml(path)
+        values = read_yaml(path, option_names())
         for override in overrides:
             apply_override(values, override, option_names())
         run = values.setdefault("run", {})

@@ -129,7 +129,7 @@ def _base(config: ConfigLike | None) -> dict[str, Any]:
     path = Path(config)
     if not path.is_file() and path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"config is '{config}', which is not a recipe; to name a model, write model='{config}'")
-    values = read_yaml(path)
+    values = read_yaml(path, option_names())
     merge_options(values, {"run": {}}, option_names())
     values["run"].setdefault("name", path.stem)
     return values

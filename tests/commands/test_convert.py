@@ -64,3 +64,19 @@ def test_what_cannot_be_converted_is_one_sentence_and_exit_code_two(tmp_path, te
     done = dapo("convert", tmp_path / "run.sh")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: {tmp_path}/run.sh: {expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("run.sh", SCRIPT, "a launch script of verl, or of a Python file with TRL's GRPOConfig"),
+        ("a.yaml", "data: {train_files: x, train_batch_size: 4}\ntrainer: {nnodes: 1}\n", "this configuration of verl"),
+        ("b.yaml", "num_generations: 8\noptim: adamw_torch\n", "this configuration of TRL"),
+    ],
+)
+def test_a_file_of_verl_or_trl_that_is_trained_is_answered_with_the_command(tmp_path, name, text, expected):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    done = dapo("train", path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {path}: not a recipe; `dapo convert {path}` makes a recipe of {expected}\n"

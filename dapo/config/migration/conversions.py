@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 from dapo.config.training_options import RunConfig
 
 SKIP = object()  # nothing to write
-Theirs = Mapping[str, Any]  # values of the other system by name, with its defaults for what was left out
-Conversion = Callable[[Any, Theirs], Any]
 
 _TRACKERS: tuple[str, ...] = get_args(get_args(RunConfig.model_fields["trackers"].annotation)[0])
 
 
+class Theirs(dict[str, Any]):
+    """Values of the other system by name, with its defaults for what was left out; it remembers which were read."""
+
+    def __init__(self, values: Mapping[str, Any], unreadable: Collection[str]) -> None:
+        super().__init__({name: value for name, value in values.items() if name not in unreadable})
+        self.unreadable = unreadable
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name in self.unreadable:
+            raise KeyError(name)
+        self.read.add(name)
+        return super().get(name, default)
+
+
+Conversion = Callable[[Any, Theirs], Any]
+
+
 class NoCounterpart(Exception):
     """The value cannot be expressed; the message says why, if the note of the row does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A value for our option that needs more to be said or set."""
+
+    value: Any
+    note: str = ""  # what differs, besides the note of the row
+    also: Mapping[str, Any] = field(default_factory=dict)  # values of other options of ours
 
 
 def same(value: Any, theirs: Theirs) -> Any:
@@ -51,10 +81,12 @@ def run_name(value: Any, theirs: Theirs) -> Any:
 
 def trackers(value: Any, theirs: Theirs) -> Any:
     names = value if isinstance(value, list) else [value]
+    known = [name for name in names if name in _TRACKERS]
     unknown = [str(name) for name in names if name not in (*_TRACKERS, "console", "none", "all", None)]
-    if unknown:
-        raise NoCounterpart(f"the trackers are {', '.join(_TRACKERS)}, not {', '.join(unknown)}")
-    return [name for name in names if name in _TRACKERS] or SKIP
+    note = f"the trackers are {', '.join(_TRACKERS)}, not {', '.join(unknown)}"
+    if unknown and not known:
+        raise NoCounterpart(note)
+    return Written(known, note if unknown else "") if known else SKIP
 
 
 def named_sets(paths: list[str]) -> Any:

@@ -19,7 +19,8 @@ from dapo.errors import ConfigError
 UNKNOWN = "\ufffd"  # stands in a value for a part that is not known
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_OPTION = re.compile(r"[+~]{0,2}([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
+_OPTION = re.compile(r"\+{0,2}([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
+_REDIRECTION = re.compile(r"(\d*|&)(>>?|<)(&\d+)?")
 _ENTRY = re.compile(r"(^|[./])(main_(ppo|dapo)\w*|fully_async_main|recipe\.[\w.]*main_\w+)(\.py)?$")
 _OPENING, _CLOSING = {"if", "for", "while", "until", "case", "select"}, {"fi", "done", "esac"}
 _DECLARING = {"export", "declare", "typeset", "local", "readonly"}
@@ -33,6 +34,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 }
 _LARGEST = 2**63
 _MAX_DEPTH = 20  # of substitutions inside substitutions
+_MAX_SHOWN = 80  # characters of a word in a note
 _MAX_VALUE = 2**18  # characters; x="$x$x" doubles
 
 
@@ -67,7 +69,17 @@ def read_script(text: str, source: str, environment: Mapping[str, str]) -> Scrip
             options[found[1]] = found[2]
         elif word.startswith(("--config-name", "--config-path", "-cn", "-cp")):
             notes.append(f"line {line} has {word}; the options in that file are not read: convert it, too")
+        elif word.strip():
+            shown = " ".join(word.replace(UNKNOWN, "?").split())[:_MAX_SHOWN]
+            notes.append(f"line {line} gives verl '{shown}', which is not an option that could be read")
     return Script(options, notes)
+
+
+def _without_redirections(words: list[str]) -> list[str]:
+    """Leave out `> file`, `2>&1` and the like."""
+    marks = [_REDIRECTION.match(word) for word in words]
+    targets = {place + 1 for place, mark in enumerate(marks) if mark and mark.end() == len(words[place])}
+    return [word for place, word in enumerate(words) if not marks[place] and place not in targets]
 
 
 class _Reader:
@@ -108,7 +120,7 @@ class _Reader:
     def _look_for_call(self, line: int, tokens: list[str], source: str) -> None:
         """Note a call of verl, made directly or in a wrapper such as `ray job submit --` or `bash -c`."""
         self.collected = {}
-        words = [word for token in tokens for word in self._expand(token)]
+        words = [word for token in _without_redirections(tokens) for word in self._expand(token)]
         if not words or words[0] in ("echo", "printf"):
             return
         entry = next((i for i, word in enumerate(words) if _ENTRY.search(word)), None)
@@ -127,7 +139,8 @@ class _Reader:
             self.collected.update(self.doubts.get(array[1], {}))
             return list(self.values.get(array[1], []))
         if re.fullmatch(r'"?\$(?:[@*]|\{[@*][^}]*\})"?', token):
-            return []  # the arguments of the script
+            self.collected["the arguments of the script ($@) are passed on to verl, and are not known here"] = None
+            return []
         text = self._substitute(token)
         return text.split() if re.fullmatch(r"\$\{?[A-Za-z_]\w*\}?", token) else [text]
 

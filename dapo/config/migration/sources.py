@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dapo.config.loading import MAX_FILE_BYTES, parse_value, read_text
+from dapo.config.migration.python import PythonFile
 from dapo.config.migration.shell import UNKNOWN, read_script
 from dapo.config.migration.table import find, leaves_of
 from dapo.config.schema import option_names
@@ -62,6 +63,8 @@ def _from_tree(text: str, source: str) -> Settings:
     notes = []
     if "defaults" in tree:
         notes.append("the files that `defaults` names are not read; convert the resolved configuration to include them")
+    if "env" in tree:
+        notes.append("`env` sets environment variables: export them before `dapo train`")
     leaves = dict(leaves_of({key: value for key, value in tree.items() if key not in ("defaults", "env")}))
     given = {
         name: _resolve(value, leaves)
@@ -99,51 +102,10 @@ def _from_python(text: str, source: str) -> Settings:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
         raise ConfigError(f"{source}: not valid Python{line}") from None
-    names = {
-        node.targets[0].id: value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
-        for value in [_literal(node.value, {})]
-        if value is not UNKNOWN
-    }
-    given: dict[str, Any] = {}
-    for function, keyword in _keywords(tree):
-        value = _literal(keyword.value, names)
-        if function == "GRPOConfig":
-            given[str(keyword.arg)] = value
-        elif keyword.arg == "model" and value is not UNKNOWN:
-            given["model_name_or_path"] = value
-        elif keyword.arg == "reward_funcs":
-            functions = keyword.value.elts if isinstance(keyword.value, ast.List) else [keyword.value]
-            given["reward_funcs"] = [_reward(each, source) for each in functions]
+    try:
+        given, notes = PythonFile(tree, source).arguments()
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply") from None
     if not given:
         raise ConfigError(f"{source}: found no call of GRPOConfig with named arguments")
-    notes = [
-        "the dataset is loaded in Python: write its rows to a file, or use dapo's Trainer, which takes them as they are"
-    ]
     return Settings("trl", given, notes)
-
-
-def _keywords(tree: ast.AST) -> Iterator[tuple[str, ast.keyword]]:
-    """Yield the named arguments of the calls of GRPOConfig and GRPOTrainer."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if function in ("GRPOConfig", "GRPOTrainer"):
-                yield from ((function, keyword) for keyword in node.keywords if keyword.arg is not None)
-
-
-def _literal(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    if isinstance(node, ast.Name):
-        return names.get(node.id, UNKNOWN)
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, RecursionError, MemoryError):
-        return UNKNOWN
-
-
-def _reward(node: ast.expr, source: str) -> Any:
-    """Return the import path of a reward function that is defined in the same file, as `trl grpo` would write it."""
-    if isinstance(node, ast.Name):
-        return f"{Path(source).with_suffix('').as_posix().replace('/', '.')}.{node.id}"
-    return _literal(node, {})

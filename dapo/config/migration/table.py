@@ -25,7 +25,8 @@ class Row:
     ours: str | None
     conversion: str  # explained at the top of verl.txt
     note: str  # one sentence: what differs
-    is_told: bool  # a converted recipe says what differs, because the run is not the same
+    is_told: bool  # a converted recipe says what differs, if the value is not our default
+    is_always_told: bool  # or even if it is
 
     @property
     def name(self) -> str:
@@ -61,8 +62,17 @@ def _rows(text: str, system: str) -> Iterator[Row]:
             names, default, ours, conversion, note = line.split(" | ")
             value = NOT_SET if default == "-" else _scalar(default)
             ours = None if ours == "-" else ours
-            plain = note.removeprefix("! ")
-            yield Row(system, tuple(names.split(" = ")), value, ours, conversion, plain, is_told=plain != note)
+            mark, plain = note.split(" ", 1) if note.startswith("!") else ("", note)
+            yield Row(
+                system,
+                tuple(names.split(" = ")),
+                value,
+                ours,
+                conversion,
+                plain,
+                mark != "",
+                is_always_told=mark == "!!",
+            )
 
 
 def _scalar(text: str) -> Any:

@@ -16,6 +16,7 @@ from dapo.config.migration.conversions import (
     Conversion,
     NoCounterpart,
     Theirs,
+    Written,
     choice,
     null_skips,
     run_name,
@@ -81,6 +82,12 @@ def _eval_steps(value: Any, theirs: Theirs) -> Any:
     return _in_steps(value, theirs)
 
 
+def _eval_strategy(value: Any, theirs: Theirs) -> Any:
+    if value in ("no", False, "steps"):
+        return SKIP
+    raise NoCounterpart("evaluations are counted in steps; set eval.every")
+
+
 def _eval_k(value: Any, theirs: Theirs) -> Any:
     return SKIP if theirs["eval_strategy"] in ("no", False) else value or theirs["num_generations"]
 
@@ -122,10 +129,13 @@ def _reward_funcs(value: Any, theirs: Theirs) -> Any:
 
 def _judge(name: str) -> str:
     """Return the judge for a reward function of `trl grpo`: a name in trl.rewards, or an import path from here."""
+    name = name.removeprefix("trl.rewards.")
     if name in ("accuracy_reward", "reasoning_accuracy_reward"):
         return "math"
+    if ".py:" in name:
+        return name
     module, dot, function = name.rpartition(".")
-    if not dot or module == "trl.rewards":
+    if not dot:
         raise NoCounterpart(f"import {function} in a file of your own, and set reward.use to file.py:{function}")
     return f"{module.replace('.', '/')}.py:{function}"
 
@@ -141,8 +151,12 @@ def _lora_dropout(value: Any, theirs: Theirs) -> Any:
 
 
 def _lora_targets(value: Any, theirs: Theirs) -> Any:
-    if not theirs["use_peft"] or value in (None, "all-linear", ["all-linear"]):
+    if not theirs["use_peft"]:
         return SKIP
+    if value is None:
+        raise NoCounterpart("PEFT chooses the layers by the kind of model, dapo adapts all linear layers; name them")
+    if value in ("all-linear", ["all-linear"]):
+        return "all-linear"
     return value if isinstance(value, list) else [value]
 
 
@@ -192,7 +206,7 @@ def _ratio_level(value: Any, theirs: Theirs) -> Any:
 def _delta(value: Any, theirs: Theirs) -> Any:
     if value is not None and _is_gspo(theirs):
         raise NoCounterpart
-    return value
+    return _epsilon(value, theirs)  # TRL's other losses ignore it, too
 
 
 def _kl_correction(value: Any, theirs: Theirs) -> Any:
@@ -202,9 +216,29 @@ def _kl_correction(value: Any, theirs: Theirs) -> Any:
 
 
 def _optimizer(value: Any, theirs: Theirs) -> Any:
-    if not str(value).startswith("adamw"):
+    if value not in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla"):
         raise NoCounterpart
     return SKIP
+
+
+def _epsilon(value: Any, theirs: Theirs) -> Any:
+    return SKIP if theirs["loss_type"] in ("cispo", "sapo") else value
+
+
+def _epsilon_high(value: Any, theirs: Theirs) -> Any:
+    if theirs["loss_type"] == "sapo":
+        return SKIP
+    high = theirs["epsilon"] if value is None else value
+    return high - 1 if theirs["loss_type"] == "cispo" else high  # there the ratio is at most epsilon_high
+
+
+def _sapo_temperature(ours: float) -> Conversion:
+    def convert(value: Any, theirs: Theirs) -> Any:
+        if theirs["loss_type"] == "sapo" and value != ours:
+            raise NoCounterpart
+        return SKIP
+
+    return convert
 
 
 CONVERSIONS: Mapping[str, Conversion] = {
@@ -225,11 +259,24 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "mini_batch": lambda value, theirs: _prompts(value, theirs),
     "epochs": _epochs,
     "steps": _steps,
-    "loss_type": choice(dapo="token-mean", bnpo="token-mean", grpo="seq-mean-token-mean", dr_grpo="seq-mean-token-sum"),
+    "loss_type": choice(
+        dapo="token-mean",
+        bnpo="token-mean",
+        grpo="seq-mean-token-mean",
+        dr_grpo=Written(
+            "seq-mean-token-sum",
+            "without the division by max_completion_length the gradient is larger, so grad_clip acts differently",
+        ),
+        cispo=Written("token-mean", also={"algorithm.loss": "cispo"}),
+        sapo=Written("seq-mean-token-mean", also={"algorithm.loss": "sapo"}),
+    ),
+    "epsilon": _epsilon,
+    "sapo_temperature_pos": _sapo_temperature(1.0),
+    "sapo_temperature_neg": _sapo_temperature(1.05),
     "lr_schedule": choice(
         linear="linear", cosine="cosine", constant="constant", constant_with_warmup="constant", none="linear"
     ),
-    "epsilon_high": lambda value, theirs: theirs["epsilon"] if value is None else value,
+    "epsilon_high": _epsilon_high,
     "delta": _delta,
     "ratio_level": _ratio_level,
     "use_vllm": lambda value, theirs: "vllm" if value else SKIP,
@@ -248,6 +295,7 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "run_name": run_name,
     "trackers": trackers,
     "save_steps": _save_steps,
+    "eval_strategy": _eval_strategy,
     "eval_steps": _eval_steps,
     "eval_k": _eval_k,
     "use_cpu": lambda value, theirs: "cpu" if value else SKIP,

@@ -11,6 +11,7 @@ from dapo.config.migration.conversions import (
     Conversion,
     NoCounterpart,
     Theirs,
+    Written,
     choice,
     named_sets,
     null_skips,
@@ -22,11 +23,14 @@ from dapo.config.migration.conversions import (
 
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
+_LOSSES = {"vanilla": "dapo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
 _loss_agg_mode = choice(
     token_mean="token-mean",
     seq_mean_token_sum="seq-mean-token-sum",
     seq_mean_token_mean="seq-mean-token-mean",
-    seq_mean_token_sum_norm="seq-mean-token-sum",
+    seq_mean_token_sum_norm=Written(
+        "seq-mean-token-sum", "without the normalizer the gradient is larger by it, so grad_clip acts differently"
+    ),
 )
 
 
@@ -57,13 +61,26 @@ def _evaluates(theirs: Theirs) -> bool:
     return "data.val_files" in theirs and (theirs["trainer.test_freq"] > 0 or theirs["trainer.val_before_train"])
 
 
+def _before_training(value: Any, theirs: Theirs) -> Any:
+    if value or not _evaluates(theirs):
+        return SKIP
+    raise NoCounterpart
+
+
+def _mini_batch(value: Any, theirs: Theirs) -> Any:
+    batch = theirs["data.train_batch_size"]
+    return Written(batch, f"reduced to data.train_batch_size, {batch}") if value > batch else value
+
+
 def _learners(value: Any, theirs: Theirs) -> int:
     return value * (theirs.get("trainer.nnodes") or 1)
 
 
 def _offload(value: Any, theirs: Theirs) -> Any:
-    is_on = value or theirs.get(f"{_ACTOR}.fsdp_config.optimizer_offload")
+    is_on = theirs.get(f"{_ACTOR}.fsdp_config.optimizer_offload") or value
     learners = _learners(theirs.get("trainer.n_gpus_per_node") or 1, theirs)
+    if is_on and learners == 1:
+        raise NoCounterpart
     return bool(is_on) if learners > 1 else SKIP
 
 
@@ -128,20 +145,39 @@ def _reward_file(value: Any, theirs: Theirs) -> Any:
 
 def _reward_manager(value: Any, theirs: Theirs) -> Any:
     is_replaced = theirs.get("custom_reward_function.path") or theirs.get("reward_model.enable")
+    if value not in ("naive", "dapo", None):
+        raise NoCounterpart
     return "math_dapo" if value == "dapo" and not is_replaced else SKIP
 
 
 def _reward_model(value: Any, theirs: Theirs) -> Any:
-    is_used = theirs["reward_model.enable"] and not theirs.get("custom_reward_function.path")
-    return f"model:{value}" if value and is_used else SKIP
+    if not value or not theirs["reward_model.enable"]:
+        return SKIP
+    if theirs.get("custom_reward_function.path"):
+        raise NoCounterpart("the reward function is used alone; reward.use may also map both to weights")
+    return f"model:{value}"
 
 
 def _epochs(value: Any, theirs: Theirs) -> Any:
     return SKIP if theirs["trainer.total_training_steps"] else float(value)
 
 
+def _loss(theirs: Theirs) -> str:
+    """Return our loss; dapo stands in for one that we lack."""
+    return _LOSSES.get(theirs[f"{_ACTOR}.policy_loss.loss_mode"], "dapo")
+
+
 def _aggregation(value: Any, theirs: Theirs) -> Any:
-    return _loss_agg_mode(value, theirs) if theirs[f"{_ACTOR}.policy_loss.loss_mode"] == "vanilla" else SKIP
+    loss, mode = _loss(theirs), str(value)
+    if loss == "cispo" and mode != "token-mean":
+        raise NoCounterpart("`algorithm.loss: cispo` is always token-mean")
+    return _loss_agg_mode(value, theirs) if loss in ("dapo", "cispo") else SKIP  # verl ignores it in the others
+
+
+def _clip_side(value: Any, theirs: Theirs) -> Any:
+    if _loss(theirs) == "sapo":
+        return SKIP
+    return theirs.get(f"{_ACTOR}.clip_ratio", 0.2) if value is None else value
 
 
 CONVERSIONS: Mapping[str, Conversion] = {
@@ -156,18 +192,19 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "seed": null_skips,
     "modules": lambda value, theirs: value if isinstance(value, list) or value == "all-linear" else [value],
     "recompute": lambda value, theirs: "auto" if value else "never",
-    "mini_batch": lambda value, theirs: min(value, theirs["data.train_batch_size"]),
+    "mini_batch": _mini_batch,
     "micro_batch_tokens": lambda value, theirs: value if theirs[f"{_ACTOR}.use_dynamic_bsz"] else SKIP,
-    "clip_ratio_side": lambda value, theirs: theirs.get(f"{_ACTOR}.clip_ratio", 0.2) if value is None else value,
+    "clip_ratio_side": _clip_side,
     "loss_agg_mode": _aggregation,
-    "loss_mode": choice(vanilla="dapo", gspo="gspo", cispo="cispo", sapo="sapo", geo_mean="gmpo"),
-    "clip_ratio_c": lambda value, theirs: value if theirs[f"{_ACTOR}.policy_loss.loss_mode"] == "vanilla" else SKIP,
+    "loss_mode": choice(**_LOSSES),
+    "clip_ratio_c": lambda value, theirs: value if _loss(theirs) == "dapo" else SKIP,
     "lr_schedule": choice(constant="constant", none="constant", cosine="cosine"),
     "prompt_key": lambda value, theirs: SKIP if value == "prompt" else {"prompt": value},
     "kl_loss": lambda value, theirs: value if theirs[f"{_ACTOR}.use_kl_loss"] else 0.0,
     "kl_type": _kl_type,
     "warmup": _warmup,
     "offload": _offload,
+    "before_training": _before_training,
     "eval_k": lambda value, theirs: value if _evaluates(theirs) else 0,
     "eval_only": lambda value, theirs: value if _evaluates(theirs) else SKIP,
     "top_k": lambda value, theirs: max(value, 0) if _evaluates(theirs) else SKIP,

@@ -152,6 +152,17 @@ def test_values_set_in_a_branch_are_used_and_named():
     assert read.notes == ["line 4 sets tp inside a branch, which is taken as done: '2'"]
 
 
+def test_what_is_not_an_option_is_named_and_redirections_are_not():
+    read = read_script(f"{CALL} a.b=1 ~c.d $EXTRA $@ 2>&1 >> log.txt", "run.sh", {})
+    assert read.options == {"a.b": "1"}
+    assert read.notes == [
+        "the arguments of the script ($@) are passed on to verl, and are not known here",
+        "line 1 gives verl '~c.d', which is not an option that could be read",
+        "line 1 gives verl '?', which is not an option that could be read",
+    ]
+    assert not read_script(f"{CALL} a.b=1 > log.txt 2>&1 &", "run.sh", {}).notes
+
+
 def test_the_first_of_several_calls_is_read_and_the_others_are_named():
     read = read_script(f"{CALL} a.b=1\n\n{CALL} a.b=2", "run.sh", {})
     assert read.options == {"a.b": "1"}
