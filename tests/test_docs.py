@@ -1,4 +1,4 @@
-"""What the documentation points to exists, and its site is whole and loads nothing from the network."""
+"""Test that links of the documentation work, and that its site is complete and loads nothing from the network."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _BAR_WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class JudgeReport:
-    """What a judge made of the gold answers."""
+    """Result of judging the gold answers."""
 
     summary: str
     failures: tuple[str, ...] = ()  # one sentence per answer that it could not read or judge

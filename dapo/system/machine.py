@@ -1,4 +1,4 @@
-"""What this machine has: CPU cores, memory, and free space on a disk."""
+"""Resources of this machine: CPU cores, memory, and free disk space."""
 
 import os
 import shutil

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ _OF_TRL = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arguments:
-    """What Trainer needs to build a run, also a second time."""
+    """The arguments of a Trainer, resolved. It builds the run from them, also a second time."""
 
     config: Config
     reward_funcs: RewardFunctions | None
@@ -68,23 +68,6 @@ def resolve(
     resume: bool,
 ) -> Arguments:
     """Merge the arguments. Where several give the same option, the later of: config, section, named argument."""
-    given = _resolve(config, reward_funcs, model, train_dataset, eval_dataset, sections, resume=resume)
-    resolved = given.config if parts is None else with_objects(given.config, parts)
-    for collect_rules in (UpdateRules.of, group_rules):  # errors in the parts show here
-        collect_rules(resolved, parts)
-    return replace(given, config=resolved, parts=parts)
-
-
-def _resolve(
-    config: ConfigLike | None,
-    reward_funcs: RewardFunctions | None,
-    model: str | os.PathLike[str] | Mapping[str, Any] | None,
-    train_dataset: Any,
-    eval_dataset: Any,
-    sections: Mapping[str, Any],
-    *,
-    resume: bool,
-) -> Arguments:
     _check_sections(sections)
     rows: dict[str, Rows] = {}
     explicit: list[Mapping[str, Any]] = [config] if isinstance(config, Mapping) else []
@@ -98,7 +81,7 @@ def _resolve(
     if reward_funcs is not None:
         explicit.append({"reward.use": reward_terms(reward_funcs)[0]})
     if isinstance(config, Config) and not any(explicit):
-        return Arguments(config, None, None, {}, True, None)
+        return Arguments(_with_parts(config, parts), None, parts, {}, True, None)
     is_recipe = isinstance(config, str | os.PathLike)
     values = _merged(_base(config), explicit)
     if resume and not isinstance(config, Config):
@@ -113,7 +96,17 @@ def _resolve(
             "it as path/to/file.py:function in reward.use, or leave reward_workers out"
         )
     names_run = isinstance(config, Config) or "name" in _run_options(_merged({}, explicit))
-    return Arguments(resolved, reward_funcs, None, rows, names_run, Path(config).stem if is_recipe else None)
+    recipe = Path(config).stem if is_recipe else None
+    return Arguments(_with_parts(resolved, parts), reward_funcs, parts, rows, names_run, recipe)
+
+
+def _with_parts(config: Config, parts: CustomParts | None) -> Config:
+    """Return the configuration with the names of the parts that are objects; raise if a part does not work."""
+    if parts is not None:
+        config = with_objects(config, parts)
+    for collect_rules in (UpdateRules.of, group_rules):
+        collect_rules(config, parts)
+    return config
 
 
 def _base(config: ConfigLike | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run will write to its disk, told before it starts."""
+"""Estimate of the disk space that a run needs, reported before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run gives: its result, its model, the metrics of a step, and the environment that is recorded with it."""
+"""The result of a run: evaluations, trained model, step metrics, and the recorded environment."""
 
 from __future__ import annotations
 

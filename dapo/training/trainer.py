@@ -22,14 +22,7 @@ from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
 from dapo.model.tokens import token_bytes
 from dapo.policy.build import model_source
-from dapo.rewards.judge import (
-    RewardFunctions,
-    build_judge,
-    check_columns,
-    columns_seen,
-    isolation_note,
-    judge_kinds,
-)
+from dapo.rewards.judge import RewardFunctions, build_judge, check_columns, columns_seen, isolation_note, judge_kinds
 from dapo.rewards.protocol import Judge
 from dapo.sampling.inflight import InflightSampler
 from dapo.sampling.strict import DynamicSampler

@@ -156,7 +156,7 @@ def test_ratios_that_would_overflow_give_finite_losses_and_gradients(name):
 
 
 class OneProcess:
-    """What TRL's loss asks of accelerate, for one process."""
+    """The part of accelerate that TRL's loss uses, for one process."""
 
     num_processes = 1
 

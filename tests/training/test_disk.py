@@ -1,4 +1,4 @@
-"""What a run says before it starts about the disk, against what it then writes."""
+"""Compare the announced disk space of a run with the space that it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the conversions of verl's and TRL's values have in common."""
+"""Conversions of values that verl and TRL share."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _MAX_VALUE = 2**18  # characters; x="$x$x" doubles
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a script gives to verl."""
+    """The options that a script passes to verl."""
 
     options: dict[str, str]  # by verl's name; UNKNOWN where a part of the value is not known
     notes: list[str]  # what is not certain about them
