@@ -66,7 +66,11 @@ class DataConfig(Section):
     )
     train_batch_size: int = Field(default=32, ge=1, le=MOST_PROMPTS, description="Groups trained on per step.")
     gen_batch_size: int = Field(
-        default=0, ge=0, le=MOST_PROMPTS, description="Prompts sampled per round; 0: the same as train_batch_size."
+        default=0,
+        ge=0,
+        le=MOST_PROMPTS,
+        description="Prompts sampled per round, at most; 0: as many as the batch is expected to need, up to 4 times "
+        "train_batch_size, or train_batch_size if max_staleness is 0.",
     )
     max_prompt_length: int = Field(
         default=1024, ge=1, le=MOST_TOKENS, description="Longest prompt in tokens, chat template included."

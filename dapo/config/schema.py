@@ -88,6 +88,11 @@ class Config(Section):
         return self.data.gen_batch_size or self.data.train_batch_size
 
     @property
+    def largest_round(self) -> int:
+        """The most prompts of a round whose size follows the keep rate."""
+        return self.data.gen_batch_size or 4 * self.data.train_batch_size
+
+    @property
     def concurrent(self) -> int:
         """Responses to decode at once on a GPU: a whole round, but at most 1024."""
         return self.rollout.max_concurrent or min(1024, self.gen_batch_size * self.rollout.n)
@@ -107,6 +112,11 @@ class Config(Section):
     @property
     def uses_vllm(self) -> bool:
         return "vllm" in (self.rollout_engines or (self.rollout.engine,))
+
+    @property
+    def samples_in_process(self) -> bool:
+        """Whether one process learns and samples. Then responses finish in an order that depends on no clock."""
+        return not self.rollout_engines and not self.uses_vllm and self.cluster.learners == 1
 
     @property
     def mini_batch_size(self) -> int:

@@ -141,12 +141,19 @@ def _check(option: str, value: float, most: float, what: str) -> None:
 
 def _rounds(config: Config, keep: float) -> tuple[tuple[float, ...], float]:
     """Return the groups of each round, and how many are trained on. Surplus is carried over if the recipe allows it."""
-    target, size = config.data.train_batch_size, config.gen_batch_size
-    limit = config.algorithm.filter_groups.max_num_gen_batches
+    target, limit = config.data.train_batch_size, config.algorithm.filter_groups.max_num_gen_batches
+    size = config.gen_batch_size if config.algorithm.max_staleness == 0 else config.largest_round
     needed = math.ceil(target / (keep * size) - 1e-9)
-    if limit > 0 and needed > limit:
-        return (float(size),) * limit, limit * size * keep
+    most = limit * config.gen_batch_size
+    if limit > 0 and needed * size > most:
+        return _cut(most, size), min(float(target), most * keep)
     if config.algorithm.max_staleness == 0:
         return (float(size),) * needed, float(target)
-    # With carry-over the last round submits only the groups expected to be missing.
-    return (float(size),) * (needed - 1) + (target / keep - (needed - 1) * size,), float(target)
+    # With carry-over the rounds submit only the groups that the batch is expected to need.
+    return _cut(target / keep, size), float(target)
+
+
+def _cut(groups: float, size: int) -> tuple[float, ...]:
+    """Cut into rounds of `size` groups and a rest."""
+    whole = math.ceil(groups / size - 1e-9) - 1
+    return (float(size),) * whole + (groups - whole * size,)

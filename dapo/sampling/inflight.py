@@ -59,8 +59,7 @@ class InflightSampler(DynamicSampler):
         """
         size, limit = self.config.gen_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches
         missing = 2 * self.config.data.train_batch_size - len(step.kept)
-        unfinished = sum(self.config.rollout.n - len(group.rollouts) for group in self._unfinished())
-        free = size - math.ceil(unfinished / self.config.rollout.n)
+        free = size - math.ceil(self._unfinished_responses() / self.config.rollout.n)
         count = min(free, math.ceil(missing / self._keep_rate()) - len(self.pending))
         if limit > 0:
             count = min(count, limit * size - step.submitted)

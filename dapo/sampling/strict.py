@@ -22,6 +22,7 @@ from dapo.rewards.protocol import Judge
 from dapo.rewards.thought import with_reply_start
 from dapo.sampling.accounting import Sampled, count_tokens, mean_histogram, unjudged_message
 from dapo.sampling.drawing import Drawn, PromptDrawer
+from dapo.sampling.round_size import groups_needed
 from dapo.sampling.rules import group_rules
 from dapo.types import Event, EventKind, Group, Prompt, Request, Rollout, SamplingParams, Score, Verdict
 
@@ -62,8 +63,8 @@ class StepState:
 class DynamicSampler:
     """Drives the engine and the judge until a batch is full.
 
-    Every round is finished before any of its groups is decided. `InflightSampler` overrides that.
-    Decisions use counts and submission order only, never the clock or the order in which rewards arrive.
+    All groups that a step submits are finished in it; `InflightSampler` overrides that. Decisions use counts and
+    submission order only, never the clock or the order in which rewards arrive.
     State between steps: the drawer, carried and pending groups, the next serial, recent verdicts.
     """
 
@@ -88,6 +89,7 @@ class DynamicSampler:
         self.carried: list[Group] = []
         self.pending: dict[int, Pending] = {}  # in submission order
         self.next_serial = 0
+        self.decided = 0  # groups, since the step began
         self.recent: deque[bool] = deque(maxlen=4 * config.gen_batch_size)  # kept or not, for the keep rate
         self.rules = group_rules(config, parts)
         self.params = SamplingParams(
@@ -97,6 +99,7 @@ class DynamicSampler:
     def fill(self, number: int, version: int) -> Sampled:
         """Sample until `train_batch_size` groups are kept or the rounds are used up, and return the batch."""
         start = time.perf_counter()
+        self.decided = 0
         step = StepState(version, number, self.next_serial, carried_in=sum(group.tokens for group in self.carried))
         self._take_carried(step)
         self._collect(step)
@@ -132,13 +135,13 @@ class DynamicSampler:
         self.engine.submit([Request(serial, new.prompt.tokens, n, self.params) for serial, new in drawn.items()])
         self.pending |= {serial: Pending(new.prompt, new.chance, version) for serial, new in drawn.items()}
 
-    def drain(self, is_stopping: Callable[[], bool] = lambda: False) -> bool:
-        """Let the engine finish everything in flight, so that it can be used for evaluation.
+    def drain(self, is_stopping: Callable[[], bool] = lambda: False, *, leave: int = 0) -> bool:
+        """Let the engine finish all but `leave` responses; by default all, so that it can be used for evaluation.
 
         The finished groups stay in `pending` and are decided in the next step. Return False if `is_stopping` became
-        true before everything was finished.
+        true before that.
         """
-        while self._unfinished():
+        while self._unfinished_responses() > leave:
             if is_stopping():
                 return False
             self._poll()
@@ -154,34 +157,49 @@ class DynamicSampler:
         self.carried = []
 
     def _collect(self, step: StepState) -> None:
-        """Add decided groups to `step.kept` until they fill the batch or the rounds are used up."""
-        target, limit = self.config.data.train_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches
-        while len(step.kept) < target and (limit <= 0 or step.rounds < limit):
-            self._round(step, self._round_size(target - len(step.kept)))
+        """Sample in rounds until the batch is full or the step's prompts are used up, and decide every group."""
+        while (size := self._next_round(step)) > 0 or self.pending:
+            if size > 0:
+                step.rounds += 1
+                self._submit_more(step, size)
+            self.drain(leave=self._tail() if size > 0 else 0)
+            self._decide_finished(step)
+        step.kept.sort(key=lambda group: group.serial)  # submission order
 
     def _batch_size(self, step: StepState) -> int:
         """Return how many of the kept groups to train on, if there are as many."""
         return self.config.data.train_batch_size
 
-    def _round_size(self, missing: int) -> int:
-        """Return how many prompts to submit for `missing` kept groups.
+    def _next_round(self, step: StepState) -> int:
+        """Return how many prompts to submit now, besides those whose groups are still in flight.
 
-        Without carry-over a round is always whole, as published. With it, a smaller round avoids a growing backlog.
+        Without carry-over a round is always whole, as published. With it, a round is just large enough that it is
+        likely to suffice: a second one would wait for its longest responses once more. While groups are in flight, more
+        are submitted only if those are more likely than not to leave the batch incomplete.
         """
-        if self.config.algorithm.max_staleness == 0 or not self.recent:
-            return self.config.gen_batch_size
-        return min(self.config.gen_batch_size, math.ceil(missing / self._keep_rate()))
+        missing = self.config.data.train_batch_size - len(step.kept)
+        limit, size = self.config.algorithm.filter_groups.max_num_gen_batches, self.config.gen_batch_size
+        if missing <= 0:
+            return 0
+        if self.config.algorithm.max_staleness > 0 and self.recent:
+            known = missing, sum(self.recent), len(self.recent), self.config.largest_round
+            if self.pending and len(self.pending) >= groups_needed(*known, confidence=0.5):
+                return 0
+            size = groups_needed(*known) - len(self.pending)
+        return size if limit <= 0 else min(size, limit * self.config.gen_batch_size - step.submitted)
+
+    def _tail(self) -> int:
+        """Return how many unfinished responses make the tail of a round, during which the next round can begin.
+
+        In the tail most slots of the engine are idle. The first round of a run is decided as a whole, since the keep
+        rate is unknown, and so is every round of engines that finish responses in an order that depends on the clock.
+        """
+        can_overlap = self.config.algorithm.max_staleness > 0 and self.config.samples_in_process
+        return self.config.concurrent // 2 if can_overlap and self.recent else 0
 
     def _keep_rate(self) -> float:
         """Return the recent share of kept groups, with one kept group added so that it is never 0."""
         return (sum(self.recent) + 1) / (len(self.recent) + 1)
-
-    def _round(self, step: StepState, size: int) -> None:
-        """Submit `size` prompts, judge each group while others are still sampled, and decide when all are finished."""
-        step.rounds += 1
-        self._submit_more(step, size)
-        self.drain()
-        self._decide_finished(step)
 
     def _submit_more(self, step: StepState, size: int) -> None:
         self._submit(dict(enumerate(self.drawer.draw(size), start=self.next_serial)), step.version)
@@ -191,6 +209,9 @@ class DynamicSampler:
     def _unfinished(self) -> list[Pending]:
         """Return the groups with rollouts that the engine has not finished."""
         return [group for group in self.pending.values() if group.future is None]
+
+    def _unfinished_responses(self) -> int:
+        return sum(self.config.rollout.n - len(group.rollouts) for group in self.pending.values())
 
     def _poll(self) -> None:
         """Collect finished rollouts from the engine, and submit complete groups to the judge."""
@@ -202,7 +223,8 @@ class DynamicSampler:
             if len(group.rollouts) == n:
                 group.rollouts.sort(key=lambda member: member.index)
                 group.future = self.judge.submit(group.prompt, group.rollouts)
-        self.on_progress(sum(len(group.rollouts) for group in self.pending.values()), len(self.pending) * n)
+        total = (self.decided + len(self.pending)) * n
+        self.on_progress(total - self._unfinished_responses(), total)
 
     def _decide_finished(self, step: StepState) -> None:
         """Decide the finished groups in submission order, after waiting for their scores."""
@@ -253,6 +275,7 @@ class DynamicSampler:
     def _decide(self, step: StepState, groups: list[Group]) -> None:
         """Sort groups into kept and dropped, and record them."""
         self._check_reward_works(step, groups)
+        self.decided += len(groups)
         for group in groups:
             step.fresh.add(group.serial)
             step.generated += group.tokens

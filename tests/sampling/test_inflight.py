@@ -599,7 +599,7 @@ def test_groups_that_span_an_update_get_reference_log_probabilities(tmp_path, co
 
 
 def test_a_checkpoint_from_before_in_flight_mode_can_be_read(tmp_path):
-    config = runs.load(tmp_path, "run.steps=3")
+    config = runs.load(tmp_path, "run.steps=3", "data.gen_batch_size=9")
     train(config)
     folder = checkpoint.find(config.run_dir / "checkpoints", "last")
     path = folder / "trainer" / "state.json"

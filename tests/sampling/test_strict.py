@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from dapo.data.stream import PromptStream, ShuffledSource
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import RewardError
 from dapo.model.attention import ATTENTION_NAME
+from dapo.sampling.round_size import groups_needed
 from dapo.sampling.strict import DynamicSampler
 from dapo.types import Prompt, Rollout, Score
 from tests.make import Scripted
@@ -81,10 +83,10 @@ def test_batches_and_round_sizes_match_a_recorded_sequence():
         sampler.engine.sync_weights(step)
         flow.append((serials(sampled.batch), serials(sampler.carried)))
     assert flow == [
-        ([1, 2, 4, 5], []), ([7, 8, 10, 11], [13]), ([13, 14, 16, 17], []), ([19, 20, 22, 23], [25]),
-        ([25, 26, 28, 29], []),
+        ([1, 2, 4, 5], []), ([7, 8, 10, 11], [13]), ([13, 14, 16, 17], [19, 20]), ([19, 20, 22, 23], [25]),
+        ([25, 26, 28, 29], [31, 32]),
     ]  # fmt: skip
-    assert sizes == [7, 7, 5, 7, 5]
+    assert sizes == [7, 7, 7, 5, 7]
 
 
 def test_groups_finish_out_of_order_but_are_kept_in_order():
@@ -185,8 +187,68 @@ def test_with_carry_over_the_round_size_follows_the_recent_keep_rate():
     submit = sampler.engine.submit
     sampler.engine.submit = lambda requests: (sizes.append(len(requests)), submit(requests))[1]
     sampler.fill(1, version=0)
-    # 8 submitted and 4 kept; 2 are missing, and the rate is (4 + 1) / (8 + 1): ask for 4.
-    assert sizes[:2] == [8, 4]
+    # 8 submitted and 4 kept, so that 2 are missing. At this rate 7 groups give them nine times in ten.
+    assert sizes[:2] == [8, groups_needed(2, kept=4, decided=8, most=8)] == [8, 7]
+
+
+@pytest.mark.parametrize(("missing", "kept", "decided"), [(1, 1, 40), (8, 30, 60), (64, 100, 256), (64, 250, 256)])
+def test_nine_rounds_in_ten_suffice_and_one_group_less_would_not(missing, kept, decided):
+    size = groups_needed(missing, kept, decided, most=10_000)
+    rng = np.random.default_rng(0)
+    rates = rng.beta(kept + 1, decided - kept, 200_000)  # as likely as the recent groups make them
+    assert (rng.binomial(size, rates) >= missing).mean() >= 0.9 - 0.003
+    assert (rng.binomial(size - 1, rates) >= missing).mean() < 0.9 + 0.003
+
+
+def test_the_size_of_a_round_is_bounded_and_exact_where_every_group_is_kept():
+    assert groups_needed(64, kept=0, decided=256, most=256) == 256
+    assert groups_needed(64, kept=256, decided=256, most=256) == 64
+    assert groups_needed(64, kept=10, decided=10, most=16) == 16
+
+
+def test_without_a_round_size_one_round_fills_nine_batches_in_ten_and_nothing_becomes_stale():
+    rng = np.random.default_rng(5)
+    mixed = rng.random(10_000) < 0.4
+    sampler = sampler_for(mixed_when(lambda serial: bool(mixed[serial])), "data.train_batch_size=16")
+    rounds, dropped = [], 0
+    for step in range(1, 61):
+        sampled = sampler.fill(step, version=step - 1)
+        sampler.engine.sync_weights(step)
+        assert len(sampled.batch) == 16
+        rounds.append(sampled.rounds)
+        dropped += sampled.metrics().get("groups/dropped/stale", 0)
+    assert np.mean(np.array(rounds[5:]) == 1) >= 0.85  # 55 steps: nine in ten, less one and a half standard deviations
+    assert dropped == 0
+
+
+def test_the_next_round_begins_in_the_tail_of_this_one_and_waits_for_all():
+    sampler = sampler_for(mixed_when(lambda serial: serial >= 20), "rollout.max_concurrent=18")
+    sampler.recent.extend([True] * 15 + [False])  # a keep rate that the first groups will not confirm
+    in_flight = []
+    submit = sampler.engine.submit
+
+    def watching(requests):
+        in_flight.append(sampler._unfinished_responses())
+        submit(requests)
+
+    sampler.engine.submit = watching
+    sampled = sampler.fill(1, version=0)
+    assert any(0 < count <= 9 for count in in_flight[1:]), "no round began in a tail"
+    assert max(in_flight) <= 9
+    assert serials(sampled.batch) == [20, 21, 22, 23]
+    assert not sampler.pending
+    assert [group.serial for group in sampled.groups] == list(range(sampler.next_serial))
+
+
+@pytest.mark.parametrize("overrides", [("algorithm.max_staleness=0",), ("cluster.rollout_workers=1",)])
+def test_whole_rounds_are_finished_first_without_carry_over_and_with_remote_engines(overrides):
+    sampler = sampler_for(mixed_when(lambda serial: serial >= 20), "rollout.max_concurrent=18", *overrides)
+    sampler.recent.extend([True] * 15 + [False])
+    submit = sampler.engine.submit
+    in_flight = []
+    sampler.engine.submit = lambda requests: (in_flight.append(sampler._unfinished_responses()), submit(requests))[1]
+    assert serials(sampler.fill(1, version=0).batch) == [20, 21, 22, 23]
+    assert not any(in_flight)
 
 
 def test_on_exhausted_train_partial_trains_on_the_kept_groups_and_records_an_event():
