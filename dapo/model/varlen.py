@@ -17,6 +17,7 @@ from torch.autograd import Function
 from dapo.kernels.piece_attention import Pieces, piece_attention
 from dapo.kernels.share import gather_sum, spread
 from dapo.model.attention import Family
+from dapo.model.transfer import to_device
 
 _NO_JOINT = -1
 _PADDING = 64  # padding tokens attend to each other in segments of this length
@@ -178,10 +179,10 @@ class FixedSegments(Segments):
             # last key copy token 0, and no list of copies refers to them.
             filled = np.full(len(target), values[-1] if target is not self.sources_K else 0, np.int32)
             filled[: len(values)] = values
-            target.copy_(torch.from_numpy(filled))
+            target.copy_(_tensor(filled, target.device))
         columns = np.zeros(self.columns.shape, np.int32)
         columns[:, : len(layout.pieces)] = layout.pieces.T
-        self.columns.copy_(torch.from_numpy(columns))
+        self.columns.copy_(_tensor(columns, self.columns.device))
 
 
 def _power_of_two(count: int) -> int:
@@ -193,7 +194,7 @@ def _bounds(lengths: np.ndarray) -> np.ndarray:
 
 
 def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(values.astype(np.int32)).to(device)
+    return to_device(values, torch.int32, device)
 
 
 def _zeros(size: int, device: torch.device) -> Tensor:
@@ -211,7 +212,8 @@ class VarlenAttention:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cos_sin: Tensor | None = None
     ) -> Tensor:
-        query_T, key_T, value_T = (part[0].transpose(0, 1) for part in (query, key, value))
+        # The backward of squeeze is a view, that of an index a copy into zeros.
+        query_T, key_T, value_T = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
         return _Attend.apply(query_T, key_T, value_T, self.segments, scale)[None]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dapo.algorithm.loss import AggregationMode, token_weight
 from dapo.model.attention import Family
+from dapo.model.transfer import to_device
 from dapo.types import Group, Rollout
 
 
@@ -233,10 +234,10 @@ def _by_prompt(items: list[_Item], share_prompts: bool) -> Iterator[tuple[tuple[
 
 
 def _tensor(parts: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(device=device, dtype=dtype)
+    return to_device(np.concatenate(parts), dtype, device)
 
 
 def _per_token(items: list[_Item], values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Repeat one value per rollout for each of its tokens."""
     spread = np.repeat(np.array(values), [len(item.rollout) for item in items])
-    return torch.from_numpy(spread).to(device=device, dtype=dtype)
+    return to_device(spread, dtype, device)

@@ -78,6 +78,7 @@ class Policy:
         self.trunk = trunk_of(self.causal_lm)
         joined = joined_weights(self.trunk, self.weight)
         self.optimizer = Optimizer(trainable, config.optim, joined)
+        self.packed_ahead: tuple[list[Group], int, list[Batch]] | None = None  # groups, tokens at most, micro-batches
         self.cache_bytes = 0  # of the sampler's cache, which an update may use when memory is short
         self.captured: CapturedBackward | None = None
         if joined and self.weight.is_cuda and not self.rules.is_custom_loss:  # a graph holds no Python code
@@ -124,7 +125,8 @@ class Policy:
             started = {g.serial: tuple(start[g.serial, r.index] for r in g.rollouts) for g in groups}
             parts = [(epoch, [replace(g, start_logprobs=started[g.serial]) for g in part]) for epoch, part in parts]
         for index, (epoch, part) in enumerate(parts):
-            self._update_mini_batch(part, step, version, tally, is_first=index == 0, record=epoch == 0)
+            following = parts[index + 1][1] if index + 1 < len(parts) else []
+            self._update_mini_batch(part, following, step, version, tally, is_first=index == 0, record=epoch == 0)
             if tally.stop:
                 break
         metrics = tally.metrics(self.rules.learning_rate(step))
@@ -138,11 +140,23 @@ class Policy:
         )
 
     def _update_mini_batch(
-        self, groups: list[Group], step: int, version: int, tally: Tally, *, is_first: bool, record: bool
+        self,
+        groups: list[Group],
+        following: list[Group],
+        step: int,
+        version: int,
+        tally: Tally,
+        *,
+        is_first: bool,
+        record: bool,
     ) -> None:
         """Make one optimizer step on a mini-batch, micro-batch by micro-batch."""
         results = self._gradients(groups, version, tally)
-        # The host reads results only here, so that the GPU runs all micro-batches without waiting for it.
+        # While the GPU computes, the host packs the next mini-batch. It reads results only after that, so that the GPU
+        # runs all micro-batches without waiting for it.
+        if following:
+            batches = self._micro_batches(following, version)
+            self.packed_ahead = following, self.budget.max_tokens, batches
         part = Tally()
         for batch, result in results:
             part.count(batch, result, is_first=is_first, record=record)
@@ -193,6 +207,9 @@ class Policy:
             torch.cuda.empty_cache()
 
     def _micro_batches(self, groups: list[Group], version: int) -> list[Batch]:
+        ahead, self.packed_ahead = self.packed_ahead, None
+        if ahead and ahead[0] is groups and ahead[1] == self.budget.max_tokens:
+            return ahead[2]
         return micro_batches(
             groups,
             self.config.algorithm.loss_agg_mode,
