@@ -11,8 +11,9 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -22,6 +23,7 @@ from dapo.checkpoint.state import FORMAT, STATE_FILE, Best, TrainerState, best_f
 from dapo.errors import CheckpointError, StorageError
 from dapo.system.files import fsync, sync_tree
 from dapo.system.machine import size_text
+from dapo.system.tensors import TensorFiles, write_tensors
 
 KEEP = 2  # newest checkpoints; the best one is kept besides
 PARTIAL = ".partial"
@@ -38,35 +40,69 @@ class Savable(Protocol):
     @property
     def checkpoint_bytes(self) -> int: ...
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> TensorFiles: ...
 
     def restore(self, folder: Path) -> None: ...
 
 
-def save(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) -> Path:
-    """Write checkpoints/step_N, all or nothing; then delete all but the newest two and the best one."""
-    target = folder / f"step_{state.step}"
-    with _explained(folder, target):
+@dataclass(slots=True, eq=False)
+class Draft:
+    """A checkpoint in `.partial` that lacks the files whose content is in `files`."""
+
+    folder: Path
+    state: TrainerState
+    files: TensorFiles
+
+    @property
+    def target(self) -> Path:
+        return self.folder / f"step_{self.state.step}"
+
+    @property
+    def path(self) -> Path:
+        return self.folder / PARTIAL / self.target.name
+
+    def finish(self, before_piece: Callable[[], None] | None = None) -> Path:
+        """Write the missing files, publish the checkpoint, and delete all but the newest two and the best one.
+
+        `before_piece` is called often, and may raise to give up. The draft is then deleted.
+        """
+        with _explained(self.folder, self.target):
+            try:
+                digests = {name: write_tensors(self.path / name, t, before_piece) for name, t in self.files.items()}
+                _write_checksums(self.path, digests)
+                sync_tree(self.path)
+                if self.target.exists():  # written by steps that were undone since
+                    self.target.rename(self.path.with_name(f"{self.target.name}.old"))
+                self.path.rename(self.target)
+                fsync(self.folder)
+            finally:
+                clean(self.folder)
+            _remove_old(self.folder, self.state.best)
+        return self.target
+
+
+def begin(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) -> Draft:
+    """Begin checkpoints/step_N: write everything but the large files of a policy in this process."""
+    draft = Draft(folder, state, {})
+    with _explained(folder, draft.target):
         folder.mkdir(parents=True, exist_ok=True)
         fsync(folder.parent)
         clean(folder)
-        _check_space(folder, target, policy)
-        draft = folder / PARTIAL / target.name
-        (draft / "trainer").mkdir(parents=True)
+        _check_space(folder, draft.target, policy)
+        (draft.path / "trainer").mkdir(parents=True)
         try:
-            policy.save(draft)
-            tokenizer.save_pretrained(draft)
-            (draft / STATE_FILE).write_text(json.dumps(to_document(state)), encoding="utf-8")
-            _write_checksums(draft)
-            sync_tree(draft)
-            if target.exists():  # written by steps that were undone since
-                target.rename(draft.with_name(f"{target.name}.old"))
-            draft.rename(target)
-            fsync(folder)
-        finally:
+            draft.files = policy.save(draft.path)
+            tokenizer.save_pretrained(draft.path)
+            (draft.path / STATE_FILE).write_text(json.dumps(to_document(state)), encoding="utf-8")
+        except BaseException:
             clean(folder)
-        _remove_old(folder, state.best)
-    return target
+            raise
+    return draft
+
+
+def save(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) -> Path:
+    """Write checkpoints/step_N, all or nothing, and return it."""
+    return begin(folder, state, policy, tokenizer).finish()
 
 
 def clean(folder: Path) -> None:
@@ -189,9 +225,10 @@ def read_state(checkpoint: Path) -> TrainerState:
         raise CheckpointError(_damaged(checkpoint, f"{type(error).__name__}: {error}")) from error
 
 
-def _write_checksums(draft: Path) -> None:
+def _write_checksums(draft: Path, known: Mapping[str, str]) -> None:
     """Write the format of sha256sum, so that `sha256sum --check trainer/SHA256SUMS` works."""
-    lines = [f"{_digest(path)}  {path.relative_to(draft)}\n" for path in _files(draft)]
+    names = ((str(path.relative_to(draft)), path) for path in _files(draft))
+    lines = [f"{known.get(name) or _digest(path)}  {name}\n" for name, path in names]
     (draft / _CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
 

@@ -6,23 +6,28 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from dapo.checkpoint import shards as shardfiles
-from dapo.model.export import save_dense
+from dapo.model.export import save_config
 from dapo.model.lora import adapter_state, causal_lm, load_adapter_state, merged
+from dapo.system.tensors import TensorFiles
 
 ADAPTERS, OPTIMIZER = "trainer/adapters.safetensors", "trainer/optimiser.safetensors"
 
 
-def write(model: PreTrainedModel | PeftModel, optimizer: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the model as a Hugging Face directory with adapters merged, and optimizer and adapters beside it."""
-    save_dense(causal_lm(model), merged(model), folder)
-    save_file(dict(optimizer), folder / OPTIMIZER)
+def begin(model: PreTrainedModel | PeftModel, optimizer: Mapping[str, Tensor], folder: Path) -> TensorFiles:
+    """Write what is small of a Hugging Face directory with adapters merged, and return the content of its large files.
+
+    These are the weights, and beside them optimizer and adapters.
+    """
+    files = save_config(causal_lm(model), merged(model), folder)
+    files[OPTIMIZER] = dict(optimizer)
     if isinstance(model, PeftModel):
-        save_file(adapter_state(model), folder / ADAPTERS)
+        files[ADAPTERS] = adapter_state(model)
+    return files
 
 
 def read(model: PreTrainedModel | PeftModel, folder: Path, device: str) -> dict[str, Tensor]:

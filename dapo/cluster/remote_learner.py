@@ -11,6 +11,7 @@ import numpy as np
 
 from dapo.policy.policy import Policy
 from dapo.policy.protocol import UpdateResult
+from dapo.system.tensors import TensorFiles
 from dapo.types import Group
 
 
@@ -77,8 +78,8 @@ class RemoteLearner:
     def checkpoint_bytes(self) -> int:
         return self.ranks.call("get", "checkpoint_bytes")
 
-    def save(self, folder: Path) -> None:
-        self.ranks.call("learn", "save", folder.absolute())
+    def save(self, folder: Path) -> TensorFiles:
+        return self.ranks.call("learn", "save", folder.absolute())
 
     def restore(self, folder: Path) -> None:
         self.ranks.call("learn", "restore", folder.absolute())

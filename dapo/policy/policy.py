@@ -304,8 +304,8 @@ class Policy:
         pairs = zip(self.optimizer.parameters, self.optimizer.masters, strict=True)
         return weights + sum(m.numel() * m.element_size() * (2 if m is p else 3) for p, m in pairs)
 
-    def save(self, folder: Path) -> None:
-        files.write(self.model, self.optimizer.state_dict(), folder)
+    def save(self, folder: Path) -> files.TensorFiles:
+        return files.begin(self.model, self.optimizer.state_dict(), folder)
 
     def restore(self, folder: Path) -> None:
         self.optimizer.load_state_dict(files.read(self.model, folder, str(self.weight.device)))

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from dapo.checkpoint.weights import TensorFiles
 from dapo.types import Group, TokenStats
 
 
@@ -59,8 +60,11 @@ class Learner(Protocol):
         """Approximate size on disk of a checkpoint of the weights and the optimizer."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer into the folder of a new checkpoint."""
+    def save(self, folder: Path) -> TensorFiles:
+        """Begin a checkpoint in `folder`. Return the tensors that the caller must write, by file.
+
+        Several ranks write all files themselves and return nothing.
+        """
         ...
 
     def restore(self, folder: Path) -> None:

@@ -220,7 +220,7 @@ class ShardedPolicy(Policy):
         for name, tensor in files.without_tied(self.causal_lm, merged(self.model)):
             yield name, gather_full(tensor, self.device, self.compute)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> files.TensorFiles:
         """Write the model on rank 0, and each rank's shard of the optimizer. All ranks must see the same `folder`."""
         state: dict[str, Tensor] = {}
         for name, tensor in merged(self.model).items():
@@ -233,6 +233,7 @@ class ShardedPolicy(Policy):
             if adapters:
                 save_file(adapters, folder / files.ADAPTERS)
         shardfiles.write(self._optimizer_state(), folder)
+        return {}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         """Return the state that a single process would have: with bf16 weights it includes the float32 masters."""

@@ -46,6 +46,7 @@ class RunDatabase(RunReader):
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 database._insert_meta(config_yaml, meta)
             connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("SELECT 1 FROM meta").fetchone()  # makes the WAL's files: a disk fault is reported here
             return database
 
     @classmethod

@@ -33,7 +33,10 @@ class Callback:
         """Called after each evaluation, once per evaluation set."""
 
     def on_save(self, trainer: Trainer, checkpoint: Path) -> None:
-        """Called after a checkpoint was written. `checkpoint` is its folder, a Hugging Face directory."""
+        """Called when a checkpoint is complete, which can be some steps later: it is written while the run trains on.
+
+        `checkpoint` is its folder, a Hugging Face directory.
+        """
 
     def on_end(self, trainer: Trainer, result: RunResult) -> None:
         """Called when the run has ended, is saved and closed; not if it ended with an exception."""
@@ -67,8 +70,10 @@ class Callbacks:
     def evaluation(self, report: EvalReport) -> None:
         self._call(lambda callback, trainer: callback.on_evaluation(trainer, report))
 
-    def save(self, checkpoint: Path) -> None:
-        self._call(lambda callback, trainer: callback.on_save(trainer, checkpoint))
+    def save(self, checkpoint: Path | None) -> None:
+        """Report a complete checkpoint; None: there is none to report."""
+        if checkpoint is not None:
+            self._call(lambda callback, trainer: callback.on_save(trainer, checkpoint))
 
     def end(self, result: RunResult) -> None:
         self._call(lambda callback, trainer: callback.on_end(trainer, result))

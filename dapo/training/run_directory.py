@@ -166,7 +166,9 @@ class RunDirectory:
         recorded = recorded_config(self.path)
         self.changes = self._changes(recorded)
         self.saved = checkpoint.newest(self.checkpoints)
-        if self.saved is None and 0 < recorded.run.save_every < steps:
+        # A run trains on while its first checkpoint is written, and waits for it when the second is due.
+        limit = recorded.run.save_every * (2 if self.checkpoints.is_dir() else 1)
+        if self.saved is None and 0 < limit < steps:
             raise CheckpointError(
                 f"{self.path}: has {steps} recorded steps, but its checkpoints are missing; put them back into "
                 f"{self.checkpoints}, or start again under another run.name"

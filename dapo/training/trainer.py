@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from dapo.checkpoint import folder as checkpoint
+from dapo.checkpoint.saver import Saver
 from dapo.checkpoint.state import TrainerState
 from dapo.cluster.assemble import assemble
 from dapo.config.functions import CustomParts, file_digests
@@ -106,7 +107,7 @@ class Trainer:
         return self.result
 
     def steps(self) -> Iterator[StepReport]:
-        """Train as `train` does, and yield the report of each step after it is evaluated and saved as configured.
+        """Train as `train` does; yield the report of each step after it is evaluated and its saving is begun, if due.
 
         Leaving the loop early ends the run as `stop` does: it is saved, closed, and can be resumed.
         """
@@ -115,7 +116,7 @@ class Trainer:
     def _steps(self) -> Generator[StepReport, None, None]:
         self._begin()
         handled = signals.handled(self.stopping, self.reporter.stopping)
-        with closing(self), handled, self.reporter.training(self.config, self.step):
+        with closing(self), handled, self.reporter.training(self.config, self.step), self.saver:
             self._evaluate_first()
             try:
                 while not self.is_finished and not self.stopping and self._close.alive:
@@ -127,6 +128,7 @@ class Trainer:
                 return
             if self.step > self.saved_step:
                 self._save()
+            self.callbacks.save(self.saver.collect(wait=True))
             kind = EventKind.FINISHED if self.is_finished else EventKind.INTERRUPTED
             self.recorder.event(kind, f"after step {self.step}")
         self.callbacks.end(self.result)
@@ -155,11 +157,12 @@ class Trainer:
         """Train one step, evaluate and save as configured. Return None if the step was lost and undone."""
         with self._faults_handled():
             report = self.train_step()
+            self.callbacks.save(self.saver.collect(wait=False))
             self.callbacks.step(report)
             if self.is_finished or self._is_due(self.config.eval.every):
                 self._evaluate()
             if self.evaluator.is_best(self.step) or self._is_due(self.config.run.save_every):
-                self._save()
+                self._save(in_background=not self.is_finished and not self.stopping)
             return report
         return None
 
@@ -176,7 +179,7 @@ class Trainer:
             self.version += 1
             self.engine.sync_weights(self.version)
         end = time.perf_counter()
-        metrics = step_metrics(sampled, update, train=end - updating, total=end - start)
+        metrics = step_metrics(sampled, update, train=end - updating, total=end - start) | self.saver.metrics()
         metrics |= self.engine.metrics() | self.policy.efficiency(sampled.batch, update, end - updating)
         if (epochs := self.data.stream.epochs) is not None:
             metrics["epoch"] = epochs
@@ -210,8 +213,7 @@ class Trainer:
             RunDirectory.of_new_run(self.config) if is_renamed else RunDirectory(self.config, resume=resume)
         )
         self.config = config = self.directory.config  # whose directory is locked from here on
-        self.step, self.version, self.saved_step = 0, 0, 0
-        self.empty_in_a_row = 0
+        self.step = self.version = self.saved_step = self.empty_in_a_row = 0
         self.before: tuple[EvalReport, ...] = ()
         self.stopping, self.is_training = StopRequest(), False
         with ExitStack() as undo:  # if anything below fails, release what was acquired before it
@@ -247,7 +249,8 @@ class Trainer:
             self.recorder.disk(config, self.policy.checkpoint_bytes)
             undo.pop_all()
         # Close also if the trainer is only deleted: nothing that is closed here refers to it.
-        self._close = weakref.finalize(self, close_all, self.directory, self.recorder, self.judge, self.engine)
+        owned = self.directory, self.recorder, self.judge, self.engine, self.saver
+        self._close = weakref.finalize(self, close_all, *owned)
         # The state after the last whole step, which is saved if the cluster is lost in the middle of the next one.
         self.last_state = self.first_state = self._state()
 
@@ -275,8 +278,8 @@ class Trainer:
         self.data = load_run_data(config, tokenizer, columns_seen(kinds), self._arguments.rows)
         check_columns(kinds, self.data.columns())
         self.parts = assemble(config, saved, self.recorder.event, self.stopping.has_signal, self._arguments.parts)
-        self.policy, self.engine = self.parts.policy, self.parts.engine
-        self.tokenizer = self.parts.tokenizer
+        self.policy, self.engine, self.tokenizer = self.parts.policy, self.parts.engine, self.parts.tokenizer
+        self.saver = Saver(self.directory.checkpoints, self.policy, self.tokenizer, self.recorder.event)
         judge = judge or self.parts.judge
         assert judge is not None
         self.judge = judge
@@ -384,13 +387,14 @@ class Trainer:
         self.engine.sync_weights(self.version)
         self.sampler.restore(state.sampler, self.version)
 
-    def _save(self, state: TrainerState | None = None) -> None:
+    def _save(self, state: TrainerState | None = None, *, in_background: bool = False) -> None:
         self.reporter.phase("saving")
+        self.callbacks.save(self.saver.collect(wait=True))  # one at a time
         self.recorder.flush()  # a resume can undo steps after the checkpoint, but cannot invent missing ones
         self.directory.require_in_place()
-        saved = checkpoint.save(self.directory.checkpoints, state or self._state(), self.policy, self.tokenizer)
+        self.saver.save(state or self._state(), in_background=in_background)
         self.saved_step = self.step
-        self.callbacks.save(saved)
+        self.callbacks.save(self.saver.collect(wait=not in_background))
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0

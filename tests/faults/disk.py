@@ -71,7 +71,6 @@ class Disk:
                 found = self.by_inode.get(call.inode) or self._find(call.path)
                 if isinstance(found, File):
                     found.synced = bytes(found.content)
-                    self._catch_up(found, call.path)
                 else:
                     found.synced = dict(found.names)
 
@@ -92,16 +91,6 @@ class Disk:
 
         visit(self.top, "")
         return found
-
-    def _catch_up(self, file: File, path: Path) -> None:
-        """Apply a rename that was not logged, when the next sync shows the new name.
-
-        Safetensors renames files by a direct system call, which the preloaded library does not see.
-        """
-        folder = self._parent(path)
-        known = [name for name, entry in folder.names.items() if entry is file]
-        if known and path.name not in known:
-            folder.names[path.name] = folder.names.pop(known[0])
 
     def _parent(self, path: Path) -> Folder:
         found = self._find(path.parent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -38,9 +40,18 @@ class Log(Callback):
         self.seen.append(("end", result.steps))
 
 
+class Patient(Callback):
+    """Waits while a checkpoint is written, so that it is reported in the same step on every machine."""
+
+    def on_group(self, trainer, group):
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()
+
+
 def test_every_event_is_reported_in_order(make, tmp_path):
     log, steps = Log(), []
-    make(EVALUATED, callbacks=[log, lambda trainer, step: steps.append(step.step)]).train()
+    make(EVALUATED, callbacks=[Patient(), log, lambda trainer, step: steps.append(step.step)]).train()
     assert log.seen == [
         ("evaluation", (0, "train_dataset")),
         ("step", 1),
@@ -106,7 +117,7 @@ class Broken(Callback):
 def test_an_exception_in_a_callback_ends_the_run_saved_and_a_resume_is_the_same_run(
     make, tmp_path, whole_run, event, count
 ):
-    trainer = make({**EVALUATED, "run.save_every": 3}, callbacks=Broken(event, count))
+    trainer = make({**EVALUATED, "run.save_every": 2}, callbacks=[Patient(), Broken(event, count)])
     with pytest.raises(ValueError, match="mine"):
         trainer.train()
     run, steps = tmp_path / "run", trainer.step

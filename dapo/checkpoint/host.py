@@ -1,0 +1,125 @@
+"""Copies of tensors in host memory, which can be written while the originals change."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from dapo.system.machine import memory, size_text
+from dapo.system.tensors import TensorFiles, as_bytes
+
+_ALIGNMENT = 64  # bytes
+_SLOT = 2**27  # bytes of page-locked memory per transfer from a GPU
+_FREE_SHARE = 0.5  # of the free memory that a copy may take
+
+
+class HostMemory:
+    """The memory of one copy. It is kept for the next: getting new pages from the system takes longer than copying."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._slots: list[Tensor] = []
+
+    def shortage(self, files: TensorFiles) -> str | None:
+        """Return None if a copy of all tensors fits into memory, else say in words what is missing."""
+        needed = _layout(files)[1]
+        total, available = memory()
+        free = available if available is not None else total or 0
+        if needed <= len(self._bytes) or needed - len(self._bytes) <= _FREE_SHARE * free:
+            return None
+        return f"takes {size_text(needed)}, but only {size_text(free)} of memory are free"
+
+    def copy(self, files: TensorFiles) -> TensorFiles:
+        """Return copies of all tensors; those that share memory still do. The next call overwrites the copies."""
+        offsets, needed = _layout(files)
+        if needed > len(self._bytes):
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
+            self._bytes = _pages(needed)
+        found: dict[tuple[object, ...], Tensor] = {}
+        on_gpu: list[tuple[int, Tensor]] = []
+        for tensors in files.values():
+            for tensor in tensors.values():
+                if (key := _identity(tensor)) in found:
+                    continue
+                start, source = offsets[key], as_bytes(tensor)
+                target = self._bytes[start : start + len(source)]
+                found[key] = target.view(tensor.dtype).view(tensor.shape)
+                if tensor.is_cuda:
+                    on_gpu.append((start, source))
+                else:
+                    target.copy_(source)
+        if on_gpu:
+            self._fetch(on_gpu)
+        return {file: {name: found[_identity(t)] for name, t in tensors.items()} for file, tensors in files.items()}
+
+    def _fetch(self, sources: Sequence[tuple[int, Tensor]]) -> None:
+        """Copy from the GPU through two page-locked slots: one is filled while the other is emptied.
+
+        Page-locking all of the memory would make the copy a little faster, but takes many seconds by itself.
+        """
+        device = sources[0][1].device
+        torch.cuda.synchronize(device)
+        if not self._slots:
+            self._slots = [torch.empty(_SLOT, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        filled: tuple[int, int, torch.cuda.Event] | None = None
+        with torch.cuda.device(device):
+            for number, parts in groupby(_parts(sources), key=lambda part: part[0]):
+                slot, end = self._slots[number % 2], 0
+                for _, start, source in parts:
+                    end = start + len(source)
+                    slot[start:end].copy_(source, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+                if filled is not None:
+                    self._empty(*filled)
+                filled = number, end, event
+            assert filled is not None
+            self._empty(*filled)
+
+    def _empty(self, number: int, end: int, event: torch.cuda.Event) -> None:
+        event.synchronize()
+        start = number * _SLOT
+        self._bytes[start : start + end].copy_(self._slots[number % 2][:end])
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    """Return a key that tied weights share."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _layout(files: TensorFiles) -> tuple[dict[tuple[object, ...], int], int]:
+    """Return where each tensor goes, and the bytes that all need.
+
+    Those of a GPU come first and without other tensors between them, so that slots are copied as a whole.
+    """
+    tensors = [tensor for held in files.values() for tensor in held.values()]
+    offsets: dict[tuple[object, ...], int] = {}
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: not tensor.is_cuda):
+        if (key := _identity(tensor)) not in offsets:
+            offsets[key] = end
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+def _parts(sources: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, int, Tensor]]:
+    """Cut sources that follow each other at slots' bounds, and yield (number of the slot, start in it, part)."""
+    for offset, source in sources:
+        done = 0
+        while done < len(source):
+            number, start = divmod(offset + done, _SLOT)
+            count = min(len(source) - done, _SLOT - start)
+            yield number, start, source[done : done + count]
+            done += count
+
+
+def _pages(count: int) -> Tensor:
+    """Return new memory in huge pages if the system has them: it then provides gigabytes in a fraction of a second."""
+    pages = mmap.mmap(-1, count)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
