@@ -313,6 +313,7 @@ class Policy:
             [len(group.prompt.tokens) + len(rollout) - 1 for group, rollout in trained] * epochs,
             head_tokens=epochs * sum(len(rollout) for _, rollout in trained),
             spared_prompts=[n for g in batch for n in [len(g.prompt.tokens)] * (int(g.trains.sum()) - 1)] * epochs,
+            frozen=self.config.model.lora.rank > 0,
         )
         return {"throughput/mfu": flops / max(seconds, 1e-9) / (peak * self.ranks)}
 
