@@ -40,6 +40,12 @@ QWEN2_1_5B = Qwen2Config(
     rope_parameters={"rope_type": "default", "rope_theta": 1e6}, bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
 
+QWEN2_7B = Qwen2Config(
+    hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+    vocab_size=152064, tie_word_embeddings=False, max_position_embeddings=32768,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6}, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Row:

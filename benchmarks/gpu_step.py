@@ -138,7 +138,7 @@ def gap_row(model: str, device: torch.device, dtype: str, n: int, new_tokens: in
     engine = EmbeddedEngine(
         loaded.model, loaded.tokenizer, loaded.stop_ids, 0, len(prompts) * n, max_length=length, kv_memory_fraction=0.1
     )
-    groups = _sampled_groups(engine, prompts, n, new_tokens)
+    groups = sampled_groups(engine, prompts, n, new_tokens)
     engine.close()
     limit = {"algorithm": {"max_logprob_gap": 1e9}}  # measure the gap, do not stop at it
     config = Config.parse({"model": {"path": model}, "data": {"train": "none"}, "optim": {"lr": 1e-9}, **limit})
@@ -154,7 +154,7 @@ def _encoded(tokenizer: Any, question: str) -> tuple[int, ...]:
     return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
-def _sampled_groups(engine: EmbeddedEngine, prompts: list[tuple[int, ...]], n: int, new_tokens: int) -> list[Group]:
+def sampled_groups(engine: EmbeddedEngine, prompts: list[tuple[int, ...]], n: int, new_tokens: int) -> list[Group]:
     engine.submit([Request(i, prompt, n, SamplingParams(max_tokens=new_tokens)) for i, prompt in enumerate(prompts)])
     found = []
     while finished := engine.poll():

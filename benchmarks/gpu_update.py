@@ -93,10 +93,10 @@ def update_row(
 ) -> Row:
     model = random_model(workload.shape, device, dtype)
     policy = Policy(model, update_config(workload.micro_batch), share_prompts=workload.share_prompts)
-    groups = _groups(workload)
+    groups = workload_groups(workload)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    timing = timed(lambda: _update(policy, groups), device, repeats, warm_ups=2)
+    timing = timed(lambda: run_update(policy, groups), device, repeats, warm_ups=2)
     mfu, floor = workload.flops / timing.best / peak, workload.flops / peak
     note = (
         f"first update {timing.first:.1f} s, then {timing.best:.4g} s for {workload.computed_tokens:,} tokens "
@@ -107,12 +107,12 @@ def update_row(
     return Row(workload.what, mfu, "MFU", workload.must, workload.aim, 1.0, note=note)
 
 
-def _update(policy: Policy, groups: Sequence[Group]) -> None:
+def run_update(policy: Policy, groups: Sequence[Group]) -> None:
     result = policy.update(groups, step=1, version=0)
     assert result.stop is None and result.metrics["updates"] == 1, "the update was skipped, so nothing was measured"
 
 
-def _groups(workload: Workload) -> list[Group]:
+def workload_groups(workload: Workload) -> list[Group]:
     lengths = workload.prompt_tokens, workload.response_tokens
     return random_groups(workload.groups, workload.n, *lengths, workload.shape.vocab_size)
 
@@ -123,7 +123,7 @@ def padded_row(workload: Workload, device: torch.device, dtype: torch.dtype, rep
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=device.type == "cuda")
     members = [
         ([*group.prompt.tokens, *rollout.tokens.tolist()], advantage)
-        for group in _groups(workload)
+        for group in workload_groups(workload)
         for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
     ]
     tokens_BT = torch.tensor([tokens for tokens, _ in members], device=device)

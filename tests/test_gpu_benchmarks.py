@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
-from benchmarks import accuracy_curves, gpu_common, gpu_rollout, gpu_step, gpu_update, time_to_accuracy
+from benchmarks import accuracy_curves, gpu_common, gpu_lora, gpu_rollout, gpu_step, gpu_update, time_to_accuracy
 from benchmarks.gpu_common import Row
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets
@@ -104,6 +104,16 @@ def test_the_gap_of_a_float32_model_is_almost_zero(tmp_path):
     save_tiny(tmp_path / "model")
     row = gpu_step.gap_row(str(tmp_path / "model"), CPU, "float32", 4, 6, ["one", "two"])
     assert 0 <= row.measured < 1e-4 and row.verdict == "aim"
+
+
+def test_lora_is_measured_beside_all_weights():
+    rollout = gpu_rollout.Workload("tiny", "tiny", TINY, 2, 3, 4, 5, slots=6, must=1.0, aim=1e12)
+    update = gpu_update.Workload("tiny", "tiny", TINY, 2, 3, 4, 5, share_prompts=True, must=10.0, aim=5.0)
+    rows = [gpu_lora.rollout_row(rollout, CPU, torch.float32, 1), gpu_lora.update_row(update, CPU, torch.float32, 1)]
+    assert all(row.measured > 0 and "LoRA" in row.note for row in rows)
+    assert gpu_lora.gap_row(update, CPU, torch.float32, new_tokens=6).measured < 1e-4
+    step = replace(gpu_step.WORKLOAD, shape=TINY, prompts=2, n=4, prompt_tokens=6, new_tokens=5)
+    assert "peak" in gpu_lora.step_row(step, CPU, torch.float32, 1, ("reward.workers=1",)).note
 
 
 @pytest.fixture

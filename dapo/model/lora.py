@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from dapo.config import LoraConfig
 from dapo.errors import CheckpointError, ModelError
-
-_ADAPTER = "default"
+from dapo.model.joined import ADAPTER, add_delta, unmerged
+from dapo.model.trunk import trunk_of
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
@@ -27,7 +27,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
     if targets != "all-linear":
         _check_targets(model, targets)
     settings = adapter_settings(config, targets if isinstance(targets, str) else list(targets))
-    adapted = peft.get_peft_model(model, settings, adapter_name=_ADAPTER)
+    adapted = peft.get_peft_model(model, settings, adapter_name=ADAPTER)
     assert isinstance(adapted, peft.PeftModel)
     return adapted.eval()
 
@@ -55,7 +55,7 @@ def causal_lm(model: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
 def reference_mode(model: PreTrainedModel | peft.PeftModel) -> Iterator[None]:
     """Switch the adapters off within the block, so that the model is the reference model."""
     assert isinstance(model, peft.PeftModel), "a model without adapters does not contain its reference"
-    with model.disable_adapter():
+    with model.disable_adapter(), unmerged(trunk_of(causal_lm(model)).adapted):
         yield
 
 
@@ -63,25 +63,31 @@ def reference_mode(model: PreTrainedModel | peft.PeftModel) -> Iterator[None]:
 def merged(model: PreTrainedModel | peft.PeftModel) -> dict[str, Tensor]:
     """Return all weights under their plain names with the adapters merged in, without changing the model.
 
-    Weights without adapters are not copied.
+    Weights without adapters are not copied, nor are those that the fused trunk holds merged.
     """
     inner = causal_lm(model)
+    held = {layer: value for weight in trunk_of(inner).adapted for layer, value in weight.views()}
     state = {
         name.replace(".base_layer.", "."): tensor for name, tensor in inner.state_dict().items() if ".lora_" not in name
     }
     for name, module in inner.named_modules():
         if isinstance(module, LoraLayer):
-            weight = state[f"{name}.weight"]
-            delta = module.get_delta_weight(_ADAPTER)  # pyright: ignore[reportAttributeAccessIssue]
-            state[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype)
+            state[f"{name}.weight"] = held[module] if module in held else _merged_weight(module)
     return state
+
+
+def _merged_weight(layer: Any) -> Tensor:
+    base = layer.get_base_layer().weight
+    out = torch.empty_like(base)
+    add_delta(base, layer.get_delta_weight(ADAPTER), out)
+    return out
 
 
 @torch.no_grad()
 def plain_copy(model: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
     """Return the model as transformers would load it: adapters merged, attention by PyTorch.
 
-    It shares all tensors with `model`, except for weights that have adapters.
+    It shares all tensors with `model`, except for weights that have adapters, if they are not merged in training.
     """
     tensors = [*model.parameters(), *model.buffers()]
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
@@ -119,7 +125,7 @@ def load_adapter_state(model: peft.PeftModel, state: Mapping[str, Tensor]) -> No
 
 def _adapter_tensors(model: peft.PeftModel) -> dict[str, Tensor]:
     # By default PEFT asks the hub whether the embeddings were resized.
-    return peft.get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
+    return peft.get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:

@@ -10,6 +10,9 @@ from torch import Tensor
 # faster (docs/explanation/performance.md).
 _MANY_TERMS = 4096
 _ENOUGH_ROWS = 128
+# A sum over many tokens with a small result would leave most of a GPU idle too: it is split into this many parts.
+_SUM_PARTS = 16
+_LEAST_SUMMED = 64  # tokens of a part
 
 
 def same_bits_for_any_rows() -> None:
@@ -48,3 +51,26 @@ def add_weight_grad(total_oi: Tensor, grad_out_To: Tensor, input_Ti: Tensor) -> 
         torch.addmm(total_oi, grad_out_To.t(), input_Ti, out_dtype=total_oi.dtype, out=total_oi)  # pyright: ignore[reportCallIssue]
     else:
         total_oi.addmm_(grad_out_To.t().to(total_oi.dtype), input_Ti.to(total_oi.dtype))
+
+
+def add_small_grad(total_oi: Tensor, grad_out_To: Tensor, input_Ti: Tensor) -> None:
+    """Add as `add_weight_grad` does, faster if the result is small, as the gradient of a LoRA adapter is."""
+    tokens = len(input_Ti)
+    if not input_Ti.is_cuda or tokens < _SUM_PARTS * _LEAST_SUMMED or input_Ti.dtype != torch.bfloat16:
+        add_weight_grad(total_oi, grad_out_To, input_Ti)
+        return
+    total_oi += sum_in_parts(grad_out_To, input_Ti, _SUM_PARTS)
+
+
+def sum_in_parts(a_To: Tensor, b_Ti: Tensor, parts: int) -> Tensor:
+    """Return a.T @ b in float32, as the sum of `parts` products over equal numbers of tokens and one over the rest."""
+    even = len(a_To) - len(a_To) % parts
+    a, b = (tensor[:even].unflatten(0, (parts, -1)) for tensor in (a_To, b_Ti))
+    total = _wide_batch_product(a.transpose(1, 2), b).sum(0)
+    if even < len(a_To):
+        total += wide_product(a_To[even:].t(), b_Ti[even:])
+    return total
+
+
+def _wide_batch_product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())

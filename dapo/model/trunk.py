@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,8 @@ from dapo.kernels.norm import add_rms_norm, add_rms_norm_backward
 from dapo.kernels.rotary import HeadNorms, rotate, rotate_backward
 from dapo.kernels.swiglu import swiglu, swiglu_backward
 from dapo.model.attention import AttentionPlan
-from dapo.model.products import add_weight_grad, linear, same_bits_for_any_rows
+from dapo.model.joined import AdaptedWeight, AnyWeight, Weight, base_layer
+from dapo.model.products import linear, same_bits_for_any_rows
 
 # These share one kind of layer: RMS norms, rotary attention with optional head norms, a gated feed-forward with SiLU.
 FUSED_MODELS = (
@@ -34,6 +36,7 @@ _STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # angles depend on the
 
 class Trunk(Protocol):
     weights: tuple[Weight, ...]  # weights whose gradients the trunk sums itself, in float32
+    adapted: tuple[AdaptedWeight, ...]  # weights that adapters are merged into
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, *, recompute: bool = False) -> Tensor:
         """Return the last layer's hidden states [T, d] of packed tokens.
@@ -43,34 +46,11 @@ class Trunk(Protocol):
         ...
 
 
-@dataclass(eq=False, slots=True)
-class Weight:
-    """One tensor that parameters of the Hugging Face model are views of, and the float32 sum of its gradient."""
-
-    value: Tensor
-    parts: tuple[nn.Parameter, ...]  # consecutive along the first dimension
-    grad: Tensor | None = None  # None: no gradient is wanted
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, *parameters: nn.Parameter) -> Weight:
-        """Join parameters into one tensor and make them views of it, so that no second copy remains."""
-        if len(parameters) == 1:
-            return cls(parameters[0].data, parameters)
-        value = torch.cat([parameter.data for parameter in parameters])
-        for parameter, view in zip(parameters, value.split([len(p) for p in parameters]), strict=True):
-            parameter.data = view
-        return cls(value, parameters)
-
-    def add_grad(self, grad_out_To: Tensor, input_Ti: Tensor) -> None:
-        if self.grad is not None:
-            add_weight_grad(self.grad, grad_out_To, input_Ti)
-
-
 class PlainTrunk:
     """Any causal LM that uses transformers' attention interface. Autograd computes the gradients."""
 
     weights: tuple[Weight, ...] = ()
+    adapted: tuple[AdaptedWeight, ...] = ()
 
     def __init__(self, causal_lm: Any) -> None:
         self.inner = causal_lm.base_model
@@ -83,18 +63,18 @@ class PlainTrunk:
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Weight
-    qkv: Weight
+    qkv: AnyWeight
     qkv_bias: Weight | None
     head_norms: tuple[Weight, Weight] | None  # for queries and keys
     norms: HeadNorms | None  # the same weights, in the form that the kernel takes
     cos_sin: Tensor | None  # None: a layer without rotary positions
-    out: Weight
+    out: AnyWeight
     post_norm: Weight
-    gate_up: Weight
-    down: Weight
+    gate_up: AnyWeight
+    down: AnyWeight
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
+    def weights(self) -> tuple[AnyWeight, ...]:
         optional = (self.qkv_bias, *(self.head_norms or ()))
         present = (weight for weight in optional if weight is not None)
         return self.input_norm, self.qkv, *present, self.out, self.post_norm, self.gate_up, self.down
@@ -117,11 +97,15 @@ class FusedTrunk:
     kv_heads: int
     head_dim: int
     weights: tuple[Weight, ...] = field(init=False)
+    adapted: tuple[AdaptedWeight, ...] = field(init=False)
     anchor: Tensor = field(init=False)  # an input that requires a gradient, without which autograd records nothing
 
     def __post_init__(self) -> None:
-        per_layer = (weight for layer in self.layers for weight in layer.weights)
-        self.weights = (self.embedding, *per_layer, self.final_norm)
+        per_layer = [weight for layer in self.layers for weight in layer.weights]
+        self.adapted = tuple(weight for weight in per_layer if isinstance(weight, AdaptedWeight))
+        plain = (weight.joined if isinstance(weight, AdaptedWeight) else weight for weight in per_layer)
+        adapters = (part for weight in self.adapted for part in weight.trained)
+        self.weights = (self.embedding, *plain, self.final_norm, *adapters)
         self.anchor = torch.zeros((), device=self.embedding.value.device, requires_grad=True)
 
     @classmethod
@@ -189,19 +173,25 @@ _TRUNKS: WeakKeyDictionary[nn.Module, Trunk] = WeakKeyDictionary()
 def trunk_of(causal_lm: Any) -> Trunk:
     """Return the model's trunk, built on the first call: fused in bf16 on a GPU where possible, else transformers'."""
     if causal_lm not in _TRUNKS:
-        is_fast = causal_lm.dtype == torch.bfloat16 and causal_lm.device.type == "cuda"
+        is_fast = _is_fast(causal_lm)
         if is_fast:
             same_bits_for_any_rows()
         _TRUNKS[causal_lm] = FusedTrunk.of(causal_lm) if is_fast and can_fuse(causal_lm) else PlainTrunk(causal_lm)
     return _TRUNKS[causal_lm]
 
 
+def _is_fast(causal_lm: Any) -> bool:
+    return causal_lm.dtype == torch.bfloat16 and causal_lm.device.type == "cuda"
+
+
 def joined_weights(trunk: Trunk, head: Tensor) -> tuple[Weight, ...]:
-    """Return all weights whose gradients are summed outside autograd: the trunk's, and an untied head's."""
-    if not trunk.weights or any(part is head for weight in trunk.weights for part in weight.parts):
-        return trunk.weights
+    """Return all weights in training whose gradients are summed outside autograd: the trunk's, and an untied head's."""
+    trained = tuple(weight for weight in trunk.weights if weight.parts[0].requires_grad)
+    has_head = any(part is head for weight in trunk.weights for part in weight.parts)
+    if not trained or has_head or not head.requires_grad:
+        return trained
     assert isinstance(head, nn.Parameter)
-    return *trunk.weights, Weight.of(head)
+    return *trained, Weight.of(head)
 
 
 def can_fuse(causal_lm: Any) -> bool:
@@ -215,13 +205,19 @@ def can_fuse(causal_lm: Any) -> bool:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Return whether all products are plain (no adapters) and only queries, keys and values may have biases."""
+    """Return whether products are plain, with or without LoRA, and only queries, keys and values may have biases."""
     attention, feed_forward = layer.self_attn, layer.mlp
     inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
     others = [attention.o_proj, feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj]
-    if any(type(part) is not nn.Linear for part in (*inputs, *others)):
+    if not all(_is_plain_product(part) for part in (*inputs, *others)):
         return False
     return all(part.bias is None for part in others) and len({part.bias is None for part in inputs}) == 1
+
+
+def _is_plain_product(part: Any) -> bool:
+    if isinstance(part, LoraLinear):
+        return not part.lora_variant and type(part.get_base_layer()) is nn.Linear
+    return type(part) is nn.Linear
 
 
 def _join(layer: Any, table: Tensor, eps: float) -> _Layer:
@@ -232,16 +228,22 @@ def _join(layer: Any, table: Tensor, eps: float) -> _Layer:
         norms = Weight.of(attention.q_norm.weight), Weight.of(attention.k_norm.weight)
     return _Layer(
         input_norm=Weight.of(layer.input_layernorm.weight),
-        qkv=Weight.of(*(part.weight for part in projections)),
-        qkv_bias=None if attention.q_proj.bias is None else Weight.of(*(part.bias for part in projections)),
+        qkv=_joined(*projections),
+        qkv_bias=None if attention.q_proj.bias is None else Weight.of(*(base_layer(part).bias for part in projections)),
         head_norms=norms,
         norms=HeadNorms(norms[0].value, norms[1].value, eps) if norms else None,
         cos_sin=table if getattr(attention, "use_rope", True) else None,
-        out=Weight.of(attention.o_proj.weight),
+        out=_joined(attention.o_proj),
         post_norm=Weight.of(layer.post_attention_layernorm.weight),
-        gate_up=Weight.of(feed_forward.gate_proj.weight, feed_forward.up_proj.weight),
-        down=Weight.of(feed_forward.down_proj.weight),
+        gate_up=_joined(feed_forward.gate_proj, feed_forward.up_proj),
+        down=_joined(feed_forward.down_proj),
     )
+
+
+def _joined(*layers: Any) -> AnyWeight:
+    if any(isinstance(layer, LoraLinear) for layer in layers):
+        return AdaptedWeight.of(layers)
+    return Weight.of(*(layer.weight for layer in layers))
 
 
 @torch.no_grad()
@@ -253,7 +255,7 @@ def _rotary_table(rotary: Any, positions: int) -> Tensor:
     return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1).float().contiguous()
 
 
-def _linear(input_Ti: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:
+def _linear(input_Ti: Tensor, weight: AnyWeight, bias: Weight | None = None) -> Tensor:
     return linear(input_Ti, weight.value, None if bias is None else bias.value)
 
 
@@ -310,7 +312,7 @@ class _Norm(Function):
 
 class _Project(Function):
     @staticmethod
-    def forward(ctx: Any, input_Ti: Tensor, weight: Weight) -> Tensor:
+    def forward(ctx: Any, input_Ti: Tensor, weight: AnyWeight) -> Tensor:
         ctx.save_for_backward(input_Ti)
         ctx.weight = weight
         return _linear(input_Ti, weight)
@@ -362,7 +364,7 @@ class _RotaryProjection(Function):
 
 class _FeedForward(Function):
     @staticmethod
-    def forward(ctx: Any, normed: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def forward(ctx: Any, normed: Tensor, gate_up: AnyWeight, down: AnyWeight) -> Tensor:
         gated = _linear(normed, gate_up)
         ctx.save_for_backward(normed, gated)
         ctx.gate_up, ctx.down = gate_up, down

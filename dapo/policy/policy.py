@@ -21,7 +21,8 @@ from dapo.config import Config
 from dapo.config.functions import CustomParts
 from dapo.errors import ModelError
 from dapo.model.attention import AttentionPlan
-from dapo.model.forward import head_weight, hidden_states, packed_plan
+from dapo.model.forward import free_memory, head_weight, hidden_states, packed_plan
+from dapo.model.joined import merge, separate_bases
 from dapo.model.lora import causal_lm, merged, reference_mode
 from dapo.model.meter import peak_flops, training_flops
 from dapo.model.trunk import joined_weights, trunk_of
@@ -76,20 +77,23 @@ class Policy:
         self.like = self.weight  # a tensor with the device and the dtype to compute in
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.trunk = trunk_of(self.causal_lm)
+        if self.trunk.adapted and self.weight.is_cuda:
+            separate_bases(self.trunk.adapted, free_memory(self.weight.device))
         joined = joined_weights(self.trunk, self.weight)
         self.optimizer = Optimizer(trainable, config.optim, joined)
         self.packed_ahead: tuple[list[Group], int, list[Batch]] | None = None  # groups, tokens at most, micro-batches
         self.cache_bytes = 0  # of the sampler's cache, which an update may use when memory is short
         self.captured: CapturedBackward | None = None
         if joined and self.weight.is_cuda and not self.rules.is_custom_loss:  # a graph holds no Python code
-            parameters = sum(parameter.numel() for _, parameter in trainable)
+            parameters = sum(parameter.numel() for parameter in model.parameters())
             self.captured = CapturedBackward(self._forward_backward, parameters, self.weight.device)
         self.non_finite_in_a_row = 0
 
     def memory_plan(self, cache_bytes: int) -> str | None:
         if not self.weight.is_cuda:
             return None
-        weights = sum(map(held_bytes, self.model.parameters()))
+        held = [t for t in (*self.model.parameters(), *(w.value for w in self.trunk.adapted)) if t.is_cuda]
+        weights = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
         masters = sum(held_bytes(m) for m in self.optimizer.masters if m.dtype != self.weight.dtype)
         trained = sum(map(held_bytes, self.optimizer.masters))
         moments = 3 * trained + masters
@@ -171,6 +175,7 @@ class Policy:
         if not math.isfinite(norm):
             self._skip_non_finite(tally, loss, norm)
             return
+        merge(self.trunk.adapted)
         self.non_finite_in_a_row = 0
         tally.losses.append(loss)
         tally.norms.append(norm)
@@ -309,6 +314,7 @@ class Policy:
 
     def restore(self, folder: Path) -> None:
         self.optimizer.load_state_dict(files.read(self.model, folder, str(self.weight.device)))
+        merge(self.trunk.adapted)
 
     def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:
         if not self.like.is_cuda or not batch:
@@ -324,6 +330,7 @@ class Policy:
             [len(group.prompt.tokens) + len(rollout) - 1 for group, rollout in trained] * epochs,
             head_tokens=epochs * sum(len(rollout) for _, rollout in trained),
             spared_prompts=[n for g in batch for n in [len(g.prompt.tokens)] * (int(g.trains.sum()) - 1)] * epochs,
+            frozen=self.config.model.lora.rank > 0,
         )
         return {"throughput/mfu": flops / max(seconds, 1e-9) / (peak * self.ranks)}
 

@@ -17,6 +17,7 @@ from dapo.kernels import (  # noqa: E402
     norm,
     piece_attention,
     rotary,
+    rounding,
     share,
     swiglu,
 )
@@ -118,6 +119,45 @@ def test_norm_backward_returns_both_precisions(how: str) -> None:
     assert grad.dtype == torch.float32
     rounded_once(how, narrow, grad.double())
     close(weight_grad, (grad_normed.double() * x.double() * rstd.double()[:, None]).sum(0))
+
+
+@both
+def test_dithered_rounding_keeps_the_mean_of_changes_that_rounding_to_the_nearest_would_drop(how: str) -> None:
+    base = values(300, 500, seed=0, dtype=torch.bfloat16)
+    delta = 1e-5 * values(300, 1, seed=1).expand(300, 500).contiguous()
+    assert ((base.float() + delta).bfloat16() - base).double().mean(1).norm() < 0.2 * delta.double().mean(1).norm()
+    out = torch.empty_like(base)
+    getattr(rounding.add_dithered, how)(base, delta, out)
+    change, wanted = (out.double() - base.double()).mean(1), delta.double().mean(1)
+    assert abs(float(change @ wanted / (wanted @ wanted)) - 1) < 0.2
+    assert (out != base).float().mean() < 0.05, "each change is a whole step between neighbors, and rare"
+
+
+@both
+def test_dithered_rounding_goes_to_a_neighbor_and_keeps_what_needs_no_rounding(how: str) -> None:
+    add = getattr(rounding.add_dithered, how)
+    base, delta = values(33, 70, seed=0, dtype=torch.bfloat16), values(33, 70, seed=1)
+    base[0, :3] = torch.tensor([0.0, -0.0, float("inf")])
+    delta[0] = 0
+    out = torch.empty_like(base)
+    add(base, delta, out)
+    assert torch.equal(out[0].view(torch.int16), base[0].view(torch.int16))
+    exact, found = (base.float() + delta)[1:], out[1:].float()
+    assert ((found - exact).abs() <= torch.minimum(found.abs(), exact.abs()) * 2**-7).all()
+    nearest = exact.bfloat16().float()
+    assert 0.2 < (found != nearest).float().mean() < 0.3, "a quarter goes to the neighbor farther away"
+    delta[3] = float("nan")
+    add(base, delta, out)
+    assert out[3].isnan().all() and not out[4:].isnan().any()
+
+
+@needs_triton
+def test_dithered_rounding_has_the_same_bits_in_both_implementations() -> None:
+    base, delta = values(33, 70, seed=0, dtype=torch.bfloat16), 1e-3 * values(33, 70, seed=1)
+    one, two = torch.empty_like(base), torch.empty_like(base)
+    rounding.add_dithered.torch(base, delta, one)
+    rounding.add_dithered.triton(base, delta, two)
+    assert torch.equal(one, two)
 
 
 @both
@@ -311,7 +351,9 @@ def test_a_kernel_uses_triton_on_a_gpu_and_pytorch_elsewhere() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("module", [decode_attention, draw, head, norm, piece_attention, rotary, share, swiglu])
+@pytest.mark.parametrize(
+    "module", [decode_attention, draw, head, norm, piece_attention, rotary, rounding, share, swiglu]
+)
 def test_both_implementations_of_a_kernel_have_the_same_signature(module: ModuleType) -> None:
     kernels = [value for value in vars(module).values() if isinstance(value, Kernel)]
     assert any(kernel.torch.__module__ == module.__name__ for kernel in kernels)

@@ -37,6 +37,16 @@ def test_a_long_sequence_costs_what_torch_counts_minus_the_masked_pairs():
     assert training_flops(config, 2 * length, [length] * 2) == counted(model, 2, length) - 2 * wasted
 
 
+def test_frozen_weights_cost_what_torch_counts_where_only_their_input_needs_a_gradient():
+    model = tiny_llama().requires_grad_(False)
+    inputs = model.get_input_embeddings()(torch.arange(5)[:, None]).requires_grad_()
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=inputs, use_cache=False).logits.sum().backward()
+    rotary = [sum(c.values()) for name, c in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
+    assert training_flops(model.config, 5, [1] * 5, frozen=True) == counter.get_total_flops() - sum(rotary)
+
+
 def test_attention_counts_each_query_with_the_keys_up_to_its_own():
     config = tiny_llama().config
     head_dim = config.hidden_size // config.num_attention_heads

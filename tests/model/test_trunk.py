@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dapo.config import LoraConfig
 from dapo.model.attention import ATTENTION_NAME, Family, PackedAttention
 from dapo.model.forward import query_groups
-from dapo.model.lora import add_adapters, causal_lm
 from dapo.model.trunk import FusedTrunk, PlainTrunk, Weight, can_fuse, trunk_of
 from tests import plain
 from tests.tiny import tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3, tiny_smollm3
@@ -106,9 +104,3 @@ def test_a_weight_that_is_not_trained_gets_no_gradient():
     weight = Weight.of(torch.nn.Parameter(torch.randn(3, 4)))
     weight.add_grad(torch.randn(2, 3), torch.randn(2, 4))
     assert weight.grad is None
-
-
-@pytest.mark.parametrize("targets", [("k_proj",), ("v_proj",), ("up_proj",), ("down_proj",)])
-def test_a_model_with_adapters_anywhere_is_computed_by_transformers(targets):
-    adapted = add_adapters(tiny_llama(), LoraConfig(rank=2, target_modules=targets))
-    assert not can_fuse(causal_lm(adapted))

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,9 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dapo import Config, Trainer
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.checkpoint import folder as checkpoint
+from dapo.checkpoint.export import export_run
 from dapo.checkpoint.state import Best
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import CheckpointError, ConfigError, RewardError, TrainingStopped
+from dapo.model import trunk
 from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
 from dapo.types import Verdict
@@ -94,6 +97,33 @@ def test_a_lora_run_resumes_bit_for_bit_too(tmp_path):
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     assert changed
     assert all("proj" in name for name in changed)
+
+
+def test_a_lora_run_on_the_fused_trunk_resumes_bit_for_bit_and_exports_what_it_sampled_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(trunk, "_is_fast", lambda model: True)  # as in bf16 on a GPU
+    monkeypatch.setattr(trunk, "same_bits_for_any_rows", lambda: None)
+    model = {"dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}}
+    more = ["algorithm.max_logprob_gap=1.0", "algorithm.kl_loss_coef=0.05"]
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", *more, model=model)
+    trainer = Trainer(whole)
+    trainer.train()
+    adapted = trainer.policy.trunk.adapted
+    assert adapted and all(weight.is_separate for weight in adapted)
+    sampled = {name: tensor.clone() for name, tensor in trainer.policy.weights()}
+    trainer.close()
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=2", *more, model=model))
+    parts = runs.load(tmp_path, "run.name=parts", "run.steps=4", *more, model=model)
+    train(parts, resume=True)
+    assert_same_run(whole.run_dir, parts.run_dir, step=4)
+    base, merged = runs.weights_of(tmp_path / "model"), runs.weights(whole.run_dir, 4)
+    assert all(torch.equal(merged[name], tensor) for name, tensor in sampled.items())
+    changed = {name.split(".")[-2] for name in base if not torch.equal(base[name].bfloat16(), merged[name])}
+    assert changed == {"q_proj", "v_proj", "up_proj"}
+    export_run(whole.run_dir, tmp_path / "exported", "4", adapters=True)
+    original = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(original, tmp_path / "exported").merge_and_unload().state_dict()
+    for name, tensor in merged.items():  # apart from rounding to bf16: of the base, and of the sum
+        torch.testing.assert_close(tensor.float(), loaded[name], atol=1e-6, rtol=2**-6)
 
 
 KILLER = """

@@ -1,0 +1,41 @@
+"""Rounding to bf16 that keeps changes smaller than the distance between two bf16 numbers, on average.
+
+Rounded to the nearest, a weight would not follow a change of less than half that distance at all, and most changes by
+LoRA adapters are smaller. Here a number between two neighbors goes up or down with probabilities that make its mean
+exact. The random threshold is a hash of the element's index, so the same numbers always give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dapo.kernels.dispatch import kernel
+
+# A 32-bit integer hash: two multiplications between three shifts.
+HASH_1, HASH_2 = 0x7FEB352D, 0x846CA68B
+QUIET_NAN = 0x400000
+
+
+@kernel
+def add_dithered(base_oi: Tensor, delta_oi: Tensor, out_oi: Tensor) -> None:
+    """Write base (bf16) + delta (float32), summed in float32, to `out` (bf16). Where delta is 0, `out` is the base."""
+    base = base_oi.float()
+    total = torch.where(delta_oi == 0, base, base + delta_oi)  # -0.0 + 0.0 would be 0.0
+    bits = total.view(torch.int32)
+    # Adding 16 random bits to the 16 that are dropped carries into the kept ones with the right probability.
+    kept = torch.where(total.isnan(), bits | QUIET_NAN, bits + _thresholds(total))
+    out_oi.copy_((kept >> 16).to(torch.int16).view(torch.bfloat16))
+
+
+def _thresholds(like: Tensor) -> Tensor:
+    """Return 16 random bits for each element, hashed from its index in wrapping int32."""
+    x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view_as(like)
+    x = (x ^ _shift(x, 16)) * HASH_1
+    x = (x ^ _shift(x, 15)) * (HASH_2 - (1 << 32))
+    return (x ^ _shift(x, 16)) & 0xFFFF
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Shift right without copying the sign bit, as for unsigned integers."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
