@@ -151,7 +151,8 @@ def measure(arm: Arm, sizes: Sizes, model: str | None, device: torch.device, *, 
         finally:
             trainer.close()
     reserved, allocated = (torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()) if on_gpu else (0, 0)
-    context = float(CONTEXT_BYTES)
+    free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, CONTEXT_BYTES)
+    context = total - free - (torch.cuda.memory_reserved() if on_gpu else 0)  # if nothing else uses the GPU
     return Measured(predicted, reserved + context, allocated + context, seconds, plan, notes)
 
 

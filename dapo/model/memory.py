@@ -11,6 +11,7 @@ GIB = 2**30
 MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per trained parameter, in float32; there are two moments
 CONTEXT_BYTES = GIB // 2  # what a process takes of a GPU before its first tensor: CUDA's context and kernels
 USABLE = 0.9  # share of a GPU's memory that is planned with; the rest is for fragmentation and libraries
+BASE_SHARE = 0.25  # weights beneath adapters that take more of the free memory than this are in the host's memory
 HEAD_BYTES, LEAST_HEAD_BYTES = 4 * GIB, GIB // 2  # the logits of a chunk, and their gradient: at most, and at least
 MAX_TOKENS = 1 << 17  # of a micro-batch
 ENOUGH_TOKENS = 1 << 14  # fewer do not keep a large GPU busy: then activations are recomputed
@@ -94,14 +95,13 @@ def divide(free: float, gradients: float, moments: float, per_token: float, *, m
     """Return the division. `per_token`: bytes of activations that are recomputed; `may_lend`: nothing is in flight.
 
     Moments stay on the GPU if a small update fits beside them, or if they are small themselves. The cache keeps its
-    memory during an update if half of what is then left, the other half being the cache, holds enough tokens for full
-    speed.
+    memory during an update if half of what is then left, the other half being the cache, holds twice LEAST_TOKENS.
     """
     update = gradients + min(LEAST_HEAD_BYTES + LEAST_TOKENS * per_token, free / 3)
     with_cache = 1 if may_lend else 1.25  # in flight, the cache is there too
     offloads = moments > GIB and free - moments < with_cache * update
     held = 0 if offloads else moments
-    lends = may_lend and (free - gradients - held - HEAD_BYTES) / 2 < ENOUGH_TOKENS * per_token
+    lends = may_lend and (free - gradients - held - HEAD_BYTES) / 2 < 2 * LEAST_TOKENS * per_token
     return Division(offloads, lends, int(held + (0 if lends else update)))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dapo.config import Config
 from dapo.errors import ConfigError
 from dapo.model.memory import (
+    BASE_SHARE,
     CONTEXT_BYTES,
     GIB,
     GRADIENT_BYTES,
@@ -81,7 +82,10 @@ def usable(gpu: Gpu) -> float:
 def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workload) -> Memory:
     """Return the bytes of each part, divided as a run divides them. Raise DoesNotFit if they exceed the memory."""
     state = _state(config, shape, layout)
-    fixed = sum(state[name] for name in ("weights", "masters", "reference"))
+    base = BYTES * shape.num_hidden_layers * shape.layer  # kept beside the weights that adapters are merged into
+    if config.model.lora.rank > 0 and layout.shares_weights and base <= BASE_SHARE * (usable(gpu) - state["weights"]):
+        state["base weights"] = float(base)
+    fixed = sum(size for name, size in state.items() if name not in ("moments", "gradients", "gathered layers"))
     division = Division(lends=True)
     if layout.shares_weights:
         per_token = activation_bytes(shape, BYTES, recompute=config.optim.recompute_activations != "never")

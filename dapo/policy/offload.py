@@ -17,7 +17,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def to_host(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor in memory of the host that a GPU can copy from directly. It must not be modified later."""
+    """Return the tensor in the host's memory, where a GPU can copy from it directly."""
     return tensor.cpu().pin_memory() if device.type == "cuda" else tensor.cpu()
 
 
@@ -58,7 +58,7 @@ def _chunks(
         if not state:
             state["step"] = torch.zeros((), device=master.device)
             for name in _MOMENTS:
-                state[name] = to_host(torch.zeros(master.shape, dtype=master.dtype), master.device)
+                state[name] = torch.zeros(master.shape, dtype=master.dtype, pin_memory=master.is_cuda)
         state["step"] += 1
         assert master.grad is not None
         flat = [tensor.detach().view(-1).split(chunk) for tensor in (master, master.grad, *map(state.get, _MOMENTS))]

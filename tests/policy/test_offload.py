@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dapo.config import OptimConfig
 from dapo.errors import ModelError
@@ -48,20 +50,16 @@ def test_an_offloaded_step_makes_the_updates_of_adamw_bit_for_bit(chunk):
             assert torch.equal(whole.state[first][name], parts.state[second][name])
 
 
-def trained(monkeypatch, division: Division, steps: int, saved=None, folder=None) -> Policy:
-    """Train a tiny bf16 model with float32 masters, from the checkpoint `saved` on if there is one."""
+def trained(monkeypatch, division: Division, steps: int, folder: Path | None = None) -> Policy:
+    """Train a tiny bf16 model with float32 masters; from step 3 on with what the folder holds, if there is one."""
     monkeypatch.setattr(policy, "division", lambda *arguments, **options: division)
     model = for_dapo(tiny_llama().to(torch.bfloat16))
-    if saved is not None:
-        model.load_state_dict(load_file(saved / "model.safetensors"), strict=False)
     found = Policy(model, config(optim__lr=1e-2, algorithm__max_logprob_gap=1e9))
-    if saved is not None:
-        found.restore(saved)
-    for step in range(1 if saved is None else 3, steps + 1):
-        found.update(random_groups(2, 3, step), step=step, version=0)
     if folder is not None:
-        (folder / "trainer").mkdir(parents=True)
-        found.save(folder)
+        model.load_state_dict(load_file(folder / "model"), strict=False)
+        found.optimizer.load_state_dict(load_file(folder / "optimizer"))
+    for step in range(1 if folder is None else 3, steps + 1):
+        found.update(random_groups(2, 3, step), step=step, version=0)
     return found
 
 
@@ -85,8 +83,10 @@ def test_a_policy_that_offloads_and_frees_its_gradients_learns_the_same_bits(mon
 
 @pytest.mark.parametrize("resumed", [OFFLOADED, Division()])
 def test_a_run_that_offloads_resumes_bit_for_bit_whether_it_still_has_to_or_not(monkeypatch, tmp_path, resumed):
-    trained(monkeypatch, OFFLOADED, 2, folder=tmp_path / "saved")
-    again = trained(monkeypatch, resumed, 4, saved=tmp_path / "saved")
+    saved = trained(monkeypatch, OFFLOADED, 2)
+    save_file(dict(saved.model.named_parameters()), tmp_path / "model")
+    save_file(saved.optimizer.state_dict(), tmp_path / "optimizer")
+    again = trained(monkeypatch, resumed, 4, tmp_path)
     assert equal(trained(monkeypatch, Division(), 4), again)
 
 
