@@ -126,7 +126,11 @@ def _write_recipe(folder: Path, workload: Workload, device: torch.device, dtype:
 
 
 def _questions(workload: Workload) -> list[dict[str, Any]]:
-    prompts = random_prompts(4 * workload.prompts, workload.prompt_tokens, workload.shape.vocab_size)
+    return random_questions(4 * workload.prompts, workload.prompt_tokens, workload.shape.vocab_size)
+
+
+def random_questions(count: int, length: int, vocab_size: int) -> list[dict[str, Any]]:
+    prompts = random_prompts(count, length, vocab_size)
     return [{"prompt": " ".join(f"w{token}" for token in prompt), "answer": 0} for prompt in prompts]
 
 

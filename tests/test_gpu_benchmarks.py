@@ -10,7 +10,16 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
-from benchmarks import accuracy_curves, gpu_common, gpu_lora, gpu_rollout, gpu_step, gpu_update, time_to_accuracy
+from benchmarks import (
+    accuracy_curves,
+    gpu_common,
+    gpu_lora,
+    gpu_memory,
+    gpu_rollout,
+    gpu_step,
+    gpu_update,
+    time_to_accuracy,
+)
 from benchmarks.gpu_common import Row
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets
@@ -208,3 +217,20 @@ def test_the_curve_is_written_as_a_table_and_a_plot(tmp_path, monkeypatch):
     accuracy_curves.print_curves(console, {"ours": POINTS})
     text = console.export_text()
     assert "61.0 %" in text and "60 % within 40 s: reached" in text and "80 % within 198 s: missed" in text
+
+
+def test_training_within_a_limit_on_memory_is_measured_and_compared_with_the_plan():
+    arm = gpu_memory.Arm("tiny in 24 GB", TINY, 2, 24e9)
+    found = gpu_memory.measure(arm, gpu_memory.Sizes(2, 2, 4, 8, steps=1), None, CPU)
+    assert len(found.seconds) == 1 and any(note.startswith("timing_s/train ") for note in found.notes)
+    assert 2**29 < found.predicted < 24e9
+    peak, *_, error, seconds = gpu_memory.rows("lora-1.5b", found, is_limited=True)
+    assert peak.must == pytest.approx(12e9 / 2**30) and error.verdict == "miss" and seconds.measured > 0
+
+
+def test_the_arms_on_small_gpus_have_the_models_they_say():
+    shapes = {name: arm.shape for name, arm in gpu_memory.ARMS.items()}
+    sizes = {
+        name: gpu_common.random_model(shape, torch.device("meta"), torch.bfloat16) for name, shape in shapes.items()
+    }
+    assert [round(model.num_parameters() / 1e9, 2) for model in sizes.values()] == [1.54, 1.54, 7.62]

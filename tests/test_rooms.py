@@ -26,7 +26,7 @@ MAY_USE: dict[str, set[str]] = {
     "terminal": {"config", "store"},
     "checkpoint": {"config", "model", "store", "system", "terminal"},
     "engine": {"config", "kernels", "model", "system"},
-    "policy": {"algorithm", "checkpoint", "config", "kernels", "model"},
+    "policy": {"algorithm", "checkpoint", "config", "kernels", "model", "system"},
     "sampling": {"algorithm", "checkpoint", "config", "data", "engine", "rewards"},
     "cluster": {"config", "engine", "model", "policy", "rewards", "system"},
     "evaluation": {

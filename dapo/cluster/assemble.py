@@ -55,7 +55,8 @@ def assemble(
     if config.rollout.engine == "vllm":
         engine = build_engine(source, "vllm", policy.weights, transport=None)
     else:
-        engine = embedded_engine(config, loaded, policy.causal_lm, reserved=policy.optimizer.pending_bytes)
+        engine = embedded_engine(config, loaded, policy.causal_lm, reserved=policy.reserved_bytes)
+        policy.sampler_bytes = engine.working_bytes
     if config.rollout.mode == "strict":  # in flight, the cache is never empty, so the update cannot borrow its memory
         policy.cache_bytes = engine.cache_bytes
     return Parts(policy, engine, loaded.tokenizer, loaded.stop_ids)

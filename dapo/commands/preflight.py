@@ -17,6 +17,7 @@ from dapo.data.readers import GYM, find_files, read_rows
 from dapo.data.rows import read_question
 from dapo.engine.vllm.arguments import require_vllm
 from dapo.errors import DapoError, DataError, RunExists
+from dapo.model.forward import free_memory
 from dapo.model.loading import check_architecture, find_path, load_vocabulary, resolve_device
 from dapo.model.tokens import token_bytes
 from dapo.model.weights import check_folder
@@ -209,7 +210,10 @@ def _check_resources(found: Findings, config: Config) -> None:
     if shape is None:
         return
     is_here = config.cluster.learners == 1 and not config.rollout_engines
-    needed, free = sum(training_memory(config, shape).values()), _free_memory(config)
+    parts, free = training_memory(config, shape), _free_memory(config)
+    if on_gpu(config):
+        del parts["moments"]  # where they do not fit, they are in the host's memory
+    needed = sum(parts.values())
     if is_here and free is not None and free < needed:
         found.missing.append(
             f"training {config.model.path} takes {size_text(needed)} of memory and more for responses and activations, "
@@ -228,4 +232,4 @@ def _free_memory(config: Config) -> int | None:
         return memory()[1]
     if not torch.cuda.is_available():
         return None
-    return torch.cuda.mem_get_info(resolve_device(config.model.device))[0]
+    return free_memory(resolve_device(config.model.device))

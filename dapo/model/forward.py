@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dapo.errors import ModelError
 from dapo.model.attention import ATTENTION_NAME, AttentionPlan, Family, PackedAttention
+from dapo.model.memory import USABLE
 from dapo.model.meter import key_heads
 from dapo.model.products import wide_product
 from dapo.model.trunk import trunk_of
@@ -41,9 +42,16 @@ def packed_plan(causal_lm: Any, families: Sequence[Family], positions_T: Tensor)
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a GPU, or reserved by torch and unused."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    """Return the bytes of a GPU that this process can still plan with: those free, or reserved by torch and unused.
+
+    A limit on the process (torch.cuda.set_per_process_memory_fraction, or the environment variable
+    PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.5) counts like a smaller GPU.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    reserved = torch.cuda.memory_reserved(device)
+    unused = reserved - torch.cuda.memory_allocated(device)
+    return max(0, min(free, limit - reserved) + unused - int((1 - USABLE) * limit))
 
 
 def head_weight(causal_lm: Any) -> Tensor:

@@ -15,13 +15,14 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream: Any = None  # one for all captures: torch keeps freed memory apart for each stream
 
     def capture(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Return the captured graph and the result tensors that a replay overwrites.
 
         `run` is first called outside of the capture, to compile kernels and set up libraries.
         """
-        stream = torch.cuda.Stream()
+        stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dapo.model.memory import GIB
 from dapo.plan.estimate import Plan
 from dapo.plan.hardware import is_latency_bound
 from dapo.plan.learn import exchange_size
@@ -11,7 +12,13 @@ def advice(plan: Plan) -> list[str]:
     """Return sentences: the bottleneck and its remedy first, then other ways in which GPUs are wasted."""
     share = 100 * plan.critical[plan.bottleneck] / plan.seconds
     first = f"The bottleneck is {plan.bottleneck} ({share:.0f} %), bound by {plan.limit}: {_remedy(plan)}."
-    return [first, *_idle(plan)]
+    return [first, *_offloading(plan), *_idle(plan)]
+
+
+def _offloading(plan: Plan) -> list[str]:
+    size = plan.memory.offloaded
+    where = f"AdamW's moments ({size / GIB:.1f} GiB) are in the host's memory, and visit the GPU in each update."
+    return [where] if size else []
 
 
 def _remedy(plan: Plan) -> str:

@@ -52,11 +52,12 @@ def training_memory(config: Config, shape: Shape) -> dict[str, int]:
     """Return the bytes that training needs besides caches and activations, by part."""
     parameters, full = shape.parameters, config.model.lora.rank == 0
     is_float32 = _is_float32(config)  # then the weights are their own masters
-    state = GRADIENT_BYTES + MOMENT_BYTES + (0 if is_float32 else MASTER_BYTES)
-    weights = parameters * (4 if is_float32 else 2)
+    weights, trained = parameters * (4 if is_float32 else 2), parameters if full else 0
     return {
         "weights": weights,
-        "gradients and optimizer": parameters * state if full else 0,
+        "masters": 0 if is_float32 else MASTER_BYTES * trained,
+        "gradients": GRADIENT_BYTES * trained,
+        "moments": MOMENT_BYTES * trained,
         "reference": weights if config.needs_reference and full else 0,
     }
 

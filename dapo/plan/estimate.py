@@ -139,7 +139,9 @@ def _plans(
 def _plan(config: Config, work: Workload, shape: Shape, gpu: Gpu, layout: Layout) -> Plan:
     room = memory(config, shape, gpu, layout, work)
     sampler = Sampler(shape, gpu, layout.is_vllm, layout.tensor_parallel, room.slots)
-    learner = Learner(shape, gpu, layout.learners, room.micro_tokens, room.recomputes, config.cluster.offload)
+    learner = Learner(
+        shape, gpu, layout.learners, room.micro_tokens, room.recomputes, config.cluster.offload, room.offloaded
+    )
     sampling = generation(sampler, work, layout.engines)
     # A KL penalty in the reward needs the reference's log-probabilities of every group, one in the loss only of those
     # that are trained on.
@@ -183,6 +185,9 @@ def _remedy(
     offloaded = config.cluster.model_copy(update={"offload": True})
     if gpus > 1 and fits(config.model_copy(update={"cluster": offloaded}), gpus):
         ways.append("cluster.offload=true")
+    adapters = config.model.model_copy(update={"lora": config.model.lora.model_copy(update={"rank": 16})})
+    if gpus == 1 and config.model.lora.rank == 0 and fits(config.model_copy(update={"model": adapters}), gpus):
+        ways.append("adapters (model.lora.rank=16)")
     if ways:
         return f"; {' or '.join(ways)} would be enough"
     others = "a smaller data.max_response_length or GPUs with more memory may"

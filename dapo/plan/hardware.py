@@ -40,8 +40,15 @@ _GPUS = (
     Gpu("a100", 80e9, 2.039e12, 300e9, 25e9),
     Gpu("a100-40gb", 40e9, 1.555e12, 300e9, 25e9),
     Gpu("l40s", 48e9, 0.864e12, 32e9, 12.5e9),
+    Gpu("a6000", 48e9, 0.768e12, 32e9, 12.5e9),
+    Gpu("rtx5090", 32e9, 1.792e12, 64e9, 12.5e9),
     Gpu("l4", 24e9, 0.3e12, 32e9, 12.5e9),
+    Gpu("a10", 24e9, 0.6e12, 32e9, 12.5e9),
     Gpu("rtx4090", 24e9, 1.008e12, 32e9, 12.5e9),
+    Gpu("rtx3090", 24e9, 0.936e12, 32e9, 12.5e9),
+    Gpu("rtx4080", 16e9, 0.717e12, 32e9, 12.5e9),
+    Gpu("a4000", 16e9, 0.448e12, 32e9, 12.5e9),
+    Gpu("rtx3060", 12e9, 0.36e12, 16e9, 12.5e9),
 )
 
 # MEASURED, decoding with the embedded engine: three throughputs (135M with 256 and 1,024 sequences, 1.5B with 256)
@@ -68,7 +75,6 @@ CONTROLLER_GROUPS = 20_000 / 60
 
 # ASSUMED.
 NODE = 8  # GPUs per machine
-USABLE = 0.9  # share of a GPU's memory; the rest is for the CUDA context, graphs and fragmentation
 NETWORK_SHARE = 0.8  # share of the wire's rate that collectives reach
 HOP_SECONDS = 3e-6  # latency of one hop of a ring, which has as many hops as ranks
 ALL_REDUCE_SECONDS = 10e-6  # latency within a node

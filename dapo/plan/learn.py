@@ -33,6 +33,7 @@ class Learner:
     micro_tokens: float
     recomputes: bool
     offloads: bool = False
+    moment_bytes: float = 0.0  # of moments that come from the host's memory and return to it, without FSDP
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ def update(learner: Learner, work: Workload) -> Learning:
     slowest = max(parts.values())  # the parts overlap, so only the slowest counts
     if limit == "compute" and mine == busiest[0] and learner.ranks > 1:
         limit = "the longest response"
+    slowest += learner.moment_bytes / HOST_LINK  # in both directions at once, after the last micro-batch
     mfu = operations / learner.ranks / slowest / learner.gpu.flops
     return Learning(slowest * work.updates * work.epochs, limit, mfu)
 

@@ -7,18 +7,25 @@ from dataclasses import dataclass
 from dapo.config import Config
 from dapo.errors import ConfigError
 from dapo.model.memory import (
-    ENOUGH_TOKENS,
+    BASE_SHARE,
+    CONTEXT_BYTES,
     GIB,
     GRADIENT_BYTES,
-    HEAD_BYTES,
     MASTER_BYTES,
-    MAX_TOKENS,
     MOMENT_BYTES,
+    USABLE,
+    Division,
+    MicroBatch,
     activation_bytes,
+    adapter_parameters,
+    cache_room,
+    divide,
     kv_bytes,
+    micro_batch,
+    sampling_bytes,
 )
 from dapo.plan.decode import BYTES
-from dapo.plan.hardware import USABLE, Gpu
+from dapo.plan.hardware import Gpu
 from dapo.plan.shapes import Shape
 from dapo.plan.workload import Workload
 
@@ -59,6 +66,7 @@ class Memory:
     micro_tokens: float  # most tokens of a micro-batch
     held_tokens: float  # tokens of the largest micro-batch that the recipe produces
     recomputes: bool  # activations are computed twice instead of being kept
+    offloaded: float = 0.0  # bytes of moments in the host's memory, which visit the GPU in each update
 
     @property
     def peak(self) -> tuple[float, float]:
@@ -66,86 +74,109 @@ class Memory:
         return sum(sampling), sum(training)
 
 
+def usable(gpu: Gpu) -> float:
+    """Return the bytes of a GPU that tensors may take."""
+    return USABLE * (gpu.memory - CONTEXT_BYTES)
+
+
 def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workload) -> Memory:
-    """Return the bytes of each part. Raise DoesNotFit if they exceed the GPU's memory."""
-    room = USABLE * gpu.memory
-    states = _states(config, shape, layout)
-    resting = 0.0 if layout.rollout_gpus else sum(bytes_ for bytes_, _ in states.values())
+    """Return the bytes of each part, divided as a run divides them. Raise DoesNotFit if they exceed the memory."""
+    state = _state(config, shape, layout)
+    base = BYTES * shape.num_hidden_layers * shape.layer  # kept beside the weights that adapters are merged into
+    if config.model.lora.rank > 0 and layout.shares_weights and base <= BASE_SHARE * (usable(gpu) - state["weights"]):
+        state["base weights"] = float(base)
+    fixed = sum(size for name, size in state.items() if name not in ("moments", "gradients", "gathered layers"))
+    division = Division(lends=True)
+    if layout.shares_weights:
+        per_token = activation_bytes(shape, BYTES, recompute=config.optim.recompute_activations != "never")
+        may_lend = config.rollout.mode == "strict"
+        division = divide(usable(gpu) - fixed, state["gradients"], state["moments"], per_token, may_lend=may_lend)
+    offloaded = state["moments"] if division.offloads else 0.0
+    state["moments"] -= offloaded
+    resting = fixed + state["moments"]
+    training = resting + state["gradients"] + state["gathered layers"]
     sampler = 0.0 if layout.shares_weights else BYTES * shape.parameters / layout.tensor_parallel
-    cache, slots = _cache(config, shape, layout, work, room - resting - sampler, gpu)
-    held = sum(bytes_ for _, bytes_ in states.values())
-    tokens, recomputes = _micro_batch(config, shape, work, room - held, gpu)
+    beside = sampler + (0.0 if layout.rollout_gpus else fixed + max(state["moments"], division.reserved))
+    cache, working, slots = _cache(config, shape, layout, work, gpu, usable(gpu) - beside)
+    held = (0.0, 0.0) if division.lends else (cache, working)  # what the sampler keeps during an update
+    split = _micro_batch(config, shape, work, usable(gpu) - training - sum(held), gpu)
     # At most what a rank gets of one update, but at least the longest response.
     mine = work.trained_groups / work.updates * (work.n * work.lengths.mean + work.prompt) / layout.learners
-    held_tokens = max(float(work.longest), min(tokens, mine))
+    held_tokens = max(float(work.longest), min(split.tokens, mine))
+    own = ("sampler's weights", "key/value cache", "decoding", "CUDA context")  # of a GPU that only samples
     parts = {
-        **states,
+        **{name: (size, size) for name, size in state.items()},
+        "gradients": (0.0 if division.lends else state["gradients"], state["gradients"]),
+        "gathered layers": (0.0, state["gathered layers"]),
         "sampler's weights": (sampler, 0.0),
-        "key/value cache": (cache, 0.0),
-        "activations": (0.0, held_tokens * activation_bytes(shape, BYTES, recompute=recomputes)),
-        "logits of a chunk": (0.0, float(HEAD_BYTES)),
+        "key/value cache": (cache, held[0]),
+        "decoding": (working, held[1]),
+        "activations": (0.0, held_tokens * activation_bytes(shape, BYTES, recompute=split.recompute)),
+        "logits of a chunk": (0.0, 0.75 * split.head_bytes),  # float32 logits take half of it, their gradient a quarter
+        "CUDA context": (float(CONTEXT_BYTES), float(CONTEXT_BYTES)),
     }
     if layout.rollout_gpus:  # the two columns then describe different GPUs
-        parts = {
-            name: (s if name in ("sampler's weights", "key/value cache") else 0.0, t) for name, (s, t) in parts.items()
-        }
-    return Memory({name: pair for name, pair in parts.items() if any(pair)}, slots, tokens, held_tokens, recomputes)
+        parts = {name: (s if name in own else 0.0, t) for name, (s, t) in parts.items()}
+    parts = {name: pair for name, pair in parts.items() if any(pair)}
+    return Memory(parts, slots, split.tokens, held_tokens, split.recompute, offloaded)
 
 
-def _states(config: Config, shape: Shape, layout: Layout) -> dict[str, tuple[float, float]]:
+def _state(config: Config, shape: Shape, layout: Layout) -> dict[str, float]:
     """Return the learner's state by part. Gradients and gathered layers exist only while it trains."""
     share = shape.parameters / layout.learners
     is_full = config.model.lora.rank == 0
-    working = (
-        BYTES * share if not is_full or layout.learners == 1 else 0.0
-    )  # with FSDP the masters are cast when gathered
-    trained = share if is_full and not config.cluster.offload else 0.0  # offloaded: in the host's memory
+    trained = share if is_full else adapter_parameters(shape, config.model.lora.rank) / layout.learners
+    # With FSDP the masters are cast when gathered.
+    working = BYTES * share if not is_full or layout.learners == 1 else 0.0
+    held = 0.0 if config.cluster.offload else trained  # offloaded: in the host's memory
     # FSDP gathers embedding and head together, and two layers at a time, each with its float32 gradient.
     largest = 2 * shape.layer + shape.embedding * (1 if shape.tie_word_embeddings else 2)
-    gathered = largest * (BYTES + GRADIENT_BYTES) if layout.learners > 1 else 0.0
-    reference = BYTES * share if config.needs_reference and is_full else 0.0
-    states = {
-        "weights": (working, working),
-        "masters and moments": ((MASTER_BYTES + MOMENT_BYTES) * trained,) * 2,
-        "reference": (reference, reference),
-        "gradients": (0.0, GRADIENT_BYTES * trained),
-        "gathered layers": (0.0, gathered),
+    return {
+        "weights": working,
+        "masters": MASTER_BYTES * held,
+        "moments": MOMENT_BYTES * held,
+        "reference": BYTES * share if config.needs_reference and is_full else 0.0,
+        "gradients": GRADIENT_BYTES * held,
+        "gathered layers": largest * (BYTES + GRADIENT_BYTES) if layout.learners > 1 else 0.0,
     }
-    return {name: pair for name, pair in states.items() if any(pair)}
 
 
-def _cache(config: Config, shape: Shape, layout: Layout, work: Workload, free: float, gpu: Gpu) -> tuple[float, float]:
-    """Return the bytes of the cache, and how many responses of average progress fit into it."""
+def _cache(
+    config: Config, shape: Shape, layout: Layout, work: Workload, gpu: Gpu, free: float
+) -> tuple[float, float, float]:
+    """Return the bytes of the cache, those of decoding, and how many responses of average progress fit."""
     per_token = kv_bytes(shape, BYTES) / min(layout.tensor_parallel, shape.num_key_value_heads)
-    share = 1.0 if layout.is_vllm else config.rollout.kv_memory_fraction
     responses = max(work.n, max(work.rounds) * work.n / layout.engines)
     wanted = min(work.concurrent, responses) * work.longest * per_token
-    cache = min(wanted, share * free)
+    room, working = free, 0
+    if not layout.is_vllm:
+        rows = config.concurrent
+        room, prompts = cache_room(shape, BYTES, free, config.rollout.kv_memory_fraction, rows, work.longest)
+        working = sampling_bytes(shape, BYTES, rows, prompts)
+    cache = min(wanted, room)
     if cache < work.longest * per_token:
         raise DoesNotFit(
-            f"sampling does not fit: after {_gib(USABLE * gpu.memory - free)} of weights and training state, a GPU has "
+            f"sampling does not fit: after {_gib(usable(gpu) - free)} of weights and training state, a GPU has "
             f"room for {max(0.0, cache / per_token):,.0f} cached tokens, but one response may need {work.longest:,}"
         )
     average = work.prompt + work.lengths.mean_age
-    return cache, min(float(work.concurrent), cache / per_token / average)
+    return cache, working, min(float(work.concurrent), cache / per_token / average)
 
 
-def _micro_batch(config: Config, shape: Shape, work: Workload, free: float, gpu: Gpu) -> tuple[float, bool]:
-    """Return the most tokens of a micro-batch, and whether activations are recomputed. A response is never split."""
+def _micro_batch(config: Config, shape: Shape, work: Workload, free: float, gpu: Gpu) -> MicroBatch:
+    """Return the split of an update. A response is never split."""
     given, may = config.optim.max_tokens_per_micro_batch, config.optim.recompute_activations
-    fits = {
-        recompute: (free - HEAD_BYTES) / activation_bytes(shape, BYTES, recompute=recompute)
-        for recompute in (False, True)
-    }
+    kept, recomputed = (activation_bytes(shape, BYTES, recompute=each) for each in (False, True))
+    found = micro_batch(free, kept, recomputed, given, may_recompute=may != "never", always=may == "always")
+    fits = (free - found.head_bytes) / (recomputed if found.recompute else kept)
     least = max(given, work.longest)
-    recompute = may == "always" or (may == "auto" and fits[False] < (least if given else max(least, ENOUGH_TOKENS)))
-    if fits[recompute] < least:
+    if fits < least:
         raise DoesNotFit(
-            f"training does not fit: after {_gib(USABLE * gpu.memory - free + HEAD_BYTES)} of weights, optimizer "
-            f"state and logits, a GPU has room for the activations of {max(0.0, fits[recompute]):,.0f} tokens, but "
+            f"training does not fit: after {_gib(usable(gpu) - free + found.head_bytes)} of weights, optimizer "
+            f"state and logits, a GPU has room for the activations of {max(0.0, fits):,.0f} tokens, but "
             f"{least:,} are needed"
         )
-    return float(given or min(MAX_TOKENS, fits[recompute])), recompute
+    return found
 
 
 def _gib(size: float) -> str:

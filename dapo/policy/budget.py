@@ -10,12 +10,11 @@ from torch import Tensor
 
 from dapo.config import OptimConfig
 from dapo.model.forward import free_memory, head_weight
-from dapo.model.memory import ENOUGH_TOKENS, HEAD_BYTES, MAX_TOKENS, activation_bytes
+from dapo.model.memory import HEAD_BYTES, MAX_TOKENS, Division, activation_bytes, divide, micro_batch
 from dapo.model.trunk import FusedTrunk, Trunk
 
 _CPU_TOKENS = 4096
 _TOO_FEW_TOKENS = 1 << 11  # if fewer than this fit, the update takes the memory of the sampler's cache
-_USABLE = 0.8  # fraction of the free memory; the rest is for what is not counted here
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +25,7 @@ class Budget:
     recompute: bool = False
     needs_engine_memory: bool = False  # whether the sampler's cache must be freed during the update
     room: float = 0.0  # bytes for activations on a rank's GPU
+    head_bytes: int = HEAD_BYTES  # for the logits of a chunk, and their gradient
 
     def tokens_that_fit(self, tokens: int, used: int) -> int:
         """Return how many tokens fit, given that `tokens` took `used` bytes more than a minimal micro-batch.
@@ -36,10 +36,14 @@ class Budget:
         return min(self.max_tokens, _clamp(int(self.room / per_token))) if per_token > 0 else self.max_tokens
 
     @classmethod
-    def of(cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, pending_bytes: int, cache_bytes: int = 0) -> Budget:
+    def of(
+        cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, pending_bytes: int, cache_bytes: int = 0,
+        *, lends: bool = False,
+    ) -> Budget:  # fmt: skip
         """Return the budget of one process.
 
-        `pending_bytes`: what the update will allocate besides activations. `cache_bytes` can be freed if necessary.
+        `pending_bytes`: what the update will allocate besides activations. `cache_bytes` can be freed if necessary;
+        `lends` says that it will be.
         """
         given = config.max_tokens_per_micro_batch
         can_recompute = isinstance(trunk, FusedTrunk)
@@ -48,13 +52,13 @@ class Budget:
         if device.type != "cuda":
             return cls(given or _CPU_TOKENS, always)
         may_recompute = can_recompute and config.recompute_activations != "never"
-        least = _activation_bytes(causal_lm, trunk, recompute=may_recompute)  # per token
-        free = _USABLE * free_memory(device) - pending_bytes - HEAD_BYTES
-        needs_engine_memory = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * least
-        free = max(0.0, free + _USABLE * cache_bytes * needs_engine_memory)
-        keep = int(free / _activation_bytes(causal_lm, trunk, recompute=False))  # tokens whose activations fit
-        recompute = always or (may_recompute and (given > keep if given else keep < ENOUGH_TOKENS))
-        return cls(given or _clamp(int(free / least) if recompute else keep), recompute, needs_engine_memory)
+        kept, recomputed = (_activation_bytes(causal_lm, trunk, recompute=each) for each in (False, can_recompute))
+        room = free_memory(device) - pending_bytes
+        least = (given or _TOO_FEW_TOKENS) * (recomputed if may_recompute else kept)
+        needs_engine_memory = cache_bytes > 0 and (lends or room - HEAD_BYTES < least)
+        room += cache_bytes * needs_engine_memory
+        found = micro_batch(room, kept, recomputed, given, may_recompute=may_recompute, always=always)
+        return cls(max(1, found.tokens), found.recompute, needs_engine_memory, head_bytes=found.head_bytes)
 
     @classmethod
     def shared(
@@ -69,10 +73,19 @@ class Budget:
         if not like.is_cuda:
             return cls(given or _CPU_TOKENS, recompute)
         per_token = _activation_bytes(causal_lm, trunk, recompute=recompute, dtype=like.dtype)
-        free = _USABLE * free_memory(like.device) - pending_bytes - HEAD_BYTES
+        free = free_memory(like.device) - pending_bytes - HEAD_BYTES
         needs_engine_memory = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * per_token
-        free = max(0.0, free + _USABLE * cache_bytes * needs_engine_memory)
+        free = max(0, free + cache_bytes * needs_engine_memory)
         return cls(given or _clamp(int(free / per_token)), recompute, needs_engine_memory, free)
+
+
+def division(causal_lm: Any, trunk: Trunk, gradient_bytes: int, moment_bytes: int, *, may_lend: bool) -> Division:
+    """Return how one process divides the memory of its GPU, once weights and masters are on it."""
+    device = head_weight(causal_lm).device
+    if device.type != "cuda":
+        return Division()
+    per_token = _activation_bytes(causal_lm, trunk, recompute=isinstance(trunk, FusedTrunk))
+    return divide(free_memory(device), gradient_bytes, moment_bytes, per_token, may_lend=may_lend)
 
 
 def _clamp(tokens: int) -> int:

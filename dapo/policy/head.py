@@ -19,7 +19,7 @@ from dapo.kernels.head import logits_gradient, logprobs_and_entropy
 from dapo.model.products import add_weight_grad, wide_product
 
 CHUNK_TOKENS = 256
-_GPU_CHUNK_BYTES = 1 << 31  # of float32 logits; it takes larger chunks to keep a GPU busy
+GPU_CHUNK_BYTES = 1 << 31  # of float32 logits, where memory allows; it takes larger chunks to keep a GPU busy
 
 # (log-probabilities of a chunk, the chunk's slice of the batch) -> (weighted loss per token, metrics per token)
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
@@ -61,13 +61,14 @@ class HeadResult:
 
 
 def fused_head_loss(
-    hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss, weight_grad: Tensor | None
-) -> tuple[HeadResult, Tensor]:
+    hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss,
+    weight_grad: Tensor | None, chunk_bytes: int = GPU_CHUNK_BYTES,
+) -> tuple[HeadResult, Tensor]:  # fmt: skip
     """Return the result and the gradient of the hidden states. Adds that of the head's weight to `weight_grad`."""
     grad_hidden_R = torch.empty_like(hidden_R)
     parts: list[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] = []
     hidden_R = hidden_R.detach()
-    for chunk in _chunks(hidden_R, weight):
+    for chunk in _chunks(hidden_R, weight, chunk_bytes):
         hidden, targets = hidden_R[chunk], targets_R[chunk]
         with torch.no_grad():
             distribution = _Distribution(wide_product(hidden, weight.t()), targets, temperature)
@@ -92,14 +93,16 @@ def fused_head_loss(
 
 
 def after_all_logprobs(
-    hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss
-) -> ChunkLoss:
+    hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, loss: ChunkLoss,
+    chunk_bytes: int = GPU_CHUNK_BYTES,
+) -> ChunkLoss:  # fmt: skip
     """Return a loss that has the values and the gradient of `loss`, in which tokens may depend on each other.
 
     The gradient is computed here, over the log-probabilities of all tokens at once. In each chunk the result is linear
     in the log-probabilities, with that gradient.
     """
-    logprobs_R = chunked_logprobs(hidden_R.detach(), weight.detach(), targets_R, temperature).requires_grad_()
+    logprobs_R = chunked_logprobs(hidden_R.detach(), weight.detach(), targets_R, temperature, chunk_bytes)
+    logprobs_R.requires_grad_()
     with torch.enable_grad():
         weighted_R, metrics = loss(logprobs_R, slice(None))
         (grad_R,) = torch.autograd.grad(weighted_R.sum(), logprobs_R)
@@ -139,17 +142,19 @@ class _WithGradients(Function):
 
 
 @torch.no_grad()
-def chunked_logprobs(hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
+def chunked_logprobs(
+    hidden_R: Tensor, weight: Tensor, targets_R: Tensor, temperature: float, chunk_bytes: int = GPU_CHUNK_BYTES
+) -> Tensor:
     """Return the log-probability of each target token, without gradients."""
     parts = []
-    for chunk in _chunks(hidden_R, weight):
+    for chunk in _chunks(hidden_R, weight, chunk_bytes):
         logits = wide_product(hidden_R[chunk], weight.t())
         parts.append(_Distribution(logits, targets_R[chunk], temperature).logprobs)
     return torch.cat(parts)
 
 
-def _chunks(hidden_R: Tensor, weight: Tensor) -> Iterator[slice]:
-    size = max(CHUNK_TOKENS, _GPU_CHUNK_BYTES // (4 * len(weight))) if hidden_R.is_cuda else CHUNK_TOKENS
+def _chunks(hidden_R: Tensor, weight: Tensor, chunk_bytes: int) -> Iterator[slice]:
+    size = max(CHUNK_TOKENS, chunk_bytes // (4 * len(weight))) if hidden_R.is_cuda else CHUNK_TOKENS
     for start in range(0, len(hidden_R), size):
         yield slice(start, start + size)
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dapo.config import OptimConfig
 from dapo.model.trunk import Weight
+from dapo.policy.offload import offloaded_step, to_host
 
 
 class Optimizer:
@@ -20,7 +21,11 @@ class Optimizer:
     Gradients of bf16 weights are summed in fp32 too: a hook adds each one to the master's gradient as soon as autograd
     has computed it. The gradients of `joined` weights do not pass through autograd: the code that computes
     them adds them to the buffers that `zero_grad_buffers` provides.
+
+    `offloads` says that the moments are in the host's memory. It changes neither the updates nor what is saved.
     """
+
+    offloads = False
 
     def __init__(
         self,
@@ -34,7 +39,7 @@ class Optimizer:
         self._views: list[tuple[Tensor, Tensor]] = []  # master, its slice of a joined gradient
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
-        self.masters = [p if p.dtype != torch.bfloat16 else p.detach().float().clone() for p in self.parameters]
+        self.masters = [p if p.dtype != torch.bfloat16 else p.detach().float() for p in self.parameters]
         self._master_of = dict(zip(self.parameters, self.masters, strict=True))
         for parameter, master in self._master_of.items():
             if master is not parameter:
@@ -73,6 +78,11 @@ class Optimizer:
         for master, view in self._views:
             master.grad = view
 
+    def release_grad_buffers(self) -> None:
+        """Free the memory of the gradients until the next update, which allocates it anew, at other addresses."""
+        self.zero_grad()
+        self._sums, self._views = [], []
+
     def _move_grad(self, parameter: Tensor) -> None:
         total = self.grad_of(parameter)
         assert total is not None and parameter.grad is not None
@@ -94,7 +104,10 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.grad_clip, torch.tensor(norm))
         for group in self.adam.param_groups:
             group["lr"] = learning_rate
-        self.adam.step()
+        if self.offloads:
+            offloaded_step(self.adam)
+        else:
+            self.adam.step()
         narrow = [(p.data, master) for p, master in zip(self.parameters, self.masters, strict=True) if master is not p]
         if narrow:
             torch._foreach_copy_([p for p, _ in narrow], [m for _, m in narrow])  # pyright: ignore[reportPrivateImportUsage]
@@ -103,8 +116,16 @@ class Optimizer:
     @property
     def pending_bytes(self) -> int:
         """Bytes that the next update will allocate: gradients, and before the first update also the moments."""
-        trained = sum(map(held_bytes, self.masters))
-        return trained if self.adam.state else 3 * trained
+        return self.gradient_bytes + self.pending_moment_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(map(held_bytes, self.masters))
+
+    @property
+    def pending_moment_bytes(self) -> int:
+        """Bytes of moments that the first update will allocate on the device."""
+        return 0 if self.adam.state or self.offloads else 2 * self.gradient_bytes
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as a flat dictionary of named tensors, as safetensors requires."""
@@ -122,10 +143,11 @@ class Optimizer:
                 master.copy_(state[f"master/{name}"])
             if f"step/{name}" not in state:
                 continue
+            place = to_host if self.offloads else Tensor.to
             moments: dict[str, Any] = {
-                key: state[f"{key}/{name}"].to(master.device) for key in ("exp_avg", "exp_avg_sq")
+                key: place(state[f"{key}/{name}"], master.device) for key in ("exp_avg", "exp_avg_sq")
             }
-            self.adam.state[master] = {"step": state[f"step/{name}"].clone(), **moments}
+            self.adam.state[master] = {"step": state[f"step/{name}"].to(master.device, copy=True), **moments}
 
 
 def held_bytes(tensor: Tensor) -> int:

@@ -26,7 +26,7 @@ from dapo.model.joined import merge, separate_bases
 from dapo.model.lora import causal_lm, merged, reference_mode
 from dapo.model.meter import peak_flops, training_flops
 from dapo.model.trunk import joined_weights, trunk_of
-from dapo.policy.budget import Budget
+from dapo.policy.budget import Budget, division
 from dapo.policy.captured import CapturedBackward
 from dapo.policy.head import (
     ChunkLoss,
@@ -41,6 +41,7 @@ from dapo.policy.packing import Batch, micro_batches, mini_batches, reference_ba
 from dapo.policy.protocol import UpdateResult
 from dapo.policy.rules import UpdateRules
 from dapo.policy.tally import Tally, by_rollout
+from dapo.system.machine import memory, size_text
 from dapo.types import Group
 
 MAX_NON_FINITE_STEPS = 3
@@ -57,6 +58,7 @@ class Policy:
     """
 
     rank, ranks = 0, 1
+    lends_memory = False  # whether gradients are freed after each update, to leave their memory to the sampler
 
     def __init__(
         self,
@@ -83,11 +85,28 @@ class Policy:
         self.optimizer = Optimizer(trainable, config.optim, joined)
         self.packed_ahead: tuple[list[Group], int, list[Batch]] | None = None  # groups, tokens at most, micro-batches
         self.cache_bytes = 0  # of the sampler's cache, which an update may use when memory is short
+        self.sampler_bytes = 0  # of the sampler besides its cache
+        self.reserved_bytes = 0  # that the sampler's cache must leave free
+        self._divide_memory()
         self.captured: CapturedBackward | None = None
-        if joined and self.weight.is_cuda and not self.rules.is_custom_loss:  # a graph holds no Python code
+        can_capture = self.weight.is_cuda and not self.lends_memory  # a graph holds the gradients' addresses
+        if joined and can_capture and not self.rules.is_custom_loss:  # a graph holds no Python code
             parameters = sum(parameter.numel() for parameter in model.parameters())
             self.captured = CapturedBackward(self._forward_backward, parameters, self.weight.device)
         self.non_finite_in_a_row = 0
+
+    def _divide_memory(self) -> None:
+        """Decide where the moments are, and whether sampler and update use the same memory in turns."""
+        gradients, moments = self.optimizer.gradient_bytes, self.optimizer.pending_moment_bytes
+        may_lend = self.config.rollout.mode == "strict"  # in flight, the cache is never empty
+        found = division(self.causal_lm, self.trunk, gradients, moments, may_lend=may_lend)
+        self.optimizer.offloads, self.lends_memory, self.reserved_bytes = found.offloads, found.lends, found.reserved
+        host = memory()[1]
+        if found.offloads and host is not None and host < moments:
+            raise ModelError(
+                f"AdamW's moments take {size_text(moments)}, but fit neither on the GPU nor into the host's memory, of "
+                f"which {size_text(host)} are free; train adapters (model.lora.rank), or use a smaller model"
+            )
 
     def memory_plan(self, cache_bytes: int) -> str | None:
         if not self.weight.is_cuda:
@@ -95,12 +114,14 @@ class Policy:
         held = [t for t in (*self.model.parameters(), *(w.value for w in self.trunk.adapted)) if t.is_cuda]
         weights = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
         masters = sum(held_bytes(m) for m in self.optimizer.masters if m.dtype != self.weight.dtype)
-        trained = sum(map(held_bytes, self.optimizer.masters))
-        moments = 3 * trained + masters
+        trained = self.optimizer.gradient_bytes
+        state = masters + (1 if self.optimizer.offloads else 3) * trained
         remarks = ", activations are recomputed" if self.budget.recompute else ""
+        if self.optimizer.offloads:
+            remarks += f", {2 * trained / 2**30:.1f} GiB of AdamW's moments are in the host's memory"
         remarks += ", the cache is freed for each update" * self.budget.needs_engine_memory
         return (
-            f"weights {weights / 2**30:.1f} GiB, optimizer and gradients {moments / 2**30:.1f} GiB, "
+            f"weights {weights / 2**30:.1f} GiB, optimizer and gradients {state / 2**30:.1f} GiB, "
             f"key/value cache {cache_bytes / 2**30:.1f} GiB; up to {self.budget.max_tokens:,} tokens per "
             f"micro-batch{remarks}"
         )
@@ -108,8 +129,10 @@ class Policy:
     @cached_property
     def budget(self) -> Budget:
         """The memory budget of an update, computed from the free memory when it is first needed."""
-        pending_bytes = self.optimizer.pending_bytes
-        return Budget.of(self.causal_lm, self.trunk, self.config.optim, pending_bytes, self.cache_bytes)
+        pending_bytes = self.optimizer.pending_bytes + (0 if self.lends_memory else self.sampler_bytes)
+        return Budget.of(
+            self.causal_lm, self.trunk, self.config.optim, pending_bytes, self.cache_bytes, lends=self.lends_memory
+        )
 
     @property
     def needs_engine_memory(self) -> bool:
@@ -133,6 +156,9 @@ class Policy:
             self._update_mini_batch(part, following, step, version, tally, is_first=index == 0, record=epoch == 0)
             if tally.stop:
                 break
+        if self.lends_memory:
+            self.optimizer.release_grad_buffers()
+            torch.cuda.empty_cache()  # or the cache, which is one tensor, would find only pieces
         metrics = tally.metrics(self.rules.learning_rate(step))
         return UpdateResult(
             metrics,
@@ -240,7 +266,9 @@ class Policy:
         hidden_R = self._hidden(self.causal_lm, batch, plan)
         temperature, weight_grad = self.config.rollout.temperature, self.optimizer.grad_of(self.weight)
         loss = self._chunk_loss(batch, hidden_R, self.weight)
-        result, grad_hidden_R = fused_head_loss(hidden_R, self.weight, batch.targets_R, temperature, loss, weight_grad)
+        result, grad_hidden_R = fused_head_loss(
+            hidden_R, self.weight, batch.targets_R, temperature, loss, weight_grad, self.budget.head_bytes // 2
+        )
         hidden_R.backward(grad_hidden_R)
         return result
 
@@ -264,7 +292,8 @@ class Policy:
 
         if self.rules.per_token:
             return loss_of
-        return after_all_logprobs(hidden_R, weight, batch.targets_R, self.config.rollout.temperature, loss_of)
+        temperature, chunk_bytes = self.config.rollout.temperature, self.budget.head_bytes // 2
+        return after_all_logprobs(hidden_R, weight, batch.targets_R, temperature, loss_of, chunk_bytes)
 
     def _hidden(self, model: Any, batch: Batch, plan: AttentionPlan) -> Tensor:
         hidden_T = hidden_states(model, batch.tokens_T, batch.positions_T, plan, recompute=self.budget.recompute)
@@ -291,7 +320,8 @@ class Policy:
 
     def _logprobs(self, model: Any, batch: Batch) -> Tensor:
         hidden_R = self._hidden(model, batch, self._plan(model, batch))
-        return chunked_logprobs(hidden_R, head_weight(model), batch.targets_R, self.config.rollout.temperature)
+        temperature, chunk_bytes = self.config.rollout.temperature, self.budget.head_bytes // 2
+        return chunked_logprobs(hidden_R, head_weight(model), batch.targets_R, temperature, chunk_bytes)
 
     @contextmanager
     def _reference_model(self) -> Iterator[Any]:
@@ -313,7 +343,7 @@ class Policy:
         return files.begin(self.model, self.optimizer.state_dict(), folder)
 
     def restore(self, folder: Path) -> None:
-        self.optimizer.load_state_dict(files.read(self.model, folder, str(self.weight.device)))
+        self.optimizer.load_state_dict(files.read(self.model, folder, "cpu"))
         merge(self.trunk.adapted)
 
     def efficiency(self, batch: Sequence[Group], update: UpdateResult, seconds: float) -> dict[str, float]:

@@ -78,6 +78,9 @@ class ShardedPolicy(Policy):
         trunk_of(model)  # chosen now, while the weights are float32 shards: always the trunk of transformers
         return root
 
+    def _divide_memory(self) -> None:
+        """Leave everything where it is: shards are offloaded with cluster.offload."""
+
     @cached_property
     def budget(self) -> Budget:
         pending_bytes = self.optimizer.pending_bytes if self.weight.device.type == self.device.type else 0

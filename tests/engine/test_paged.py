@@ -9,6 +9,7 @@ import torch
 from dapo.engine.embedded import step
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.embedded.paged import BURST, PagedDecoder
+from dapo.errors import ModelError
 from dapo.kernels.piece_attention import PAGE
 from dapo.model import trunk
 from dapo.model.attention import ATTENTION_NAME
@@ -171,6 +172,28 @@ def test_the_cache_can_be_released_between_rounds():
     assert storage.untyped_storage().nbytes() == 0
     after = drain(engine, request)
     assert all(np.array_equal(before[key].tokens, after[key].tokens) for key in before)
+
+
+def test_a_cache_whose_memory_was_taken_meanwhile_comes_back_smaller(monkeypatch):
+    engine = paged_engine(tiny_llama(), stop=())
+    request = Request(0, prompt(PAGE + 5), 3, SamplingParams(max_tokens=PAGE + 9))
+    before, pages = drain(engine, request), engine.decoder.store.storage.shape[2]
+    allocate, limit = torch.Tensor.new_zeros, [pages * 2 // 3]
+
+    def little_memory(self, *shape):
+        if shape[2] > limit[0]:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return allocate(self, *shape)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", little_memory)
+    engine.suspend()
+    after = drain(engine, request)
+    assert engine.decoder.store.storage.shape[2] <= limit[0] and engine.decoder.store.used == 0
+    assert all(np.array_equal(before[key].tokens, after[key].tokens) for key in before)
+    limit[0] = 2
+    engine.suspend()
+    with pytest.raises(ModelError, match=r"no memory left for a key/value cache of \d+ tokens, which one response"):
+        drain(engine, request)
 
 
 def crowded():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from dapo.config import Config
 from dapo.errors import ModelError
-from dapo.model.memory import activation_bytes
+from dapo.model.memory import CONTEXT_BYTES, USABLE, activation_bytes, cache_room, divide
 from dapo.model.meter import peak_flops, training_flops
 from dapo.plan import hardware, shapes
 from dapo.plan.command import PlanOptions, plan_command
 from dapo.plan.decode import Sampler, round_seconds
 from dapo.plan.estimate import estimate
-from dapo.plan.hardware import collective_seconds, find_gpu
-from dapo.plan.learn import Learner, device_seconds, training_operations
+from dapo.plan.hardware import HOST_LINK, collective_seconds, find_gpu
+from dapo.plan.learn import Learner, device_seconds, training_operations, update
+from dapo.plan.memory import DoesNotFit
 from dapo.plan.shapes import model_shape
 from dapo.plan.workload import Lengths, workload
 from tests.tiny import save_tiny, tiny_llama
@@ -159,9 +161,10 @@ def test_a_collective_transfers_what_other_ranks_hold_and_nothing_on_one_rank():
 
 
 def test_every_gpu_has_the_peak_rate_that_is_used_for_mfu():
-    devices = {"a100-40gb": "NVIDIA A100-SXM4-40GB", "rtx4090": "NVIDIA GeForce RTX 4090"}
+    devices = {"a100-40gb": "NVIDIA A100-SXM4-40GB", "a6000": "NVIDIA RTX A6000", "a4000": "NVIDIA RTX A4000"}
     for gpu in hardware._GPUS:
-        assert gpu.flops == peak_flops(devices.get(gpu.name, f"NVIDIA {gpu.name.upper()}"))
+        card = f"NVIDIA GeForce RTX {gpu.name[3:]}" if gpu.name.startswith("rtx") else f"NVIDIA {gpu.name.upper()}"
+        assert gpu.flops == peak_flops(devices.get(gpu.name, card))
 
 
 # Measured on one H200 (docs/explanation/performance.md)
@@ -223,7 +226,7 @@ def test_activations_are_counted_as_the_policy_counts_them():
 def test_training_state_is_sixteen_bytes_per_parameter_divided_by_the_learners():
     plan = planned(gpus=128)
     parts, share = plan.memory.parts, 32.76e9 / 128
-    held = parts["masters and moments"][1] + parts["gradients"][1]
+    held = sum(parts[name][1] for name in ("masters", "moments", "gradients"))
     assert held == pytest.approx(16 * share, rel=0.01)
     assert parts["sampler's weights"] == (pytest.approx(2 * 32.76e9 / plan.layout.tensor_parallel, rel=0.01), 0)
 
@@ -233,8 +236,56 @@ def test_one_gpu_has_a_single_copy_of_the_weights_and_dedicated_gpus_share_none(
     assert "sampler's weights" not in one.memory.parts
     assert one.sync == 0
     apart = planned(gpus=128, rollout_gpus=64)
-    assert all(min(pair) == 0 for pair in apart.memory.parts.values())
+    assert all(min(pair) == 0 for name, pair in apart.memory.parts.items() if name != "CUDA context")
     assert apart.layout.learners == 64
+
+
+GSM8K = ROOT / "recipes" / "gsm8k.yaml"
+LORA = ("model.lora.rank=16",)
+SMALL_GPUS = [
+    ("rtx4090", ()),
+    ("rtx3060", LORA),
+    ("rtx4090", (*LORA, "model.path=Qwen/Qwen2.5-7B")),
+    ("a10", ("rollout.mode=inflight",)),
+]
+
+
+@pytest.mark.parametrize(("gpu", "overrides"), SMALL_GPUS)
+def test_a_small_gpu_is_enough_without_a_setting(gpu, overrides):
+    plan = planned(GSM8K, 1, gpu, overrides, mean_response=512)
+    assert max(plan.memory.peak) <= 0.92 * plan.gpu.memory  # with CUDA's context
+    assert plan.memory.slots > 32 and plan.memory.held_tokens > 2048
+    text = printed(Config.load(GSM8K, overrides), PlanOptions(gpu=gpu))
+    assert ("AdamW's moments (11.5 GiB) are in the host's memory" in text) == (LORA[0] not in overrides)
+
+
+def test_a_plan_divides_memory_as_the_run_does():
+    for card, overrides in (("rtx4090", ()), ("h200", ()), ("a10", ("rollout.mode=inflight",))):
+        plan = planned(GSM8K, 1, card, overrides)
+        config, shape = Config.load(GSM8K, overrides), plan.shape
+        usable = USABLE * (plan.gpu.memory - CONTEXT_BYTES)
+        free = usable - (2 + 4) * shape.parameters
+        per_token = activation_bytes(shape, 2, recompute=True)
+        sizes = 4 * shape.parameters, 8 * shape.parameters
+        division = divide(free, *sizes, per_token, may_lend=config.rollout.mode == "strict")
+        assert plan.memory.offloaded == (sizes[1] if division.offloads else 0)
+        room, _ = cache_room(shape, 2, free - division.reserved, 0.5, config.concurrent, 1024)
+        cache = plan.memory.parts["key/value cache"]
+        assert cache[0] == pytest.approx(min(room, 1024 * 1024 * 28672), abs=1)
+        assert (cache[1] == 0) == division.lends
+
+
+def test_a_gpu_that_is_too_small_for_all_weights_is_told_to_use_adapters():
+    with pytest.raises(DoesNotFit, match=r"or adapters \(model\.lora\.rank=16\) would be enough$"):
+        planned(GSM8K, 1, "rtx4080")
+
+
+def test_moments_in_the_hosts_memory_cost_the_time_to_move_them():
+    learner = Learner(MIDDLE, find_gpu("rtx4090"), 1, 8192, True)
+    config = Config.load(GSM8K)
+    work = workload(config)
+    with_moments = update(replace(learner, moment_bytes=25e9), work)
+    assert with_moments.seconds - update(learner, work).seconds == pytest.approx(4 * 25e9 / HOST_LINK)
 
 
 @pytest.mark.parametrize("recipe", ["dapo_qwen2.5_32b", "dapo_math_17k"])

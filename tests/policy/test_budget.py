@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from dapo.config import OptimConfig
 from dapo.errors import ModelError
-from dapo.model.memory import ENOUGH_TOKENS, GIB, HEAD_BYTES, MAX_TOKENS
+from dapo.model.memory import ENOUGH_TOKENS, GIB, HEAD_BYTES, LEAST_HEAD_BYTES, MAX_TOKENS
 from dapo.model.meter import inner_width
 from dapo.model.trunk import FusedTrunk, PlainTrunk
 from dapo.policy import budget
@@ -49,7 +49,7 @@ def test_on_a_gpu_the_budget_follows_the_free_memory_and_what_the_update_will_al
     per_token = _activation_bytes(gpu.model, gpu.trunk, recompute=False)
     wanted = 40_000
     spare = (wanted + 0.5) * per_token
-    gpu = OnGpu(monkeypatch, free=int((spare + HEAD_BYTES + 3 * GIB) / budget._USABLE))
+    gpu = OnGpu(monkeypatch, free=int(spare + LEAST_HEAD_BYTES + 3 * GIB))
     found = gpu.budget(pending_bytes=3 * GIB)
     assert abs(found.max_tokens - wanted) <= 1 and not found.recompute
 
@@ -67,18 +67,19 @@ def test_if_too_few_tokens_fit_activations_are_recomputed_unless_forbidden(monke
     probe = OnGpu(monkeypatch, free=0)
     per_token = _activation_bytes(probe.model, probe.trunk, recompute=False)
     assert _activation_bytes(probe.model, probe.trunk, recompute=True) < per_token
-    gpu = OnGpu(monkeypatch, free=int((HEAD_BYTES + 5000 * per_token) / budget._USABLE))
+    gpu = OnGpu(monkeypatch, free=int(LEAST_HEAD_BYTES + 5000 * per_token))
     assert gpu.budget().recompute
     assert gpu.budget().max_tokens > 5000
     never = gpu.budget(recompute_activations="never")
     assert not never.recompute and abs(never.max_tokens - 5000) <= 1
-    assert gpu.budget(max_tokens_per_micro_batch=6000) == Budget(6000, recompute=True)
-    assert gpu.budget(max_tokens_per_micro_batch=4000) == Budget(4000)
+    small = {"head_bytes": LEAST_HEAD_BYTES}
+    assert gpu.budget(max_tokens_per_micro_batch=6000) == Budget(6000, recompute=True, **small)
+    assert gpu.budget(max_tokens_per_micro_batch=4000) == Budget(4000, **small)
     assert OnGpu(monkeypatch, free=100 * GIB).budget(recompute_activations="always").recompute
 
 
 def test_if_hardly_anything_fits_the_update_takes_the_memory_of_the_cache(monkeypatch):
-    gpu = OnGpu(monkeypatch, free=int((HEAD_BYTES + 1000) / budget._USABLE))
+    gpu = OnGpu(monkeypatch, free=LEAST_HEAD_BYTES)
     assert gpu.budget().max_tokens == 1
     found = gpu.budget(cache_bytes=GIB)
     assert found.needs_engine_memory and found.max_tokens > ENOUGH_TOKENS
@@ -123,3 +124,11 @@ def test_models_with_another_name_for_their_inner_width_have_a_budget(monkeypatc
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=40))
     assert _activation_bytes(gpt2, PlainTrunk(gpt2), recompute=False) > 0
     assert inner_width(gpt2.config) == 64
+
+
+def test_a_cache_that_is_lent_counts_as_memory_of_the_update(monkeypatch):
+    gpu = OnGpu(monkeypatch, free=5 * GIB)
+    kept = gpu.budget(cache_bytes=GIB // 8, max_tokens_per_micro_batch=7)
+    lent = Budget.of(gpu.model, gpu.trunk, OptimConfig(max_tokens_per_micro_batch=7), 0, GIB // 8, lends=True)
+    alone = Budget.of(gpu.model, gpu.trunk, OptimConfig(), 0, lends=True)
+    assert (kept.needs_engine_memory, lent.needs_engine_memory, alone.needs_engine_memory) == (False, True, False)

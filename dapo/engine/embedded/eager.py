@@ -24,7 +24,7 @@ _PREFILL_TOKENS = 8192  # at most, in one forward pass
 class EagerDecoder:
     """Decodes the active responses together. Response `active[i]` has slot i of the cache."""
 
-    cache_bytes = 0  # nothing is held permanently
+    cache_bytes = working_bytes = 0  # nothing is held permanently
 
     def __init__(self, causal_lm: Any, stop_ids: frozenset[int], max_concurrent: int) -> None:
         self.model = causal_lm

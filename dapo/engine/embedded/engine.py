@@ -70,6 +70,11 @@ class EmbeddedEngine:
         """Bytes that the key/value cache holds permanently; 0 on a CPU, where it grows and shrinks."""
         return self.decoder.cache_bytes
 
+    @property
+    def working_bytes(self) -> int:
+        """Bytes that CUDA graphs and passes take besides the cache, approximately."""
+        return self.decoder.working_bytes
+
     def suspend(self) -> None:
         """Free the cache until something is sampled again. CUDA graphs are then captured again."""
         assert not self.active and not self.waiting

@@ -22,6 +22,7 @@ from dapo.errors import ModelError
 from dapo.kernels.draw import DrawState
 from dapo.kernels.piece_attention import PAGE
 from dapo.model.forward import free_memory, head_weight
+from dapo.model.memory import cache_room, sampling_bytes
 from dapo.model.meter import head_size, key_heads
 from dapo.types import FinishReason, SamplingParams
 
@@ -49,6 +50,8 @@ class PagedDecoder:
 
     The active responses, oldest first, are the first positions of the batch. The rest of a bucket is padding.
     """
+
+    working_bytes = 0  # that graphs and passes take besides the cache
 
     def __init__(
         self, causal_lm: Any, stop_ids: frozenset[int], max_concurrent: int, max_length: int, pages: int
@@ -88,23 +91,27 @@ class PagedDecoder:
     ) -> PagedDecoder:  # fmt: skip
         """Build a decoder whose cache holds `max_concurrent` of the longest sequences, or as many as memory allows.
 
-        The cache takes at most `fraction` of the free memory that is left after `reserved` bytes.
+        The cache takes at most `fraction` of the free memory after `reserved` bytes, and leaves room to compute.
         """
         weight = head_weight(causal_lm)
         layers, _, kv_heads, head_dim = _cache_shape(causal_lm, 0)
         longest = longest_pages(max_length)
         max_concurrent = max_concurrent or MAX_CONCURRENT
-        room = int(fraction * max(0, free_memory(weight.device) - reserved))
+        left = max(0, free_memory(weight.device) - reserved)
+        config, width = causal_lm.config.get_text_config(), weight.dtype.itemsize
+        room, prompts = cache_room(config, width, left, fraction, max_concurrent, max_length)
         # One page more than the sequences need: page 0 belongs to padding.
-        pages = min(
-            1 + max_concurrent * longest, room // PageStore.page_bytes(layers, kv_heads, head_dim, weight.dtype)
-        )
+        page = PageStore.page_bytes(layers, kv_heads, head_dim, weight.dtype)
+        pages = min(1 + max_concurrent * longest, room // page)
         if pages < 1 + longest:
             raise ModelError(
                 f"the key/value cache would hold {max(0, pages - 1) * PAGE} tokens, fewer than one sequence of "
                 f"{max_length}; raise rollout.kv_memory_fraction, or lower data.max_response_length"
             )
-        return cls(causal_lm, stop_ids, max_concurrent, max_length, pages)
+        decoder = cls(causal_lm, stop_ids, max_concurrent, max_length, pages)
+        decoder.prefill.max_tokens = prompts
+        decoder.working_bytes = sampling_bytes(config, width, max_concurrent, prompts)
+        return decoder
 
     @property
     def cache_bytes(self) -> int:
@@ -114,10 +121,12 @@ class PagedDecoder:
         self.decode_step.release()
         self.prefill.release()
         self.store.release()
+        if self.device.type == "cuda":  # whole, so that the cache, which is one tensor, finds it whole again
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def prepare(self, params: SamplingParams) -> None:
-        self.store.restore()
+        self.store.restore(longest_pages(self.max_length))
         for bucket in self.buckets:
             self.decode_step.prepare(bucket, params)
         self.batch_changed = True  # capturing has overwritten the batch
@@ -147,7 +156,7 @@ class PagedDecoder:
 
         Always returns an empty list: `advance` reports what finished.
         """
-        self.store.restore()
+        self.store.restore(longest_pages(self.max_length))
         prompts = [prompt for prompt in dict.fromkeys(r.prompt for r in newcomers) if prompt.cached is None]
         for prompt in prompts:
             prompt.cached = self.store.take(pages_for(prompt.length - 1))

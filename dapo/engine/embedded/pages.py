@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dapo.errors import ModelError
 from dapo.kernels.decode_attention import PagedState, decode_attention
 from dapo.kernels.piece_attention import PAGE
 from dapo.model.attention import AttentionPlan
@@ -48,11 +49,26 @@ class PageStore:
         assert len(self.free) == self.storage.shape[2] - 1, "a page is in use"
         self.storage.untyped_storage().resize_(0)
 
-    def restore(self) -> None:
-        """Allocate the memory again after `release`; otherwise do nothing."""
-        if self.storage.untyped_storage().nbytes() == 0:
-            self.storage.untyped_storage().resize_(self.storage.nbytes)
-            self.storage.zero_()
+    def restore(self, least: int = 1) -> None:
+        """Allocate the memory again after `release`; otherwise do nothing.
+
+        If it has been taken meanwhile, the store gets smaller, down to `least` pages besides page 0.
+        """
+        if self.storage.untyped_storage().nbytes() > 0:
+            return
+        layers, _, pages, kv_heads, _, head_dim = self.storage.shape
+        while True:
+            try:
+                self.storage = self.storage.new_zeros(layers, 2, pages, kv_heads, PAGE, head_dim)
+                break
+            except torch.cuda.OutOfMemoryError as error:
+                pages = pages * 3 // 4
+                if pages < 1 + least:
+                    raise ModelError(
+                        f"the GPU has no memory left for a key/value cache of {(1 + least) * PAGE} tokens, which one "
+                        "response may need; free some of it, or lower data.max_response_length"
+                    ) from error
+        self.free = list(range(pages - 1, 0, -1))
 
     def take(self, count: int) -> list[int]:
         assert count <= len(self.free), "callers check `free` first"

@@ -19,11 +19,12 @@ from dapo.kernels.piece_attention import PAGE
 from dapo.model.attention import Family
 from dapo.model.forward import hidden_states, packed_plan
 from dapo.model.graphs import GraphPool
+from dapo.model.memory import PREFILL_GRAPH_TOKENS, PREFILL_TOKENS
 from dapo.model.trunk import FusedTrunk, trunk_of
 from dapo.model.varlen import FixedSegments, FixedSize, Layout, VarlenAttention
 
-_MAX_TOKENS = 16384  # in one forward pass
-_SIZES = (256, 512, 1024, 2048, 4096)  # tokens that a graph is captured for; a pack is padded to the next size
+# Tokens that a graph is captured for; a pack is padded to the next size.
+_SIZES = (256, 512, 1024, 2048, PREFILL_GRAPH_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +36,8 @@ class _Captured:
 
 class Prefill:
     """Computes all but the last token of each prompt. The last one is the first decode step of each response."""
+
+    max_tokens = PREFILL_TOKENS  # in one forward pass
 
     def __init__(self, causal_lm: Any, store: PageStore) -> None:
         self.model = causal_lm
@@ -48,7 +51,7 @@ class Prefill:
         """Compute keys and values of the prompts into their pages, `prompt.cached`."""
         batch: list[SharedPrompt] = []
         for prompt in prompts:
-            if batch and sum(p.length for p in batch) + prompt.length > _MAX_TOKENS:
+            if batch and sum(p.length for p in batch) + prompt.length > self.max_tokens:
                 self._compute(batch)
                 batch = []
             if prompt.length > 1:
@@ -71,7 +74,7 @@ class Prefill:
             np.concatenate([np.repeat(p.cached, PAGE)[: p.length - 1] for p in prompts]),  # the page of each token
         )
         layout = Layout.of(families)
-        tokens = next((size for size in _SIZES if size >= layout.tokens), None)
+        tokens = next((size for size in _SIZES if self.max_tokens >= size >= layout.tokens), None)
         if self.can_capture and tokens is not None:
             self._replay(FixedSize.of(layout, tokens), layout, inputs)
         else:

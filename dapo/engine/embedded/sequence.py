@@ -57,6 +57,9 @@ class Decoder(Protocol):
     @property
     def cache_bytes(self) -> int: ...
 
+    @property
+    def working_bytes(self) -> int: ...
+
     def suspend(self) -> None:
         """Free the cache's memory until it is needed again. Called only when nothing is active."""
         ...

@@ -75,6 +75,7 @@ class DecodeStep:
     def release(self) -> None:
         """Drop the graphs, which hold the address of the cache. They are captured again when needed."""
         self.graphs.clear()
+        self.shared_logits = None
         self.pool = GraphPool()
 
     def _graph(self, bucket: int, params: SamplingParams) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:

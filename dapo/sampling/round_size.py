@@ -1,0 +1,33 @@
+"""The size of a round: how many groups to sample so that enough of them are kept."""
+
+from __future__ import annotations
+
+from math import exp, lgamma
+
+
+def groups_needed(missing: int, kept: int, decided: int, most: int, confidence: float = 0.9) -> int:
+    """Return the fewest groups of which at least `missing` are kept with this probability, but at most `most`.
+
+    `kept` of the latest `decided` groups were kept. The keep rate then has a beta distribution, with one kept group
+    added so that it is never 0, and the number of kept groups among new ones is beta-binomial, which contains the
+    uncertainty about the rate. If every group was kept, as without a filter, every new one is expected to be.
+    """
+    if kept == decided:
+        return min(missing, most)
+    low, high = missing, max(missing, most)  # invariant: the answer lies in [low, high]
+    while low < high:
+        middle = (low + high) // 2
+        if _chance_of_enough(missing, middle, kept + 1, decided - kept) < confidence:
+            low = middle + 1
+        else:
+            high = middle
+    return min(low, most)
+
+
+def _chance_of_enough(missing: int, groups: int, a: int, b: int) -> float:
+    """Return P(X >= missing) for X ~ beta-binomial(groups, a, b)."""
+    constant = lgamma(groups + 1) + lgamma(a + b) - lgamma(a) - lgamma(b) - lgamma(groups + a + b)
+    return 1 - sum(
+        exp(constant + lgamma(k + a) + lgamma(groups - k + b) - lgamma(k + 1) - lgamma(groups - k + 1))
+        for k in range(missing)
+    )
