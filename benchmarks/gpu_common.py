@@ -155,7 +155,7 @@ def step_seconds(trainer: Trainer, device: torch.device) -> float:
 
 
 def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def is_installed(package: str) -> bool:
@@ -190,11 +190,23 @@ def save_random(
     The stop id beyond the vocabulary is in the generation config. TRL also needs it in the tokenizer
     (`has_stop_token`), where dapo refuses a token without a row in the embedding.
     """
-    model = random_model(shape, device, dtype, attention="sdpa")
+    model = random_model(_as_llama(shape), device, dtype, attention="sdpa")
     model.generation_config.eos_token_id = shape.vocab_size
     model.save_pretrained(folder)
     word_tokenizer(shape.vocab_size, has_stop_token=has_stop_token).save_pretrained(folder)
     return folder
+
+
+def _as_llama(shape: PretrainedConfig) -> LlamaConfig:
+    """Return the same sizes as a Llama, which only lacks the biases of Qwen2.
+
+    From a directory of a Qwen2 model, transformers loads Qwen's own tokenizer, whatever was saved there.
+    """
+    names = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "vocab_size", "tie_word_embeddings", "max_position_embeddings", "rope_parameters",
+    )  # fmt: skip
+    return LlamaConfig(bos_token_id=None, eos_token_id=None, **{name: getattr(shape, name) for name in names})
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:

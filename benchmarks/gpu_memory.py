@@ -21,9 +21,18 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import PretrainedConfig, Qwen2Config
+from transformers import PretrainedConfig
 
-from benchmarks.gpu_common import QWEN2_1_5B, Row, StepMetrics, default_device, print_rows, save_random, step_seconds
+from benchmarks.gpu_common import (
+    QWEN2_1_5B,
+    QWEN2_7B,
+    Row,
+    StepMetrics,
+    default_device,
+    print_rows,
+    save_random,
+    step_seconds,
+)
 from benchmarks.gpu_step import REWARD, random_questions
 from dapo.config import Config
 from dapo.model.memory import CONTEXT_BYTES, GIB
@@ -33,11 +42,6 @@ from dapo.plan.workload import workload
 from dapo.training.trainer import Trainer
 from dapo.types import EventKind, StepReport
 
-QWEN2_7B = Qwen2Config(
-    hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-    vocab_size=152064, tie_word_embeddings=False, max_position_embeddings=32768,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6}, bos_token_id=None, eos_token_id=None,
-)  # fmt: skip
 MOST_OFF = 0.1  # the largest relative error of a predicted peak
 
 
