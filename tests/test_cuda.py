@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from dapo.algorithm.filtering import GroupRules, form_group
-from dapo.config import Config, ModelConfig
+from dapo.config import Config, LoraConfig, ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.model.attention import ATTENTION_NAME
+from dapo.model.joined import merge
 from dapo.model.loading import load_model
+from dapo.model.lora import add_adapters, causal_lm, merged, plain_copy, reference_mode
 from dapo.model.products import linear, same_bits_for_any_rows, wide_product
 from dapo.model.trunk import FusedTrunk, PlainTrunk, trunk_of
 from dapo.policy.policy import Policy
@@ -221,3 +223,84 @@ def test_in_bf16_sampler_and_trainer_agree_on_the_real_model(smollm2_dir):
     policy = Policy(loaded.model, Config.parse({"model": {"path": "x"}, "data": {"train": "x"}}))
     mean, largest = gap(policy, [prompt], rollouts)
     assert mean < 1e-6 and largest < 1e-4
+
+
+def adapted(build, *, std=0.0, targets="all-linear"):
+    """Return a bf16 model on the GPU with adapters of rank 8."""
+    model = build().to(torch.bfloat16).cuda()
+    model.set_attn_implementation(ATTENTION_NAME)
+    torch.manual_seed(0)
+    lora = add_adapters(model, LoraConfig(rank=8, alpha=16.0, target_modules=targets))
+    with torch.no_grad():
+        for name, parameter in lora.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=std)
+    return lora
+
+
+@pytest.mark.parametrize("how", ["captured", "eager", "recompute"])
+@pytest.mark.parametrize("build", FUSED)
+def test_with_adapters_sampler_and_trainer_compute_the_same_bits_before_and_after_an_update(build, how):
+    recompute = "always" if how == "recompute" else "auto"
+    options = {"optim__lr": 1e-2, "optim__warmup_steps": 0, "optim__recompute_activations": recompute}
+    policy = Policy(adapted(build), config(**options))
+    assert isinstance(policy.trunk, FusedTrunk) and policy.captured is not None
+    if how != "captured":
+        policy.captured = None
+    engine = engine_for(policy.causal_lm, max_concurrent=11)
+    start = {name: tensor.clone() for name, tensor in policy.weights()}
+    for _ in range(3):
+        rollouts = drain(engine, *(Request(i, p, 5, SamplingParams(max_tokens=150)) for i, p in enumerate(PROMPTS)))
+        mean, largest = gap(policy, PROMPTS, rollouts)
+        assert mean < 1e-6 and largest < 1e-5
+    changed = {name.split(".")[-2] for name, tensor in policy.weights() if not torch.equal(tensor, start[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("how", ["captured", "eager"])
+def test_the_gradients_of_adapters_are_projections_of_the_gradients_of_the_weights(how):
+    lora = adapted(tiny_qwen2, std=0.05)
+    adapters = Policy(lora, config())
+    full = Policy(plain_copy(lora).to(torch.bfloat16), config())
+    full.causal_lm.set_attn_implementation(ATTENTION_NAME)
+    groups = random_groups(3, 100, 8)  # enough tokens to split the sums over them
+    for policy in (adapters, full):
+        if how != "captured":
+            policy.captured = None
+        policy.optimizer.zero_grad()
+        policy.optimizer.zero_grad_buffers()
+        for batch in policy._micro_batches(groups, version=0):
+            assert len(batch.tokens_T) >= 1024
+            policy._backward(batch)
+    found, wide = (
+        {name: m.grad.double() for name, m in zip(p.optimizer.names, p.optimizer.masters, strict=True)}
+        for p in (adapters, full)
+    )
+    layers = [(name, m) for name, m in causal_lm(lora).named_modules() if hasattr(m, "lora_A")]
+    assert len(layers) == 14
+    for name, layer in layers:
+        down, up = (part["default"].weight.double() for part in (layer.lora_A, layer.lora_B))
+        grad = 2.0 * wide[f"{name}.weight"]
+        for key, expected in (("A", up.t() @ grad), ("B", grad @ down.t())):
+            error = (found[f"base_model.model.{name}.lora_{key}.default.weight"] - expected).norm() / expected.norm()
+            assert error < 0.05, (name, key, float(error))
+
+
+def test_base_weights_in_cpu_memory_give_the_same_merged_weights():
+    models = [adapted(tiny_qwen2), adapted(tiny_qwen2)]
+    for lora, in_cpu_memory in zip(models, (False, True), strict=True):
+        weights = trunk_of(causal_lm(lora)).adapted
+        for weight in weights:
+            weight.separate(in_cpu_memory=in_cpu_memory)
+        with torch.no_grad():
+            for index, parameter in enumerate(p for p in lora.parameters() if p.requires_grad):
+                parameter.normal_(std=0.1, generator=torch.Generator("cuda").manual_seed(index))
+        merge(weights)
+    bases = [{n: p for n, p in causal_lm(lora).named_parameters() if "base_layer.weight" in n} for lora in models]
+    assert all(p.is_cuda for p in bases[0].values()) and all(p.is_pinned() for p in bases[1].values())
+    one, two = (merged(lora) for lora in models)
+    assert all(tensor.is_cuda and torch.equal(tensor, one[name]) for name, tensor in two.items())
+    with reference_mode(models[1]):
+        for name, base in bases[0].items():
+            assert torch.equal(merged(models[1])[name.replace(".base_layer", "")], base)
+    assert all(torch.equal(tensor, one[name]) for name, tensor in merged(models[1]).items())

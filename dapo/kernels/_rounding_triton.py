@@ -17,15 +17,16 @@ _BLOCK = 2048
 
 @triton.jit
 def _kernel(
-    base_ptr, delta_ptr, out_ptr, size,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, QUIET: tl.constexpr, BLOCK: tl.constexpr,
+    wide_ptr, base_ptr, out_ptr, size,
+    HAS_BASE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, QUIET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Round one block. `out_ptr` points to the bits of the bf16 numbers as int16."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
-    base = tl.load(base_ptr + index, mask=inside, other=0.0).to(tl.float32)
-    delta = tl.load(delta_ptr + index, mask=inside, other=0.0)
-    total = tl.where(delta == 0, base, base + delta)  # -0.0 + 0.0 would be 0.0
+    total = tl.load(wide_ptr + index, mask=inside, other=0.0)
+    if HAS_BASE:
+        base = tl.load(base_ptr + index, mask=inside, other=0.0).to(tl.float32)
+        total = tl.where(total == 0, base, base + total)  # -0.0 + 0.0 would be 0.0
     x = index.to(tl.uint32)
     x = (x ^ (x >> 16)) * FIRST
     x = (x ^ (x >> 15)) * SECOND
@@ -35,11 +36,12 @@ def _kernel(
     tl.store(out_ptr + index, (kept >> 16).to(tl.int16), mask=inside)
 
 
-def add_dithered(base_oi: Tensor, delta_oi: Tensor, out_oi: Tensor) -> None:
-    assert base_oi.is_contiguous() and delta_oi.is_contiguous() and out_oi.is_contiguous()
-    assert base_oi.dtype == out_oi.dtype == torch.bfloat16 and delta_oi.dtype == torch.float32
-    size = base_oi.numel()
+def round_dithered(wide_oi: Tensor, out_oi: Tensor, base_oi: Tensor | None = None) -> None:
+    base = wide_oi if base_oi is None else base_oi
+    assert wide_oi.is_contiguous() and out_oi.is_contiguous() and base.is_contiguous()
+    assert wide_oi.dtype == torch.float32 and out_oi.dtype == torch.bfloat16
+    size = wide_oi.numel()
     _kernel[(triton.cdiv(size, _BLOCK),)](
-        base_oi, delta_oi, out_oi.view(torch.int16), size,
-        FIRST=HASH_1, SECOND=HASH_2, QUIET=QUIET_NAN, BLOCK=_BLOCK,
+        wide_oi, base, out_oi.view(torch.int16), size,
+        HAS_BASE=base_oi is not None, FIRST=HASH_1, SECOND=HASH_2, QUIET=QUIET_NAN, BLOCK=_BLOCK,
     )  # fmt: skip

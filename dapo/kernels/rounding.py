@@ -18,10 +18,12 @@ QUIET_NAN = 0x400000
 
 
 @kernel
-def add_dithered(base_oi: Tensor, delta_oi: Tensor, out_oi: Tensor) -> None:
-    """Write base (bf16) + delta (float32), summed in float32, to `out` (bf16). Where delta is 0, `out` is the base."""
-    base = base_oi.float()
-    total = torch.where(delta_oi == 0, base, base + delta_oi)  # -0.0 + 0.0 would be 0.0
+def round_dithered(wide_oi: Tensor, out_oi: Tensor, base_oi: Tensor | None = None) -> None:
+    """Write float32 numbers, added to a bf16 base if given, to `out` in bf16. Where they are 0, `out` is the base."""
+    total = wide_oi
+    if base_oi is not None:
+        base = base_oi.float()
+        total = torch.where(wide_oi == 0, base, base + wide_oi)  # -0.0 + 0.0 would be 0.0
     bits = total.view(torch.int32)
     # Adding 16 random bits to the 16 that are dropped carries into the kept ones with the right probability.
     kept = torch.where(total.isnan(), bits | QUIET_NAN, bits + _thresholds(total))

@@ -12,7 +12,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from dapo.kernels.rounding import add_dithered
+from dapo.kernels.rounding import round_dithered
 from dapo.model.products import add_small_grad, add_weight_grad
 
 ADAPTER = "default"  # PEFT's name of the one adapter that a layer has
@@ -174,7 +174,7 @@ def add_delta(base: Tensor, delta: Tensor, out: Tensor) -> None:
     """Write base + delta to `out`, on whose device they are added. The sum is at least float32 and rounded once."""
     near = base.to(out.device, non_blocking=True)
     if out.dtype == torch.bfloat16:
-        add_dithered(near, delta.float(), out)
+        round_dithered(delta.float(), out, near)
     else:
         out.copy_(near + delta)
 

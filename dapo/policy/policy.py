@@ -111,8 +111,8 @@ class Policy:
     def memory_plan(self, cache_bytes: int) -> str | None:
         if not self.weight.is_cuda:
             return None
-        held = [t for t in (*self.model.parameters(), *(w.value for w in self.trunk.adapted)) if t.is_cuda]
-        weights = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+        held = [t.data.untyped_storage() for t in (*self.model.parameters(), *(w.value for w in self.trunk.adapted))]
+        weights = sum({s.data_ptr(): s.nbytes() for s in held if s.device.type == "cuda"}.values())
         masters = sum(held_bytes(m) for m in self.optimizer.masters if m.dtype != self.weight.dtype)
         trained = self.optimizer.gradient_bytes
         state = masters + (1 if self.optimizer.offloads else 3) * trained
@@ -120,6 +120,7 @@ class Policy:
         if self.optimizer.offloads:
             remarks += f", {2 * trained / 2**30:.1f} GiB of AdamW's moments are in the host's memory"
         remarks += ", the cache is freed for each update" * self.budget.needs_engine_memory
+        remarks += ", the frozen base weights are in CPU memory" * any(s.device.type == "cpu" for s in held)
         return (
             f"weights {weights / 2**30:.1f} GiB, optimizer and gradients {state / 2**30:.1f} GiB, "
             f"key/value cache {cache_bytes / 2**30:.1f} GiB; up to {self.budget.max_tokens:,} tokens per "

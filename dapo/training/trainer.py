@@ -148,8 +148,8 @@ class Trainer:
     def model(self) -> PreTrainedModel:
         """The model with its current weights, adapters merged, as transformers loads it; `tokenizer` is its tokenizer.
 
-        It shares its memory with the model being trained, except for weights that have adapters. If other processes
-        learn, it is loaded from the newest checkpoint.
+        It shares its memory with the model being trained, except for weights with adapters that are not merged in
+        training. If other processes learn, it is loaded from the newest checkpoint.
         """
         return trained_model(self.policy, self.config.model, self.directory.checkpoints)
 

@@ -127,7 +127,7 @@ def test_dithered_rounding_keeps_the_mean_of_changes_that_rounding_to_the_neares
     delta = 1e-5 * values(300, 1, seed=1).expand(300, 500).contiguous()
     assert ((base.float() + delta).bfloat16() - base).double().mean(1).norm() < 0.2 * delta.double().mean(1).norm()
     out = torch.empty_like(base)
-    getattr(rounding.add_dithered, how)(base, delta, out)
+    getattr(rounding.round_dithered, how)(delta, out, base)
     change, wanted = (out.double() - base.double()).mean(1), delta.double().mean(1)
     assert abs(float(change @ wanted / (wanted @ wanted)) - 1) < 0.2
     assert (out != base).float().mean() < 0.05, "each change is a whole step between neighbors, and rare"
@@ -135,19 +135,19 @@ def test_dithered_rounding_keeps_the_mean_of_changes_that_rounding_to_the_neares
 
 @both
 def test_dithered_rounding_goes_to_a_neighbor_and_keeps_what_needs_no_rounding(how: str) -> None:
-    add = getattr(rounding.add_dithered, how)
+    rounded = getattr(rounding.round_dithered, how)
     base, delta = values(33, 70, seed=0, dtype=torch.bfloat16), values(33, 70, seed=1)
     base[0, :3] = torch.tensor([0.0, -0.0, float("inf")])
     delta[0] = 0
     out = torch.empty_like(base)
-    add(base, delta, out)
+    rounded(delta, out, base)
     assert torch.equal(out[0].view(torch.int16), base[0].view(torch.int16))
     exact, found = (base.float() + delta)[1:], out[1:].float()
     assert ((found - exact).abs() <= torch.minimum(found.abs(), exact.abs()) * 2**-7).all()
     nearest = exact.bfloat16().float()
     assert 0.2 < (found != nearest).float().mean() < 0.3, "a quarter goes to the neighbor farther away"
     delta[3] = float("nan")
-    add(base, delta, out)
+    rounded(delta, out, base)
     assert out[3].isnan().all() and not out[4:].isnan().any()
 
 
@@ -155,9 +155,13 @@ def test_dithered_rounding_goes_to_a_neighbor_and_keeps_what_needs_no_rounding(h
 def test_dithered_rounding_has_the_same_bits_in_both_implementations() -> None:
     base, delta = values(33, 70, seed=0, dtype=torch.bfloat16), 1e-3 * values(33, 70, seed=1)
     one, two = torch.empty_like(base), torch.empty_like(base)
-    rounding.add_dithered.torch(base, delta, one)
-    rounding.add_dithered.triton(base, delta, two)
-    assert torch.equal(one, two)
+    for given in (base, None):
+        rounding.round_dithered.torch(delta, one, given)
+        rounding.round_dithered.triton(delta, two, given)
+        assert torch.equal(one, two)
+    exact = base.float().contiguous()
+    rounding.round_dithered.torch(exact, one)
+    assert torch.equal(one, base)
 
 
 @both
