@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,6 +258,26 @@ def test_a_small_gpu_is_enough_without_a_setting(gpu, overrides):
     assert plan.memory.slots > 32 and plan.memory.held_tokens > 2048
     text = printed(Config.load(GSM8K, overrides), PlanOptions(gpu=gpu))
     assert ("AdamW's moments (11.5 GiB) are in the host's memory" in text) == (LORA[0] not in overrides)
+
+
+def test_the_page_on_small_gpus_names_the_largest_models_that_fit():
+    page = (ROOT / "docs" / "how-to" / "small-gpus.md").read_text("utf-8")
+    listed = re.findall(r"^\| (\d+) GB \| ([\d.]+B) \| ([\d.]+B) \|$", page, re.M)
+    models = ["0.5B", "1.5B", "3B", "7B", "14B", "32B"]
+
+    def fits(card: int, overrides: tuple[str, ...]) -> bool:
+        config = Config.load(GSM8K, overrides)
+        try:
+            return bool(estimate(config, workload(config, mean_response=512), replace(H200, memory=card * 1e9), 1))
+        except DoesNotFit:
+            return False
+
+    for card, *largest in listed:
+        for lora, named in zip((0, 16), largest, strict=True):
+            options = [(f"model.path=Qwen/Qwen2.5-{model}", f"model.lora.rank={lora}") for model in models]
+            fitting = [model for model, each in zip(models, options, strict=True) if fits(int(card), each)]
+            assert fitting == models[: models.index(named) + 1], f"{card} GB, rank {lora}"
+    assert [card for card, *_ in listed] == ["12", "16", "24", "48"]
 
 
 def test_a_plan_divides_memory_as_the_run_does():
