@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,11 +13,15 @@ from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.config import Config, LoraConfig, ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.model.attention import ATTENTION_NAME
+from dapo.model.forward import free_memory
 from dapo.model.joined import merge
 from dapo.model.loading import load_model
 from dapo.model.lora import add_adapters, causal_lm, merged, plain_copy, reference_mode
+from dapo.model.memory import Division
 from dapo.model.products import linear, same_bits_for_any_rows, wide_product
 from dapo.model.trunk import FusedTrunk, PlainTrunk, trunk_of
+from dapo.policy import policy as policy_module
+from dapo.policy.offload import offloaded_step
 from dapo.policy.policy import Policy
 from dapo.types import Prompt, Request, SamplingParams, Score
 from tests import plain
@@ -304,3 +309,55 @@ def test_base_weights_in_cpu_memory_give_the_same_merged_weights():
         for name, base in bases[0].items():
             assert torch.equal(merged(models[1])[name.replace(".base_layer", "")], base)
     assert all(torch.equal(tensor, one[name]) for name, tensor in merged(models[1]).items())
+
+
+def test_moments_in_the_hosts_memory_make_the_same_updates_bit_for_bit():
+    def trained(step_of):
+        generator = torch.Generator("cuda").manual_seed(0)
+        draw = partial(torch.randn, device="cuda", generator=generator)
+        masters = [draw(shape, requires_grad=True) for shape in ((5,), (300, 70), (64, 64), (1000, 1000))]
+        adam = torch.optim.AdamW(masters, lr=1e-2, fused=True)
+        for _ in range(4):
+            for master in masters:
+                master.grad = draw(master.shape)
+            step_of(adam)
+        return [*masters, *(adam.state[m][name].cpu() for m in masters for name in ("exp_avg", "exp_avg_sq", "step"))]
+
+    whole = trained(torch.optim.AdamW.step)
+    for chunk in (1000, 1 << 25):
+        parts = trained(partial(offloaded_step, chunk=chunk))
+        assert all(torch.equal(first, second) for first, second in zip(whole, parts, strict=True))
+
+
+def test_a_limit_on_the_process_counts_as_a_smaller_gpu():
+    device = torch.device("cuda", torch.cuda.current_device())
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(0.25, device)
+    try:
+        free = free_memory(device)
+        assert 0 < free <= 0.9 * 0.25 * total
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert free_memory(device) > free
+
+
+def test_sampling_and_learning_in_turns_on_the_same_memory_learns_the_same(monkeypatch):
+    weights = []
+    for division in (Division(), Division(offloads=True, lends=True)):
+        monkeypatch.setattr(policy_module, "division", lambda *_, found=division, **__: found)
+        model = tiny_llama().to(torch.bfloat16)
+        engine = engine_for(model, max_concurrent=8)
+        policy = Policy(model, config(optim__lr=1e-3, algorithm__max_logprob_gap=1e9))
+        policy.cache_bytes = engine.cache_bytes
+        request = Request(0, PROMPTS[2], 6, SamplingParams(max_tokens=20))
+        for step in range(1, 4):
+            drain(engine, request)
+            assert policy.needs_engine_memory == division.lends
+            if policy.needs_engine_memory:
+                engine.suspend()
+            policy.update(random_groups(2, 3, step), step=step, version=step - 1)
+            engine.sync_weights(step)
+        assert bool(policy.optimizer._sums) != division.lends and (policy.captured is None) == division.lends
+        weights.append([parameter.float() for parameter in model.parameters()])
+    for first, second in zip(*weights, strict=True):
+        assert (first - second).norm() < 0.03 * first.norm()  # attention's backward sums with atomics, in any order

@@ -75,6 +75,7 @@ CONTROLLER_GROUPS = 20_000 / 60
 
 # ASSUMED.
 NODE = 8  # GPUs per machine
+FRAGMENTATION = 0.05  # of what tensors take, in pieces that PyTorch's allocator keeps; at most a tenth is left to it
 NETWORK_SHARE = 0.8  # share of the wire's rate that collectives reach
 HOP_SECONDS = 3e-6  # latency of one hop of a ring, which has as many hops as ranks
 ALL_REDUCE_SECONDS = 10e-6  # latency within a node

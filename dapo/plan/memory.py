@@ -25,7 +25,7 @@ from dapo.model.memory import (
     sampling_bytes,
 )
 from dapo.plan.decode import BYTES
-from dapo.plan.hardware import Gpu
+from dapo.plan.hardware import FRAGMENTATION, Gpu
 from dapo.plan.shapes import Shape
 from dapo.plan.workload import Workload
 
@@ -117,7 +117,8 @@ def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workloa
     }
     if layout.rollout_gpus:  # the two columns then describe different GPUs
         parts = {name: (s if name in own else 0.0, t) for name, (s, t) in parts.items()}
-    parts = {name: pair for name, pair in parts.items() if any(pair)}
+    sampling, training = (FRAGMENTATION * sum(column) for column in zip(*parts.values(), strict=True))
+    parts = {name: pair for name, pair in parts.items() if any(pair)} | {"fragmentation": (sampling, training)}
     return Memory(parts, slots, split.tokens, held_tokens, split.recompute, offloaded)
 
 

@@ -8,11 +8,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dapo.model.memory import CONTEXT_BYTES, GIB
+from dapo.model.memory import GIB
 from dapo.plan.advice import advice
 from dapo.plan.estimate import Plan
 from dapo.plan.hardware import NODE
-from dapo.plan.memory import DoesNotFit, usable
+from dapo.plan.memory import DoesNotFit
 
 WIDTH = 100
 _MEASURED = (
@@ -155,7 +155,7 @@ def _memory_table(plan: Plan) -> Table:
     for name, pair in plan.memory.parts.items():
         table.add_row(name + notes.get(name, ""), *(f"{size / GIB:.1f}" if size else "" for size in pair))
     table.add_section()
-    total = f"of {(usable(plan.gpu) + CONTEXT_BYTES) / GIB:.0f} usable"
+    total = f"of {plan.gpu.memory / GIB:.0f}"
     table.add_row(total, *(f"{size / GIB:.1f}" for size in plan.memory.peak))
     return table
 

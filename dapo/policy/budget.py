@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Budget:
     needs_engine_memory: bool = False  # whether the sampler's cache must be freed during the update
     room: float = 0.0  # bytes for activations on a rank's GPU
     head_bytes: int = HEAD_BYTES  # for the logits of a chunk, and their gradient
+    graph_tokens: int = 0  # of the largest micro-batch that may be a CUDA graph, which keeps its memory
 
     def tokens_that_fit(self, tokens: int, used: int) -> int:
         """Return how many tokens fit, given that `tokens` took `used` bytes more than a minimal micro-batch.
@@ -38,27 +40,38 @@ class Budget:
     @classmethod
     def of(
         cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, pending_bytes: int, cache_bytes: int = 0,
-        *, lends: bool = False,
+        *, lends: bool = False, graph_tokens: int = 0,
     ) -> Budget:  # fmt: skip
         """Return the budget of one process.
 
         `pending_bytes`: what the update will allocate besides activations. `cache_bytes` can be freed if necessary;
-        `lends` says that it will be.
+        `lends` says that it will be. Graphs of up to `graph_tokens` get at most a quarter of the memory.
         """
         given = config.max_tokens_per_micro_batch
         can_recompute = isinstance(trunk, FusedTrunk)
         always = config.recompute_activations == "always" and can_recompute
         device = head_weight(causal_lm).device
         if device.type != "cuda":
-            return cls(given or _CPU_TOKENS, always)
+            return cls(given or _CPU_TOKENS, always, graph_tokens=graph_tokens)
         may_recompute = can_recompute and config.recompute_activations != "never"
         kept, recomputed = (_activation_bytes(causal_lm, trunk, recompute=each) for each in (False, can_recompute))
         room = free_memory(device) - pending_bytes
         least = (given or _TOO_FEW_TOKENS) * (recomputed if may_recompute else kept)
         needs_engine_memory = cache_bytes > 0 and (lends or room - HEAD_BYTES < least)
         room += cache_bytes * needs_engine_memory
-        found = micro_batch(room, kept, recomputed, given, may_recompute=may_recompute, always=always)
-        return cls(max(1, found.tokens), found.recompute, needs_engine_memory, head_bytes=found.head_bytes)
+        split = partial(
+            micro_batch, kept=kept, recomputed=recomputed, given=given, may_recompute=may_recompute, always=always
+        )
+        found = split(room)
+        graphs = 0 if found.recompute else max(0, min(graph_tokens, int((room / 4 - found.head_bytes) / kept)))
+        beside = split(room - found.head_bytes - graphs * kept)
+        if beside.recompute:  # graphs are not worth that
+            graphs = 0
+        elif graphs:
+            found = beside
+        return cls(
+            max(1, found.tokens), found.recompute, needs_engine_memory, head_bytes=found.head_bytes, graph_tokens=graphs
+        )
 
     @classmethod
     def shared(

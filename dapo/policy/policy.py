@@ -131,9 +131,13 @@ class Policy:
     def budget(self) -> Budget:
         """The memory budget of an update, computed from the free memory when it is first needed."""
         pending_bytes = self.optimizer.pending_bytes + (0 if self.lends_memory else self.sampler_bytes)
-        return Budget.of(
-            self.causal_lm, self.trunk, self.config.optim, pending_bytes, self.cache_bytes, lends=self.lends_memory
-        )
+        found = Budget.of(
+            self.causal_lm, self.trunk, self.config.optim, pending_bytes, self.cache_bytes, lends=self.lends_memory,
+            graph_tokens=self.captured.sizes[-1] if self.captured is not None and self.captured.sizes else 0,
+        )  # fmt: skip
+        if self.captured is not None:
+            self.captured.sizes = [size for size in self.captured.sizes if size <= found.graph_tokens]
+        return found
 
     @property
     def needs_engine_memory(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,7 +237,8 @@ def test_one_gpu_has_a_single_copy_of_the_weights_and_dedicated_gpus_share_none(
     assert "sampler's weights" not in one.memory.parts
     assert one.sync == 0
     apart = planned(gpus=128, rollout_gpus=64)
-    assert all(min(pair) == 0 for name, pair in apart.memory.parts.items() if name != "CUDA context")
+    of_both = "CUDA context", "fragmentation"
+    assert all(min(pair) == 0 for name, pair in apart.memory.parts.items() if name not in of_both)
     assert apart.layout.learners == 64
 
 
@@ -253,10 +255,30 @@ SMALL_GPUS = [
 @pytest.mark.parametrize(("gpu", "overrides"), SMALL_GPUS)
 def test_a_small_gpu_is_enough_without_a_setting(gpu, overrides):
     plan = planned(GSM8K, 1, gpu, overrides, mean_response=512)
-    assert max(plan.memory.peak) <= 0.92 * plan.gpu.memory  # with CUDA's context
+    assert max(plan.memory.peak) <= 0.97 * plan.gpu.memory  # with CUDA's context and fragmentation
     assert plan.memory.slots > 32 and plan.memory.held_tokens > 2048
     text = printed(Config.load(GSM8K, overrides), PlanOptions(gpu=gpu))
     assert ("AdamW's moments (11.5 GiB) are in the host's memory" in text) == (LORA[0] not in overrides)
+
+
+def test_the_page_on_small_gpus_names_the_largest_models_that_fit():
+    page = (ROOT / "docs" / "how-to" / "small-gpus.md").read_text("utf-8")
+    listed = re.findall(r"^\| (\d+) GB \| ([\d.]+B) \| ([\d.]+B) \|$", page, re.M)
+    models = ["0.5B", "1.5B", "3B", "7B", "14B", "32B"]
+
+    def fits(card: int, overrides: tuple[str, ...]) -> bool:
+        config = Config.load(GSM8K, overrides)
+        try:
+            return bool(estimate(config, workload(config, mean_response=512), replace(H200, memory=card * 1e9), 1))
+        except DoesNotFit:
+            return False
+
+    for card, *largest in listed:
+        for lora, named in zip((0, 16), largest, strict=True):
+            options = [(f"model.path=Qwen/Qwen2.5-{model}", f"model.lora.rank={lora}") for model in models]
+            fitting = [model for model, each in zip(models, options, strict=True) if fits(int(card), each)]
+            assert fitting == models[: models.index(named) + 1], f"{card} GB, rank {lora}"
+    assert [card for card, *_ in listed] == ["12", "16", "24", "48"]
 
 
 def test_a_plan_divides_memory_as_the_run_does():
@@ -292,6 +314,6 @@ def test_moments_in_the_hosts_memory_cost_the_time_to_move_them():
 def test_no_gpu_holds_more_than_it_has_and_training_state_falls_with_the_number_of_gpus(recipe):
     plans = [planned(ROOT / "recipes" / f"{recipe}.yaml", gpus) for gpus in (16, 64, 256, 2048)]
     for plan in plans:
-        assert max(plan.memory.peak) <= 0.9 * plan.gpu.memory
+        assert max(plan.memory.peak) <= 0.97 * plan.gpu.memory
     trained = [plan.memory.peak[1] for plan in plans]
     assert trained == sorted(trained, reverse=True)

@@ -132,3 +132,18 @@ def test_a_cache_that_is_lent_counts_as_memory_of_the_update(monkeypatch):
     lent = Budget.of(gpu.model, gpu.trunk, OptimConfig(max_tokens_per_micro_batch=7), 0, GIB // 8, lends=True)
     alone = Budget.of(gpu.model, gpu.trunk, OptimConfig(), 0, lends=True)
     assert (kept.needs_engine_memory, lent.needs_engine_memory, alone.needs_engine_memory) == (False, True, False)
+
+
+def test_graphs_of_small_micro_batches_take_at_most_a_quarter_of_the_memory(monkeypatch):
+    gpu = OnGpu(monkeypatch, free=100 * GIB)
+    kept = _activation_bytes(gpu.model, gpu.trunk, recompute=False)
+
+    def found(free: int, tokens: int = 16384) -> Budget:
+        monkeypatch.setattr(budget, "free_memory", lambda device: free)
+        return Budget.of(gpu.model, gpu.trunk, OptimConfig(), 0, graph_tokens=tokens)
+
+    assert found(100 * GIB).graph_tokens == 16384
+    room = 2 * LEAST_HEAD_BYTES + 40_000 * kept
+    tight = found(room)
+    assert 0 <= tight.graph_tokens * kept <= room / 4 and not tight.recompute
+    assert found(LEAST_HEAD_BYTES + 17_000 * kept).graph_tokens == 0  # beside graphs, activations would be recomputed
