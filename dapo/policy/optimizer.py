@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dapo.config import OptimConfig
+from dapo.kernels.rounding import round_dithered
 from dapo.model.trunk import Weight
 from dapo.policy.offload import offloaded_step, to_host
 
@@ -108,9 +109,9 @@ class Optimizer:
             offloaded_step(self.adam)
         else:
             self.adam.step()
-        narrow = [(p.data, master) for p, master in zip(self.parameters, self.masters, strict=True) if master is not p]
-        if narrow:
-            torch._foreach_copy_([p for p, _ in narrow], [m for _, m in narrow])  # pyright: ignore[reportPrivateImportUsage]
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter:
+                _narrow(master, parameter.data)
         return norm
 
     @property
@@ -148,6 +149,18 @@ class Optimizer:
                 key: place(state[f"{key}/{name}"], master.device) for key in ("exp_avg", "exp_avg_sq")
             }
             self.adam.state[master] = {"step": state[f"step/{name}"].to(master.device, copy=True), **moments}
+
+
+def _narrow(master: Tensor, out: Tensor) -> None:
+    """Round a master copy to bf16. Rounded to the nearest, most weights would not follow an update at all."""
+    if isinstance(master, DTensor):
+        assert isinstance(out, DTensor)
+        master, out = master.to_local(), out.to_local()
+    import os
+    if os.environ.get("NEAREST"):
+        out.copy_(master)
+    elif out.numel():
+        round_dithered(master.detach(), out)
 
 
 def held_bytes(tensor: Tensor) -> int:
