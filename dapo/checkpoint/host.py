@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dapo.system.machine import memory, size_text
+from dapo.system.machine import memory, size_text, usable_cores
 from dapo.system.tensors import TensorFiles, as_bytes
 
 _ALIGNMENT = 64  # bytes
 _SLOT = 2**27  # bytes of page-locked memory per transfer from a GPU
+_PART = 2**23  # bytes that one thread copies at a time
+_MAX_THREADS = 16
 _FREE_SHARE = 0.5  # of the free memory that a copy may take
 
 
@@ -41,22 +45,24 @@ class HostMemory:
             self._bytes = _pages(needed)
         found: dict[tuple[object, ...], Tensor] = {}
         on_gpu: list[tuple[int, Tensor]] = []
-        for tensors in files.values():
-            for tensor in tensors.values():
-                if (key := _identity(tensor)) in found:
-                    continue
-                start, source = offsets[key], as_bytes(tensor)
-                target = self._bytes[start : start + len(source)]
-                found[key] = target.view(tensor.dtype).view(tensor.shape)
-                if tensor.is_cuda:
-                    on_gpu.append((start, source))
-                else:
-                    target.copy_(source)
-        if on_gpu:
-            self._fetch(on_gpu)
+        on_host: list[tuple[Tensor, Tensor]] = []
+        for tensor in (tensor for tensors in files.values() for tensor in tensors.values()):
+            if (key := _identity(tensor)) in found:
+                continue
+            start, source = offsets[key], as_bytes(tensor)
+            target = self._bytes[start : start + len(source)]
+            found[key] = target.view(tensor.dtype).view(tensor.shape)
+            if tensor.is_cuda:
+                on_gpu.append((start, source))
+            else:
+                on_host.append((target, source))
+        with ThreadPoolExecutor(min(usable_cores(), _MAX_THREADS), thread_name_prefix="copy") as threads:
+            _copy(on_host, threads)
+            if on_gpu:
+                self._fetch(sorted(on_gpu, key=lambda placed: placed[0]), threads)
         return {file: {name: found[_identity(t)] for name, t in tensors.items()} for file, tensors in files.items()}
 
-    def _fetch(self, sources: Sequence[tuple[int, Tensor]]) -> None:
+    def _fetch(self, sources: Sequence[tuple[int, Tensor]], threads: ThreadPoolExecutor) -> None:
         """Copy from the GPU through two page-locked slots: one is filled while the other is emptied.
 
         Page-locking all of the memory would make the copy a little faster, but takes many seconds by itself.
@@ -75,15 +81,29 @@ class HostMemory:
                 event = torch.cuda.Event()
                 event.record()
                 if filled is not None:
-                    self._empty(*filled)
+                    self._empty(*filled, threads)
                 filled = number, end, event
-            assert filled is not None
-            self._empty(*filled)
+            if filled is not None:
+                self._empty(*filled, threads)
 
-    def _empty(self, number: int, end: int, event: torch.cuda.Event) -> None:
+    def _empty(self, number: int, end: int, event: torch.cuda.Event, threads: ThreadPoolExecutor) -> None:
         event.synchronize()
         start = number * _SLOT
-        self._bytes[start : start + end].copy_(self._slots[number % 2][:end])
+        _copy([(self._bytes[start : start + end], self._slots[number % 2][:end])], threads)
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]], threads: ThreadPoolExecutor) -> None:
+    """Copy bytes (target, source) with several threads.
+
+    PyTorch's own threads wait for each other after every tensor, which took ten times as long on a busy machine.
+    """
+    parts = [
+        (target[start : start + _PART].numpy(), source[start : start + _PART].numpy())
+        for target, source in pairs
+        for start in range(0, len(source), _PART)
+    ]
+    for _ in threads.map(lambda part: np.copyto(*part), parts):
+        pass
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
