@@ -79,12 +79,28 @@ def test_the_prompt_of_a_group_is_computed_and_stored_once(monkeypatch):
     assert sorted(engine.decoder.free_rows) == list(range(1, 65))
 
 
+def expect_short(engine) -> None:
+    """Make the engine expect that responses are short, so that it starts more than fit to their ends."""
+    engine.decoder.ended = 1e9
+
+
+def test_responses_wait_for_the_pages_that_they_can_be_expected_to_need():
+    requests = [Request(i, prompt(10, seed=i), 4, SamplingParams(max_tokens=3 * PAGE)) for i in range(4)]
+    greedy, careful = (paged_engine(tiny_llama(), stop=(), max_concurrent=16, pages=1 + 13) for _ in range(2))
+    expect_short(greedy)
+    sampled = [drain(engine, *requests) for engine in (greedy, careful)]
+    assert all(np.array_equal(sampled[0][key].tokens, sampled[1][key].tokens) for key in sampled[0])
+    assert 2 * careful.decoder.restarts < greedy.decoder.restarts
+    assert careful.decoder.ended == 16 and careful.decoder.ended_tokens == 16 * 3 * PAGE
+
+
 def test_when_pages_run_out_the_youngest_restart_and_every_rollout_is_the_same():
     model = tiny_llama()
     params = SamplingParams(max_tokens=3 * PAGE)
     requests = [Request(i, prompt(10, seed=i), 4, params) for i in range(4)]
     roomy = drain(paged_engine(model, stop=()), *requests)
     engine = paged_engine(model, stop=(), max_concurrent=8, pages=1 + 14)
+    expect_short(engine)
     tight = drain(engine, *requests)
     assert engine.metrics()["engine/restarts"] > 0
     assert tight.keys() == roomy.keys()
@@ -100,6 +116,7 @@ def test_the_prompt_of_preempted_responses_gives_its_pages_back():
     requests = [Request(i, prompt(2 * PAGE + 1, seed=i), 2, params) for i in range(4)]
     roomy = drain(paged_engine(model, stop=()), *requests)
     engine = paged_engine(model, stop=(), max_length=4 * PAGE + 1, pages=1 + 7)
+    expect_short(engine)
     tight = drain(engine, *requests)
     assert engine.metrics()["engine/restarts"] > 0
     assert all(np.array_equal(tight[key].tokens, roomy[key].tokens) for key in roomy)
@@ -199,6 +216,7 @@ def test_a_cache_whose_memory_was_taken_meanwhile_comes_back_smaller(monkeypatch
 def crowded():
     """Return an engine in which the responses of group 1 have just been preempted in favor of group 0."""
     engine = paged_engine(tiny_llama(), stop=(), max_concurrent=4, pages=1 + 5)
+    expect_short(engine)
     params = SamplingParams(max_tokens=3 * PAGE)
     engine.submit([Request(i, prompt(10), 2, params) for i in range(2)])
     with torch.no_grad():

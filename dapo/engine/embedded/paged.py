@@ -17,9 +17,8 @@ from torch import Tensor
 from dapo.engine.embedded.pages import PageStore, longest_pages, pages_for
 from dapo.engine.embedded.prefill import Prefill
 from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt, drawing
-from dapo.engine.embedded.step import PADDING_ROW, DecodeStep
+from dapo.engine.embedded.step import PADDING_ROW, DecodeStep, RowStatus
 from dapo.errors import ModelError
-from dapo.kernels.draw import DrawState
 from dapo.kernels.piece_attention import PAGE
 from dapo.model.forward import free_memory, head_weight
 from dapo.model.memory import cache_room, sampling_bytes
@@ -73,7 +72,7 @@ class PagedDecoder:
         self.host_table = np.zeros(self.decode_step.table.shape, np.int32)
         self.limits, self.own_pages = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
         self.searched = np.ones(rows, np.int64)  # own tokens in which no stop string was found
-        self.status = _RowStatus(rows, self.device)
+        self.status = RowStatus(rows, self.device)
         # Whether the device's copies of the page table and of the batch are out of date.
         self.table_changed = False
         self.batch_changed = False
@@ -82,6 +81,7 @@ class PagedDecoder:
         self.bucket, self.params = 0, SamplingParams()
         # The burst in flight: its number of steps, and the own tokens of the batch when it started.
         self.is_computing, self.burst_steps, self.tokens_before = False, 0, 0
+        self.ended_tokens = self.ended = 0.0  # the latest responses that finished, and their tokens
         self._reset_counters()
 
     @classmethod
@@ -134,22 +134,38 @@ class PagedDecoder:
     def room(self, waiting: Iterable[Response]) -> int:
         """Count the responses that can start now.
 
-        Each needs a row, a page for its first tokens, and pages for its prompt unless that is cached. One free page per
-        active response is kept back, so that those can grow. An idle decoder always admits one.
+        Each needs a row, pages for its own tokens as far as they can be expected, and pages for its prompt unless that
+        is cached. Active responses keep back what they are still expected to need: one that is preempted for lack of
+        pages has to start again. An idle decoder always admits one.
         """
-        free_pages, free_rows = len(self.store.free) - len(self.active), len(self.free_rows)
+        if not waiting or not self.free_rows:
+            return 0
+        own = self.own_pages[[row.index for row in self.active.values()]]
+        limits = self.limits[[row.index for row in self.active.values()]]
+        missing = np.maximum(1, self._expected_pages(limits) - own)
+        free_pages, free_rows = len(self.store.free) - int(missing.sum()), len(self.free_rows)
         seen: set[SharedPrompt] = set()
         count = 0
         for response in waiting:
-            needed = 1
+            if count == free_rows:
+                break
+            needed = max(1, int(self._expected_pages(response.request.params.max_tokens)))
             if response.prompt.cached is None and response.prompt not in seen:
                 needed += pages_for(response.prompt.length - 1)
-            if count == free_rows or (needed > free_pages and (self.active or count)):
+            if needed > free_pages and (self.active or count):
                 break
             free_pages -= needed
             seen.add(response.prompt)
             count += 1
         return count
+
+    def _expected_pages(self, limits: Any) -> Any:
+        """Return the pages of responses of average length, at most those of their limits.
+
+        The average is over the latest responses. At first it is half of the limit, with the weight of 16 responses.
+        """
+        mean = (self.ended_tokens + 8 * limits) / (self.ended + 16)
+        return np.ceil(np.minimum(mean, limits) / PAGE)
 
     def start(self, newcomers: Sequence[Response]) -> list[Finished]:
         """Prefill the newcomers' prompts, add the newcomers to the batch, and start the next burst.
@@ -189,6 +205,7 @@ class PagedDecoder:
         rows = np.array([row.index for _, row in done])
         lengths = self.status.own_lengths[rows] - 1  # without the last prompt token
         lengths = np.array([stopped.get(response, length) for (response, _), length in zip(done, lengths, strict=True)])
+        self.ended, self.ended_tokens = self.ended + len(done), self.ended_tokens + float(lengths.sum())
         index = torch.from_numpy(rows).to(self.device)
         state = self.decode_step.draw_state
         tokens, logprobs = (
@@ -269,6 +286,7 @@ class PagedDecoder:
             "engine/restarts": float(self.restarts),
         }
         self._reset_counters()
+        self.ended, self.ended_tokens = self.ended / 2, self.ended_tokens / 2  # earlier steps count less and less
         return metrics
 
     def _reset_counters(self) -> None:
@@ -371,27 +389,6 @@ class PagedDecoder:
         response.switches.clear()
         self.restarts += 1
         self.preempted.insert(0, response)  # the youngest leaves first, so this keeps the oldest in front
-
-
-class _RowStatus:
-    """The host's copy of each row's length and finish state, fetched from the device after a burst."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self.own, self.done = (torch.zeros(rows, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2))
-        self.own_lengths, self.finished = self.own.numpy(), self.done.numpy()  # views of the same memory
-        self.event = torch.cuda.Event() if is_cuda else None
-
-    def start_copy(self, state: DrawState) -> None:
-        """Queue the copy behind the steps that were launched."""
-        self.own.copy_(state.own_lengths, non_blocking=True)
-        self.done.copy_(state.finished, non_blocking=True)
-        if self.event is not None:
-            self.event.record()
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
 
 
 def _cache_shape(causal_lm: Any, pages: int) -> tuple[int, int, int, int]:

@@ -120,6 +120,27 @@ class DecodeStep:
             draw_and_advance(logits_BV[rows], self.rows_B[:bucket][rows], self.draw_state, params)
 
 
+class RowStatus:
+    """The host's copy of each row's length and finish state, fetched from the device after a burst."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.own, self.done = (torch.zeros(rows, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2))
+        self.own_lengths, self.finished = self.own.numpy(), self.done.numpy()  # views of the same memory
+        self.event = torch.cuda.Event() if is_cuda else None
+
+    def start_copy(self, state: DrawState) -> None:
+        """Queue the copy behind the steps that were launched."""
+        self.own.copy_(state.own_lengths, non_blocking=True)
+        self.done.copy_(state.finished, non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+
 def _is_truncated(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
 
