@@ -10,7 +10,15 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
-from benchmarks import accuracy_curves, gpu_common, gpu_rollout, gpu_step, gpu_update, time_to_accuracy
+from benchmarks import (
+    accuracy_curves,
+    checkpoint_stall,
+    gpu_common,
+    gpu_rollout,
+    gpu_step,
+    gpu_update,
+    time_to_accuracy,
+)
 from benchmarks.gpu_common import Row
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets
@@ -198,3 +206,10 @@ def test_the_curve_is_written_as_a_table_and_a_plot(tmp_path, monkeypatch):
     accuracy_curves.print_curves(console, {"ours": POINTS})
     text = console.export_text()
     assert "61.0 %" in text and "60 % within 40 s: reached" in text and "80 % within 198 s: missed" in text
+
+
+def test_the_stall_of_a_checkpoint_is_measured_and_its_files_are_compared(tmp_path):
+    rows = {row.what: row for row in checkpoint_stall.measure(TINY, CPU, tmp_path, repeats=2)}
+    assert rows["stall before / stall now"].measured > 0
+    assert "all files compared" in rows["stall, first checkpoint"].note
+    assert (tmp_path / "checkpoints" / "step_3").is_dir()
