@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dapo.algorithm.filtering import GroupRules, form_group
+from dapo.checkpoint import host
 from dapo.config import Config, LoraConfig, ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.model.attention import ATTENTION_NAME
@@ -361,3 +362,24 @@ def test_sampling_and_learning_in_turns_on_the_same_memory_learns_the_same(monke
         weights.append([parameter.float() for parameter in model.parameters()])
     for first, second in zip(*weights, strict=True):
         assert (first - second).norm() < 0.03 * first.norm()  # attention's backward sums with atomics, in any order
+
+
+def test_a_copy_in_host_memory_has_every_bit_of_the_gpu_s_tensors(monkeypatch):
+    monkeypatch.setattr(host, "_SLOT", 4096)
+    shared = torch.randn(70, 30, device="cuda")
+    files = {
+        "model": {"embed": shared, "head": shared, "norm": torch.randn(7, device="cuda").bfloat16()},
+        "optimizer": {f"{n}": torch.randn(n, device="cuda") for n in (1, 1000, 1024, 5000)}
+        | {"step": torch.tensor(3.0), "codes": torch.randint(0, 256, (3000,), dtype=torch.uint8, device="cuda")},
+    }
+    memory = host.HostMemory()
+    memory.copy(files)
+    for _ in range(2):  # into the same memory
+        shared.add_(1)
+        copied = memory.copy(files)
+        assert copied["model"]["embed"].data_ptr() == copied["model"]["head"].data_ptr()
+        before = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in files.items()}
+        for name, tensors in before.items():
+            for key, tensor in tensors.items():
+                assert copied[name][key].device.type == "cpu"
+                assert torch.equal(copied[name][key], tensor), key

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from benchmarks import (
     accuracy_curves,
+    checkpoint_stall,
     gpu_common,
     gpu_lora,
     gpu_memory,
@@ -234,3 +235,10 @@ def test_the_arms_on_small_gpus_have_the_models_they_say():
         name: gpu_common.random_model(shape, torch.device("meta"), torch.bfloat16) for name, shape in shapes.items()
     }
     assert [round(model.num_parameters() / 1e9, 2) for model in sizes.values()] == [1.54, 1.54, 7.62]
+
+
+def test_the_stall_of_a_checkpoint_is_measured_and_its_files_are_compared(tmp_path):
+    rows = {row.what: row for row in checkpoint_stall.measure(TINY, CPU, tmp_path, repeats=2)}
+    assert rows["stall before / stall now"].measured > 0
+    assert "all files compared" in rows["stall, first checkpoint"].note
+    assert (tmp_path / "checkpoints" / "step_3").is_dir()

@@ -13,10 +13,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from dapo.kernels.rounding import round_dithered
+from dapo.model.memory import BASE_SHARE
 from dapo.model.products import add_small_grad, add_weight_grad
 
 ADAPTER = "default"  # PEFT's name of the one adapter that a layer has
-_BASE_SHARE = 0.25  # base weights that take more of the free GPU memory than this are kept in CPU memory
 
 
 @dataclass(eq=False, slots=True)
@@ -181,7 +181,7 @@ def add_delta(base: Tensor, delta: Tensor, out: Tensor) -> None:
 
 def separate_bases(weights: Sequence[AdaptedWeight], free: int) -> None:
     """Copy the base weights to the same device if they take little of its `free` bytes, else to CPU memory."""
-    in_cpu_memory = sum(weight.base_bytes for weight in weights) > _BASE_SHARE * free
+    in_cpu_memory = sum(weight.base_bytes for weight in weights) > BASE_SHARE * free
     for weight in weights:
         weight.separate(in_cpu_memory=in_cpu_memory)
 

@@ -19,6 +19,9 @@ from dapo.policy.offload import offloaded_step, to_host
 class Optimizer:
     """AdamW over fp32 master weights. At a learning rate of 1e-6 an update of a bf16 weight would round to nothing.
 
+    After each update the masters are rounded to bf16 with a fixed dither (`kernels/rounding.py`). They begin as bf16
+    numbers, so to the nearest most of them would round back to where they began for many updates.
+
     Gradients of bf16 weights are summed in fp32 too: a hook adds each one to the master's gradient as soon as autograd
     has computed it. The gradients of `joined` weights do not pass through autograd: the code that computes
     them adds them to the buffers that `zero_grad_buffers` provides.
@@ -152,14 +155,11 @@ class Optimizer:
 
 
 def _narrow(master: Tensor, out: Tensor) -> None:
-    """Round a master copy to bf16. Rounded to the nearest, most weights would not follow an update at all."""
+    """Round a master copy to bf16, so that the weights follow an update smaller than the distance between neighbors."""
     if isinstance(master, DTensor):
         assert isinstance(out, DTensor)
         master, out = master.to_local(), out.to_local()
-    import os
-    if os.environ.get("NEAREST"):
-        out.copy_(master)
-    elif out.numel():
+    if out.numel():  # a rank's share can be empty
         round_dithered(master.detach(), out)
 
 

@@ -1,6 +1,6 @@
-"""Tensor files in the safetensors format, written piece by piece and hashed on the way.
+"""Tensor files in the safetensors format, written piece by piece.
 
-The safetensors library would hold Python's lock until a whole file is written, and stop every other thread.
+Each piece is hashed on the way, so that no file is read again for its checksum, and a write can end between two pieces.
 """
 
 from __future__ import annotations
