@@ -39,8 +39,11 @@ MAY_USE: dict[str, set[str]] = {
         "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "policy", "rewards", "sampling",
         "store", "system", "terminal",
     },
+    "ablation": {
+        "algorithm", "checkpoint", "config", "evaluation", "model", "store", "system", "terminal", "training", "view",
+    },
     "commands": {
-        "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "plan", "policy", "profile",
+        "ablation", "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "plan", "policy", "profile",
         "rewards", "sampling", "store", "system", "terminal", "training", "view",
     },
 }  # fmt: skip

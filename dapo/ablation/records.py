@@ -47,7 +47,7 @@ class Evaluation:
 class Training:
     """How a run trained: totals, means over the last tenth of its steps, and extremes over all steps."""
 
-    steps: int
+    steps: float  # a mean over seeds may not be whole
     seconds: float
     tokens: float
     entropy: float
