@@ -43,8 +43,8 @@ MAY_USE: dict[str, set[str]] = {
         "algorithm", "checkpoint", "config", "evaluation", "model", "store", "system", "terminal", "training", "view",
     },
     "commands": {
-        "ablation", "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "plan", "policy", "profile",
-        "rewards", "sampling", "store", "system", "terminal", "training", "view",
+        "ablation", "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "plan", "policy",
+        "profile", "rewards", "sampling", "store", "system", "terminal", "training", "view",
     },
 }  # fmt: skip
 ROOT_FILES = {"__init__", "__main__", "types", "errors", "cli", "doctor", "profile"}

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -110,8 +111,9 @@ def test_words_are_those_of_holms_correction_and_intervals_those_of_one_comparis
         runs.append(record(run.arm, run.seed, [Evaluation(0, 0, 0, values), Evaluation(4, 9, 9, values)]))
     (found,) = compare(plan, runs).sets
     by_arm = {arm.arm: arm for arm in found.arms}
-    cells = {arm: {(r.seed, q): v for r in runs if r.arm == arm for q, v in r.evaluations["held_out"][-1].values.items()}
-             for arm in by_arm}  # fmt: skip
+    cells = {arm: {} for arm in by_arm}
+    for run in runs:
+        cells[run.arm] |= {(run.seed, q): value for q, value in run.evaluations["held_out"][-1].values.items()}
     for arm, each in by_arm.items():
         if arm != "recipe":
             expected = contrast(cells["recipe"], cells[arm])
@@ -124,7 +126,7 @@ def test_words_are_those_of_holms_correction_and_intervals_those_of_one_comparis
 
 
 def test_the_result_is_printed_in_plain_words(plan: Plan):
-    console = Console(width=120, record=True, file=Path("/dev/null").open("w"))
+    console = Console(width=120, record=True, file=StringIO())
     print_result(console, compare(plan, fast_and_slow(plan)))
     text = console.export_text()
     assert "held_out: avg@2 in %, 60 questions; differences from recipe [95 %]" in text
