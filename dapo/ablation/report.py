@@ -20,7 +20,7 @@ from dapo.ablation.tables import (
     unfinished,
 )
 from dapo.errors import ConfigError
-from dapo.terminal.evaltable import number
+from dapo.terminal.evaltable import is_rate, number
 from dapo.view.document import write_document
 from dapo.view.page.charts import PALETTE, Line, Look, line_chart
 
@@ -81,7 +81,7 @@ def _set_values(result: Result, found: SetResult) -> dict[str, Any]:
         rows.append((arm.arm, len(arm.seeds), number(found.metric, arm.base), cells))
     return {
         "name": found.name,
-        "metric": found.metric,
+        "metric": found.metric + (" in %" if is_rate(found.metric) else ""),
         "questions": found.questions,
         "headings": [heading for _, heading in places],
         "rows": rows,
@@ -114,6 +114,7 @@ def _chart(result: Result, title: str, unit: str, curves: Sequence[Sequence[Poin
             x, mean, low, high = band(members)
             lines.append(Line(arm.name, x, mean, PALETTE[index % len(PALETTE)], "solid", low, high))
     chart = line_chart(title, unit, lines, Look(), axis=axis)
+    chart["grid"]["right"] = 60  # for the name of the axis
     for series in chart["series"]:
         series["showSymbol"] = series["name"] in chart["legend"]["data"] and len(series["data"]) < 30
     return chart

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +12,7 @@ from dapo.errors import ConfigError, NotReady, TrainingStopped
 
 if TYPE_CHECKING:
     from dapo.ablation.plan import Budget, Plan, PlannedRun
+    from dapo.config import Config
 
 
 def ablate(
@@ -85,13 +86,21 @@ def _check_arms(plan: Plan, *, resume: bool) -> None:
     if torchrun.channel() is not None:
         raise ConfigError("dapo ablate starts the process of each run itself; start it without torchrun")
     problems: dict[str, list[str]] = {}
+    # Reading data can take minutes, and most arms have the same: what is wrong with it, by the options that decide.
+    of_data: list[tuple[Any, list[str]]] = []
     statuses = {run.config.run.name: read_status(run.folder) for run in plan.runs} if resume else {}
     left = [run for run in plan.runs if statuses.get(run.config.run.name) != Status.FINISHED]
     first = {run.arm: run for run in reversed(left)}
     for arm, run in first.items():
         is_begun = statuses.get(run.config.run.name, Status.MISSING) != Status.MISSING
-        found = check_run(run.config, resume=is_begun, has_given_name=True)
-        for sentence in found.missing:
+
+        def check(reads_data: bool, run: PlannedRun = run, is_begun: bool = is_begun) -> list[str]:
+            return check_run(run.config, resume=is_begun, has_given_name=True, reads_data=reads_data).missing
+
+        sentences, data = check(False), _data_options(run.config)
+        if data not in [options for options, _ in of_data]:
+            of_data.append((data, [sentence for sentence in check(True) if sentence not in sentences]))
+        for sentence in (*sentences, *next(wrong for options, wrong in of_data if options == data)):
             problems.setdefault(sentence, []).append(arm)
     if problems:
         raise NotReady(
@@ -100,6 +109,12 @@ def _check_arms(plan: Plan, *, resume: bool) -> None:
                 for sentence, arms in problems.items()
             ]
         )
+
+
+def _data_options(config: Config) -> Any:
+    """Return the options that decide how the data is read."""
+    data = config.data.model_copy(update={"train_batch_size": 1, "gen_batch_size": 0})
+    return data, config.eval.data, config.model, config.reward.use, config.reward.think_tags, config.run.seed
 
 
 def _run(plan: Plan, console: Console, *, keep_checkpoints: bool, quiet: bool) -> None:
