@@ -110,6 +110,9 @@ class Plan:
     def _compare(self, recorded: dict[str, Any]) -> None:
         """Refuse to resume an ablation that is another one. Arms and seeds may be added."""
         now = self.values()
+        arms, seeds = recorded.get("arms"), recorded.get("seeds")
+        if not isinstance(arms, dict) or not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds):
+            raise CheckpointError(f"{self.out / PLAN_FILE}: is damaged; put it back, or choose another --out")
 
         def refuse(what: str, was: object, is_now: object) -> None:
             raise CheckpointError(
@@ -123,11 +126,11 @@ class Plan:
         for key, (was, is_now) in before.differences(self.config).items():
             if not key.startswith("run.") or key == "run.seed":
                 refuse(f"its {key} is", was, is_now)
-        for name, overrides in (recorded.get("arms") or {}).items():
+        for name, overrides in arms.items():
             if now["arms"].get(name) != overrides:
                 refuse(f"its arm '{name}' has", overrides, now["arms"].get(name, "there"))
-        if missing := set(recorded.get("seeds") or ()) - set(now["seeds"]):
-            refuse("it has the seeds", recorded["seeds"], f"without {sorted(missing)}")
+        if missing := set(seeds) - set(now["seeds"]):
+            refuse("it has the seeds", seeds, f"without {sorted(missing)}")
 
 
 def make_plan(

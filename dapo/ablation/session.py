@@ -26,7 +26,8 @@ from dapo.types import Event, EventKind
 
 # Passes this process's import path on. With -m, the working directory would come first in it.
 _COMMAND = (
-    "import sys; _, socket, lifeline, *sys.path = sys.argv; "
+    "import signal, sys; _, socket, lifeline, *sys.path = sys.argv; "
+    "signal.signal(signal.SIGINT, signal.SIG_DFL); "  # while nothing is trained, Ctrl-C ends it without a traceback
     "from dapo.ablation.worker import main; main(int(socket), int(lifeline))"
 )
 
@@ -50,21 +51,21 @@ def train_all(
     try:
         for number, run in enumerate(plan.runs, start=1):
             status = read_status(run.folder)
-            if status != Status.FINISHED:
-                resume = RunDatabase.exists(run.folder / DATABASE_FILE)
-                on_run(number, run, "resumes" if resume else "starts")
-                base = _base_of(run, plan)
-                task = Task(run.config, plan.budget, plan.recipe, resume, base, keep_checkpoints, verbosity)
-                outcome, session.signal = worker.train(task)
-                if session.signal is not None:
-                    break
-                if outcome.failure is not None:
-                    session.failures[run.config.run.name] = outcome.failure
-                    _record_failure(run.folder, outcome.failure)
-                    on_run(number, run, f"failed: {outcome.failure}")
-                    worker.close()
-                    continue
-            if not keep_checkpoints:
+            if status == Status.FINISHED:
+                continue
+            resume = status != Status.MISSING
+            on_run(number, run, "resumes" if resume else "starts")
+            base = _base_of(run, plan)
+            task = Task(run.config, plan.budget, plan.recipe, resume, base, keep_checkpoints, verbosity)
+            outcome, session.signal = worker.train(task)
+            if session.signal is not None:
+                break
+            if outcome.failure is not None:
+                session.failures[run.config.run.name] = outcome.failure
+                _record_failure(run.folder, outcome.failure)
+                on_run(number, run, f"failed: {outcome.failure}")
+                worker.close()
+            elif not keep_checkpoints:
                 shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
     finally:
         worker.close()

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from dapo.ablation.trainer import ArmTrainer, BudgetReporter, Task
+from dapo.config import Config
 from dapo.errors import DapoError
 from dapo.model.loading import resolve_device
 from dapo.system.lifeline import die_with_parent
@@ -53,7 +54,7 @@ def main(socket: int, lifeline: int) -> None:
 
 def _outcome(task: Task, *, warms_up: bool) -> Outcome:
     try:
-        if warms_up and resolve_device(task.config.model.device).type == "cuda":
+        if warms_up and _compiles_here(task.config):
             _warm_up(task)
         return Outcome(signal=_train(task))
     except KeyboardInterrupt:
@@ -65,6 +66,12 @@ def _outcome(task: Task, *, warms_up: bool) -> Outcome:
         return Outcome(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
     finally:
         _free_memory()
+
+
+def _compiles_here(config: Config) -> bool:
+    """Return whether the kernels of training run on a GPU in this process."""
+    is_placed = config.cluster.learners > 1 or config.rollout_engines or config.cluster.reward_workers
+    return not is_placed and resolve_device(config.model.device).type == "cuda"
 
 
 def _train(task: Task) -> int | None:

@@ -81,6 +81,15 @@ def test_resuming_needs_the_same_recipe_budget_and_arms_but_may_add_arms_and_see
             other.check_folder(resume=True)
 
 
+@pytest.mark.parametrize("text", ["", "[1]", "\0", "config: {}", "arms: 3\nseeds: [1]", "arms: {}\nseeds: [[1]]"])
+def test_a_damaged_plan_is_refused(tmp_path: Path, text: str):
+    plan = plan_of(write_recipe(tmp_path), "a: optim.lr=0.1")
+    plan.write()
+    (plan.out / "ablation.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises((CheckpointError, ConfigError), match=r"ablation\.yaml: "):
+        plan.check_folder(resume=True)
+
+
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path):
     plan = plan_of(write_recipe(tmp_path), "a: optim.lr=0.1", out=tmp_path / "out")
     (tmp_path / "out").mkdir()
