@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import random
 import tempfile
 import time
@@ -76,23 +75,22 @@ class Examiner:
     """Evaluates on the held-out questions.
 
     It uses the trainer's engine. In in-flight mode the groups in flight are finished first, on the clock.
-    Each question gets `k` samples at temperature 1, and a greedy answer if `with_greedy`.
+    Each question gets one sample at temperature 1, and a greedy answer.
     """
 
-    def __init__(self, trainer: Trainer, questions: Sequence[Prompt], k: int = 1, *, with_greedy: bool = True) -> None:
-        self.trainer, self.questions, self.k, self.with_greedy = trainer, questions, k, with_greedy
+    def __init__(self, trainer: Trainer, questions: Sequence[Prompt]) -> None:
+        self.trainer, self.questions = trainer, questions
         self.max_tokens = trainer.config.data.max_response_length
 
     def accuracy(self, temperature: float) -> float:
         params = SamplingParams(temperature, max_tokens=self.max_tokens)
         # Always step 0, so that every evaluation has the same random numbers.
-        k = self.k if temperature else 1
-        report = evaluate(self.trainer.engine, self.trainer.judge, self.questions, k, params, 0, "held_out")
+        report = evaluate(self.trainer.engine, self.trainer.judge, self.questions, 1, params, 0, "held_out")
         return sum(bool(sample.score.acc) for sample in report.samples) / len(report.samples)
 
     def warm_up(self) -> None:
         """Let the engines capture their graphs before the clock starts."""
-        for temperature in (1.0, 0.0) if self.with_greedy else (1.0,):
+        for temperature in (1.0, 0.0):
             params = SamplingParams(temperature, max_tokens=self.max_tokens)
             assert isinstance(self.trainer.engine, EmbeddedEngine)
             self.trainer.engine.prepare(params)
@@ -103,7 +101,7 @@ class Examiner:
             seconds=seconds,
             step=self.trainer.step,
             accuracy=self.accuracy(1.0),
-            greedy=self.accuracy(0.0) if self.with_greedy else math.nan,
+            greedy=self.accuracy(0.0),
             tokens_generated=metrics.total("tokens/generated"),
             groups_generated=metrics.total("groups/generated"),
             groups_kept=metrics.total("groups/kept"),
@@ -116,17 +114,12 @@ def our_points(
     every: float,
     device: torch.device,
     on_point: Callable[[Point], None] = lambda point: None,
-    examine_with: Callable[[Trainer], Examiner] = lambda trainer: Examiner(trainer, held_out(trainer.data.eval_sets)),
-    metrics: StepMetrics | None = None,
-    *,
-    warms_up: bool = True,
 ) -> list[Point]:
     """Train for `seconds` or to the run's end. Evaluate before each multiple of `every` seconds, and at the end."""
-    if warms_up:
-        _warm_up(config)
-    metrics = metrics or StepMetrics()
+    _warm_up(config)
+    metrics = StepMetrics()
     with closing(Trainer(config, reporter=metrics)) as trainer:
-        examiner = examine_with(trainer)
+        examiner = Examiner(trainer, held_out(trainer.data.eval_sets))
         examiner.warm_up()
         points: list[Point] = []
         clock = last = next_mark = 0.0

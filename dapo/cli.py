@@ -1,4 +1,4 @@
-"""The command line: dapo train | resume | eval | judge | data | metrics | view | report | plan | profile | ..."""
+"""The command line: dapo train | resume | eval | ablate | judge | data | metrics | view | report | plan | ..."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from dapo import __version__
-from dapo.commands import convert, data, judging, runs, training
+from dapo.commands import ablate, convert, data, judging, runs, training
 from dapo.errors import DISK_FAULTS, DapoError, NotReady, StorageError
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}  # subcommands inherit it
@@ -23,6 +23,7 @@ app.command()(runs.view)
 app.command()(runs.report)
 app.command("eval")(judging.evaluate)
 app.command()(judging.judge)
+app.command()(ablate.ablate)
 app.command()(training.plan)
 app.command()(training.profile)
 app.command()(runs.export)

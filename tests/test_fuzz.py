@@ -140,6 +140,8 @@ def test_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
             [
                 ["train", recipe, "--dry-run", *fuzz.overrides(random)],
                 ["train", word, "--dry-run"],
+                ["ablate", recipe, "--dry-run", "eval.k=1", f"eval.data={data}", f"--arms={word}"],
+                ["ablate", recipe, "--dry-run", "eval.k=1", f"eval.data={data}", f"--arm={word}: {word}"],
                 ["plan", recipe, *fuzz.overrides(random)],
                 ["plan", recipe, "model.path=qwen2.5-7b", f"--gpus={number}"],
                 ["plan", recipe, "model.path=qwen2.5-7b", f"--{random.choice(PLAN_OPTIONS)}={number}"],

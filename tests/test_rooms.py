@@ -39,9 +39,12 @@ MAY_USE: dict[str, set[str]] = {
         "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "policy", "rewards", "sampling",
         "store", "system", "terminal",
     },
+    "ablation": {
+        "algorithm", "checkpoint", "config", "evaluation", "model", "store", "system", "terminal", "training", "view",
+    },
     "commands": {
-        "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "plan", "policy", "profile",
-        "rewards", "sampling", "store", "system", "terminal", "training", "view",
+        "ablation", "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "plan", "policy",
+        "profile", "rewards", "sampling", "store", "system", "terminal", "training", "view",
     },
 }  # fmt: skip
 ROOT_FILES = {"__init__", "__main__", "types", "errors", "cli", "doctor", "profile"}

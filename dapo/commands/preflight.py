@@ -58,7 +58,9 @@ class Findings:
         return [f"  {mark:<9} {sentence}" for mark, sentences in marked for sentence in sentences]
 
 
-def check_run(config: Config, *, resume: bool = False, has_given_name: bool = False) -> Findings:
+def check_run(
+    config: Config, *, resume: bool = False, has_given_name: bool = False, reads_data: bool = True
+) -> Findings:
     """Check folder, reward, model, data, trackers, cluster, memory and disk. Nothing is left on the disk."""
     found = Findings()
     _check_folder(found, config, resume, has_given_name)
@@ -67,9 +69,9 @@ def check_run(config: Config, *, resume: bool = False, has_given_name: bool = Fa
         with found.collecting():
             check(config)
     tokenizer = _check_model(found, config)
-    if tokenizer is None:
+    if reads_data and tokenizer is None:
         _read_data(found, config, kinds)
-    else:
+    elif reads_data:
         _load_data(found, config, tokenizer, kinds)
     if config.eval.data and config.eval.k == 0:
         found.warnings.append("eval: eval.data is set, but nothing is evaluated, because eval.k is 0")

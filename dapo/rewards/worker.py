@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import fcntl
 import importlib
 import json
 import os
 import resource
-import select
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
@@ -30,6 +27,7 @@ from dapo.errors import RewardError
 from dapo.rewards.code import CodeRule
 from dapo.rewards.function import Reward, RewardFunction, Sample, unjudged
 from dapo.rewards.rules import RULES, make_rule
+from dapo.system.lifeline import die_with_parent
 from dapo.types import Prompt, Score
 
 MAX_LINE = 2**20  # bytes
@@ -42,7 +40,7 @@ def main(requests: int, answers: int, lifeline: int) -> None:
     faulthandler.enable()
     for fd in (requests, answers, lifeline):
         os.set_inheritable(fd, False)  # a program that a reward starts must not keep the pipes open
-    _die_with_parent(lifeline)
+    die_with_parent(lifeline)
     with os.fdopen(requests, "rb") as lines:
         setup = json.loads(lines.readline())
         options = RewardConfig.model_validate_json(setup["options"])
@@ -151,20 +149,6 @@ def _find_function(spec: str, options: RewardConfig) -> RewardFunction:
     if isinstance(rule, CodeRule):
         rule.sandbox.open()  # refuses to run without isolation
     return rule
-
-
-def _die_with_parent(lifeline: int) -> None:
-    """Have the kernel kill this process group when the training process, which holds the other end of the pipe, dies.
-
-    The end of `requests` shows the same, but a reward in an infinite loop would never read it, and a thread that reads
-    it might never get the interpreter lock. A parent-death signal would spare the processes that the reward started.
-    """
-    if sys.platform == "linux":
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:
-        sys.exit("the training process has exited")
 
 
 def _limit_memory(gigabytes: float) -> None:

@@ -155,7 +155,7 @@ class RunReader:
             for row in rows:
                 empty = np.broadcast_to(np.int32(0), row["length"])  # takes no memory, whatever the length
                 finish: FinishReason = "length" if row["finish_reason"] == "length" else "stop"
-                acc = None if row["acc"] is None else bool(row["acc"])
+                acc = bool(row["acc"]) if row["acc"] in (0, 1) else row["acc"]
                 yield EvalSample(
                     Prompt(row["prompt_uid"], (), (), None),
                     Rollout(0, row["sample"], empty, empty, finish, row["weight_version"], row["text"]),
@@ -164,7 +164,11 @@ class RunReader:
 
     def training_seconds(self) -> float:
         """Return the seconds spent on all recorded training steps, without evaluation and saving."""
-        (row,) = self._rows("SELECT coalesce(sum(value), 0.0) AS value FROM metrics WHERE name = 'timing_s/step'")
+        return self.total("timing_s/step")
+
+    def total(self, metric: str) -> float:
+        """Return the sum of a metric over all recorded steps."""
+        (row,) = self._rows("SELECT coalesce(sum(value), 0.0) AS value FROM metrics WHERE name = ?", metric)
         return row["value"]
 
     def _rows(self, query: str, *values: Any, order: Sequence[str] = ()) -> Iterator[dict[str, Any]]:

@@ -214,6 +214,7 @@ class Trainer:
         )
         self.config = config = self.directory.config  # whose directory is locked from here on
         self.step = self.version = self.saved_step = self.empty_in_a_row = 0
+        self.seconds = 0.0
         self.before: tuple[EvalReport, ...] = ()
         self.stopping, self.is_training = StopRequest(), False
         with ExitStack() as undo:  # if anything below fails, release what was acquired before it

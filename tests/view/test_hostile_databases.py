@@ -32,7 +32,7 @@ from dapo.store.database import RunDatabase
 from dapo.store.encoding import to_json
 from dapo.terminal.history import json_lines, print_history
 from dapo.types import EvalReport, Event
-from dapo.view import report, runs
+from dapo.view import document, report, runs
 from dapo.view.curves import (
     curves,
     curves_csv,
@@ -80,7 +80,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "library_urls", dict)  # a megabyte that does not depend on the run
+    monkeypatch.setattr(document, "library_urls", dict)  # a megabyte that does not depend on the run
     monkeypatch.setattr(connection, "READ_SECONDS", LIMIT_S)
     monkeypatch.setattr(connection, "_BUSY_SECONDS", LIMIT_S)
     monkeypatch.setattr(runs, "_SUMMARY_SECONDS", LIMIT_S)

@@ -73,7 +73,10 @@ def smoothed(values: np.ndarray, decay: float) -> np.ndarray:
     return means
 
 
-def line_chart(title: str, unit: str, lines: Sequence[Line], look: Look, zone: Zone | None = None) -> dict[str, Any]:
+def line_chart(
+    title: str, unit: str, lines: Sequence[Line], look: Look, zone: Zone | None = None, axis: str = "step"
+) -> dict[str, Any]:
+    """Return a chart of lines over steps, or over what `axis` names."""
     series: list[dict[str, Any]] = []
     for line in lines:
         # A band is two stacked series, which a logarithmic axis would draw at the wrong height.
@@ -89,7 +92,9 @@ def line_chart(title: str, unit: str, lines: Sequence[Line], look: Look, zone: Z
         area = [[{"yAxis": zone.low}, {"yAxis": zone.high}]]
         series[-1]["markArea"] = {"silent": True, "itemStyle": {"color": "rgba(239,68,68,0.12)"}, "data": area}
         unit += f"; red: {zone.name}"  # in the subtitle, because a label inside the panel would cover a curve
-    return _chart(title, unit, [line.name for line in lines], series, look.is_log)
+    chart = _chart(title, unit, [line.name for line in lines], series, look.is_log)
+    chart["xAxis"] |= {"id": axis, "name": axis}
+    return chart
 
 
 def stacked_chart(title: str, unit: str, steps: np.ndarray, parts: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -109,7 +114,7 @@ def stacked_chart(title: str, unit: str, steps: np.ndarray, parts: Mapping[str, 
 def points(steps: np.ndarray, values: np.ndarray, is_log: bool = False) -> list[list[float | None]]:
     """Return [step, value] pairs. A value that is not finite, or has no logarithm, becomes a gap (None)."""
     good = np.isfinite(values) & ((values > 0) | (not is_log))
-    return [[int(x), float(y) if fine else None] for x, y, fine in zip(steps, values, good, strict=True)]
+    return [[x, float(y) if fine else None] for x, y, fine in zip(steps.tolist(), values, good, strict=True)]
 
 
 def _series(name: str, steps: np.ndarray, values: np.ndarray, color: str, is_log: bool = False) -> dict[str, Any]:
@@ -166,7 +171,7 @@ def _chart(title: str, unit: str, names: list[str], series: list[dict[str, Any]]
                                 "myCsv": {"title": "CSV", "icon": _CSV_ICON, ":onclick": "dapo.saveCsv"}}},
         # Zoom needs the shift key, because the wheel alone scrolls the page.
         "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "shift", "moveOnMouseMove": False}],
-        "xAxis": {"type": "value", "name": "step", "nameGap": 8, "nameTextStyle": {"color": _GRAY},
+        "xAxis": {"type": "value", "id": "step", "name": "step", "nameGap": 8, "nameTextStyle": {"color": _GRAY},
                   "min": first, "max": last, "minInterval": 1, **axis,
                   "axisLabel": {"color": _GRAY, "hideOverlap": True, "margin": 10}, "splitLine": {"show": False},
                   "axisLine": {"onZero": False, "lineStyle": {"color": _GRAY}}},

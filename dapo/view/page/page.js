@@ -35,7 +35,7 @@ globalThis.dapo = (() => {
       const rows = params.filter(p => !p.seriesName.startsWith(HELPER) && p.value[1] != null)
         .map(p => '<tr><td>' + p.marker + text(p.seriesName) + '</td><td style="text-align:right;padding-left:12px">'
           + shown(p.value[1]) + '</td></tr>');
-      return 'step ' + text(params[0].value[0]) + '<table>' + rows.join('') + '</table>';
+      return text(params[0].axisId + ' ' + shown(params[0].value[0])) + '<table>' + rows.join('') + '</table>';
     },
 
     tick: value => {
@@ -52,7 +52,7 @@ globalThis.dapo = (() => {
       const found = columns(api), tables = found.map(([, data]) => new Map(data));
       const steps = [...new Set(tables.flatMap(table => [...table.keys()]))].sort((a, b) => a - b);
       const cell = value => /[",\r\n]/.test(value) ? '"' + value.replaceAll('"', '""') + '"' : value ?? '';
-      const rows = [['step', ...found.map(([name]) => name)]];
+      const rows = [[api.getOption().xAxis[0].name, ...found.map(([name]) => name)]];
       for (const step of steps) rows.push([step, ...tables.map(table => table.get(step))]);
       save(api, rows.map(row => row.map(cell).join(',') + '\n').join(''), 'text/csv', '.csv');
     },

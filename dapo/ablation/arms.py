@@ -1,0 +1,218 @@
+"""The arms of an ablation: the published ladder, leave-one-out, or the user's own lists of changed options."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dapo.config import Config, option_names
+from dapo.config.loading import Dumper, parse_yaml, read_text
+from dapo.errors import ConfigError
+
+FULL, RECIPE = "full", "recipe"
+LADDER, LEAVE_ONE_OUT = "ladder", "leave-one-out"
+# All runs of an ablation share these: they are set by its own options, or arms could not be compared.
+_SHARED = ("run.", "eval.")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A name and the options by which it changes the recipe, as KEY=VALUE."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Technique:
+    """One technique of DAPO: the options with it, as the recipe has them if it uses it, and those without it."""
+
+    name: str
+    on: Callable[[Config], dict[str, Any]]
+    off: Callable[[Config], dict[str, Any]]
+
+
+def _clip_higher(config: Config) -> dict[str, Any]:
+    low, high = config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high
+    return {"algorithm.clip_ratio_high": high if high > low else 0.28}
+
+
+def _soft_overlong(config: Config) -> dict[str, Any]:
+    if config.reward.length_shaping != "none":
+        return {"reward.length_shaping": config.reward.length_shaping}
+    fifth = max(1, config.data.max_response_length // 5)  # published: 4,096 of 20,480 tokens, factor 1
+    return {
+        "reward.length_shaping": "buffer",
+        "reward.overlong_buffer.len": fifth,
+        "reward.overlong_buffer.penalty_factor": 1.0,
+    }
+
+
+def _token_loss(config: Config) -> dict[str, Any]:
+    mode = config.algorithm.loss_agg_mode
+    return {"algorithm.loss_agg_mode": "token-mean" if mode == "seq-mean-token-mean" else mode}
+
+
+def _without_dynamic_sampling(config: Config) -> dict[str, Any]:
+    """Sample exactly one batch and train on all of it. The ledger, which also avoids flat groups, goes with it."""
+    return {
+        "algorithm.filter_groups.enable": False,
+        "algorithm.filter_groups.function": None,
+        "algorithm.ledger.enable": False,
+        "algorithm.ledger.revisit": 0.0,
+        "algorithm.ledger.correct": False,
+        "data.gen_batch_size": 0,
+    }
+
+
+# In the order of the paper's table.
+TECHNIQUES = (
+    Technique(
+        "overlong-filter",
+        lambda config: {"algorithm.overlong_filter": True},
+        lambda config: {"algorithm.overlong_filter": False},
+    ),
+    Technique(
+        "clip-higher",
+        _clip_higher,
+        lambda config: {"algorithm.clip_ratio_high": config.algorithm.clip_ratio_low},
+    ),
+    Technique("soft-overlong", _soft_overlong, lambda config: {"reward.length_shaping": "none"}),
+    Technique("token-loss", _token_loss, lambda config: {"algorithm.loss_agg_mode": "seq-mean-token-mean"}),
+    Technique(
+        "dynamic-sampling",
+        lambda config: {} if config.algorithm.filter_groups.enable else {"algorithm.filter_groups.enable": True},
+        _without_dynamic_sampling,
+    ),
+)
+
+
+def published_arms(config: Config, families: Iterable[str]) -> list[Arm]:
+    """Return the arms of `ladder` and `leave-one-out` on this recipe, each distinct one once, `full` last."""
+    if config.algorithm.loss != "dapo":
+        raise ConfigError(
+            "--arms: the ladder turns the parts of algorithm.loss dapo on and off, but the recipe has "
+            f"{config.algorithm.loss}; name your own arms with --arm"
+        )
+    names = [technique.name for technique in TECHNIQUES]
+    arms: dict[str, set[str]] = {}  # name -> techniques that are on
+    if LADDER in families:
+        arms["grpo"] = set()
+        arms |= {f"+{name}": set(names[: i + 1]) for i, name in enumerate(names[:-1])}
+    if LEAVE_ONE_OUT in families:
+        arms |= {f"no-{name}": set(names) - {name} for name in names}
+    arms[FULL] = set(names)
+    distinct: dict[frozenset[str], str] = {}
+    for name, used in arms.items():
+        distinct.setdefault(frozenset(used), name)  # no-dynamic-sampling is also the rung below the last
+    return [Arm(name, _overrides(config, used)) for used, name in distinct.items()]
+
+
+def _overrides(config: Config, used: Iterable[str]) -> tuple[str, ...]:
+    """Return the options of the arm with these techniques that differ from the recipe."""
+    options: dict[str, Any] = {}
+    for technique in TECHNIQUES:
+        options |= (technique.on if technique.name in used else technique.off)(config)
+    return as_overrides(options, config)
+
+
+def as_overrides(options: Mapping[str, Any], config: Config | None = None) -> tuple[str, ...]:
+    """Return options as KEY=VALUE; without those that `config` has already."""
+    return tuple(
+        f"{key}={_yaml(value)}"
+        for key, value in options.items()
+        if config is None or reduce(getattr, key.split("."), config) != value
+    )
+
+
+def _yaml(value: Any) -> str:
+    """Return a value on one line, as an override has it."""
+    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, allow_unicode=True, width=math.inf)
+    return text.removesuffix("...\n").strip()
+
+
+def own_arm(text: str) -> Arm:
+    """Return the arm given as 'NAME: KEY=VALUE KEY=VALUE'."""
+    name, _, options = text.partition(":")
+    try:
+        return Arm(name.strip(), tuple(shlex.split(options)))
+    except ValueError as error:
+        raise ConfigError(f"--arm '{text}': cannot be split into options ({error})") from None
+
+
+def published_arm(config: Config, name: str) -> Arm:
+    """Return an arm of the ladder or of leave-one-out by its name."""
+    known = {arm.name: arm for family in (LADDER, LEAVE_ONE_OUT) for arm in published_arms(config, [family])}
+    if name not in known:
+        raise ConfigError(
+            f"--arm '{name}': expected 'NAME: KEY=VALUE ...', for example 'hot: optim.lr=1e-5', or one of "
+            f"{', '.join(known)}"
+        )
+    return known[name]
+
+
+def arms_from_file(path: Path) -> list[Arm]:
+    """Read arms from YAML: names with their options, nested or dotted, such as `hot: {optim.lr: 1e-5}`."""
+    arms = []
+    for name, options in parse_yaml(read_text(path, "YAML"), str(path)).items():
+        if not isinstance(options, dict):
+            raise ConfigError(f"{path}: arm '{name}' is {options!r}; expected options, such as {{optim.lr: 1e-5}}")
+        arms.append(Arm(str(name), as_overrides(dict(_flat(options)))))
+    return arms
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    names = option_names()
+    for key, value in options.items():
+        if isinstance(value, dict) and f"{prefix}{key}" not in names:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def collect_arms(config: Config, families: Sequence[str], given: Sequence[str]) -> tuple[list[Arm], str]:
+    """Return all arms that --arms and --arm name, and the name of the one that the others are compared with.
+
+    The ladder is the default. Without any published arm, the recipe as it is takes the place of `full`.
+    """
+    families = families or (() if given else (LADDER,))
+    published = [each for each in families if each in (LADDER, LEAVE_ONE_OUT)]
+    arms = published_arms(config, published) if published else []
+    for each in families:
+        if each not in published:
+            if not Path(each).is_file():
+                close = difflib.get_close_matches(each, [LADDER, LEAVE_ONE_OUT], n=1)
+                hint = f"; did you mean '{close[0]}'?" if close else ""
+                raise ConfigError(f"--arms '{each}': is neither {LADDER}, {LEAVE_ONE_OUT} nor a file{hint}")
+            arms += arms_from_file(Path(each))
+    named = [text for text in given if ":" not in text]
+    arms += [published_arm(config, text) for text in named] + [own_arm(text) for text in given if text not in named]
+    reference = FULL if published or named else RECIPE
+    if reference not in [arm.name for arm in arms]:
+        arms.append(published_arm(config, FULL) if reference == FULL else Arm(RECIPE))
+    _check(arms)
+    return arms, reference
+
+
+def _check(arms: Sequence[Arm]) -> None:
+    names = [arm.name for arm in arms]
+    for arm in arms:
+        if names.count(arm.name) > 1:
+            raise ConfigError(f"arm '{arm.name}': two arms have this name; give each its own")
+        for override in arm.overrides:
+            if override.startswith(_SHARED):
+                key = override.partition("=")[0]
+                raise ConfigError(
+                    f"arm '{arm.name}': {key} is the same for all arms, so that they can be compared; give it once, "
+                    "for the whole ablation"
+                )
+    if len(arms) < 2:
+        raise ConfigError(f"there is only one arm, '{names[0]}'; name another to compare it with")

@@ -1,0 +1,218 @@
+"""The plan of an ablation: every arm with every seed, checked before the first run starts and kept in ablation.yaml."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from dapo.ablation.arms import Arm, collect_arms
+from dapo.config import Config
+from dapo.config.loading import Dumper, parse_yaml, read_text
+from dapo.errors import CheckpointError, ConfigError, NotReady
+from dapo.system.files import write_text
+
+PLAN_FILE, RUNS = "ablation.yaml", "runs"
+_NO_LIMIT = 10**6  # steps of a run that ends by seconds or tokens
+_CLIPS = {"algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c"}
+# Options in which two runs of one seed may differ and still have the same evaluation before the first step.
+_AFTER_THE_BASE = (
+    "algorithm.", "optim.", "run.", "reward.length_shaping", "reward.target_length", "reward.overlong_buffer.",
+    "data.train", "data.gen_batch_size", "rollout.n", "rollout.temperature", "rollout.mode", "eval.every",
+)  # fmt: skip
+
+Unit = Literal["steps", "epochs", "seconds", "tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What every run may use. Seconds are those of training steps, without evaluation and saving."""
+
+    unit: Unit
+    amount: float
+
+    def is_spent(self, seconds: float, tokens: float) -> bool:
+        spent = {"seconds": seconds, "tokens": tokens}.get(self.unit, 0.0)
+        return spent >= self.amount
+
+    def __str__(self) -> str:
+        what = {"seconds": "seconds of training", "tokens": "generated tokens"}.get(self.unit, self.unit)
+        return f"{self.amount:,.10g} {what}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """One arm with one seed."""
+
+    arm: str
+    seed: int
+    config: Config
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_dir
+
+    def has_base_of(self, other: PlannedRun) -> bool:
+        """Return whether both evaluate the same model on the same questions with the same random numbers at first."""
+        differing = self.config.differences(other.config)
+        return self.seed == other.seed and all(key.startswith(_AFTER_THE_BASE) for key in differing)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    recipe: str
+    config: Config  # of the recipe, before any arm
+    budget: Budget
+    reference: str  # the arm that the others are compared with
+    arms: tuple[Arm, ...]
+    runs: tuple[PlannedRun, ...]  # all arms of the first seed first, so that an unfinished ablation is balanced
+    out: Path
+
+    @property
+    def seeds(self) -> list[int]:
+        return list(dict.fromkeys(run.seed for run in self.runs))
+
+    def values(self) -> dict[str, Any]:
+        """Return what ablation.yaml holds."""
+        return {
+            "recipe": self.recipe,
+            "budget": {self.budget.unit: self.budget.amount},
+            "reference": self.reference,
+            "seeds": self.seeds,
+            "arms": {arm.name: list(arm.overrides) for arm in self.arms},
+            "config": self.config.model_dump(mode="json"),
+        }
+
+    def check_folder(self, *, resume: bool) -> None:
+        """Refuse a folder that holds another ablation, or this one without --resume."""
+        file = self.out / PLAN_FILE
+        if file.exists():
+            if not resume:
+                raise CheckpointError(
+                    f"{self.out}: already holds an ablation; continue it with --resume, or choose another --out"
+                )
+            self._compare(parse_yaml(read_text(file, "YAML"), str(file)))
+        elif resume:
+            raise CheckpointError(f"{self.out}: there is no ablation to resume; leave out --resume to start one")
+        elif self.out.exists() and any(self.out.iterdir()):
+            raise CheckpointError(f"{self.out}: holds something else than an ablation; choose another --out")
+
+    def write(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        text = yaml.dump(self.values(), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+        write_text(self.out / PLAN_FILE, text)
+
+    def _compare(self, recorded: dict[str, Any]) -> None:
+        """Refuse to resume an ablation that is another one. Arms and seeds may be added."""
+        now = self.values()
+        arms, seeds = recorded.get("arms"), recorded.get("seeds")
+        if not isinstance(arms, dict) or not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds):
+            raise CheckpointError(f"{self.out / PLAN_FILE}: is damaged; put it back, or choose another --out")
+
+        def refuse(what: str, was: object, is_now: object) -> None:
+            raise CheckpointError(
+                f"{self.out}: holds another ablation: {what} {was}, not {is_now}; choose another --out"
+            )
+
+        for key in ("budget", "reference"):
+            if recorded.get(key) != now[key]:
+                refuse(f"its {key} is", recorded.get(key), now[key])
+        before = Config.parse(recorded.get("config") or {}, source=str(self.out / PLAN_FILE))
+        for key, (was, is_now) in before.differences(self.config).items():
+            if not key.startswith("run.") or key == "run.seed":
+                refuse(f"its {key} is", was, is_now)
+        for name, overrides in arms.items():
+            if now["arms"].get(name) != overrides:
+                refuse(f"its arm '{name}' has", overrides, now["arms"].get(name, "there"))
+        if missing := set(seeds) - set(now["seeds"]):
+            refuse("it has the seeds", seeds, f"without {sorted(missing)}")
+
+
+def make_plan(
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    families: Sequence[str],
+    arms: Sequence[str],
+    seeds: int,
+    budget: Budget | None,
+    out: Path,
+) -> Plan:
+    """Resolve every run; raise with one sentence for each arm that cannot load."""
+    for override in overrides:
+        if override.startswith(("run.dir=", "run.name=")):
+            raise ConfigError(f"override '{override}': runs are named by their arms; choose their folder with --out")
+    config = Config.load(recipe, overrides)
+    if budget is None:
+        steps, epochs = config.run.steps, config.run.epochs
+        budget = Budget("steps", steps) if steps is not None else Budget("epochs", epochs or 0.0)
+    if config.eval.data is None or config.eval.k == 0:
+        missing = "eval.data" if config.eval.data is None else "eval.k"
+        raise ConfigError(
+            f"{recipe}: {missing} is missing; arms are compared on held-out questions, so set eval.data to them and "
+            "eval.k to the samples per question"
+        )
+    chosen, reference = collect_arms(config, families, arms)
+    problems, by_arm = [], {}
+    for arm in chosen:
+        try:
+            shared = [*overrides, *arm.overrides]
+            by_arm[arm.name] = [_run(recipe, shared, arm.name, config.run.seed + i, budget, out) for i in range(seeds)]
+        except ConfigError as error:
+            problems.append(f"arm '{arm.name}': {error}")
+    if problems:
+        raise NotReady(problems)
+    runs = tuple(by_arm[arm.name][i] for i in range(seeds) for arm in chosen)
+    return Plan(recipe.stem, config, budget, reference, tuple(chosen), runs, out)
+
+
+def _run(recipe: Path, overrides: Sequence[str], arm: str, seed: int, budget: Budget, out: Path) -> PlannedRun:
+    fixed: dict[str, Any] = {
+        "run.dir": str(out / RUNS),
+        "run.name": f"{arm}-s{seed}",
+        "run.seed": seed,
+        "eval.best_metric": None,  # no checkpoint is kept for it
+    }
+    if budget.unit != "epochs":
+        fixed |= {"run.epochs": None, "run.steps": int(budget.amount) if budget.unit == "steps" else _NO_LIMIT}
+    config = Config.load(recipe, [*overrides, *(f"{key}={json.dumps(value)}" for key, value in fixed.items())])
+    if budget.unit in ("seconds", "tokens") and config.optim.lr_schedule != "constant":
+        raise ConfigError(
+            f"--{budget.unit}: optim.lr_schedule {config.optim.lr_schedule} needs to know the number of steps; give "
+            "--steps, or set optim.lr_schedule to constant"
+        )
+    return PlannedRun(arm, seed, config)
+
+
+def warnings(plan: Plan) -> Iterator[str]:
+    """Yield what keeps the plan from showing a difference, as far as it is known before the runs."""
+    first = {run.arm: run.config for run in plan.runs if run.seed == plan.runs[0].seed}
+    for (one, config), (other, changed) in combinations(first.items(), 2):
+        differing = config.differences(changed).keys() - {"run.name"}
+        if not differing:
+            yield f"{one} and {other} have the same options, so they cannot differ"
+        elif differing <= _CLIPS and has_ratio_one(config) and has_ratio_one(changed):
+            yield (
+                f"{one} and {other} cannot differ: they differ in the clip, but with one update per batch every ratio "
+                "is 1; set optim.ppo_mini_batch_size below data.train_batch_size, or raise optim.ppo_epochs"
+            )
+    if plan.config.eval.every == 0:
+        yield (
+            "eval.every is 0, so each run is evaluated only before and after training; comparisons at equal seconds "
+            "or tokens then assume a straight line between the two"
+        )
+    if len(plan.seeds) == 1:
+        yield "with one seed, the intervals cover the choice of questions but not the luck of a seed"
+
+
+def has_ratio_one(config: Config) -> bool:
+    """Return whether every token is trained once, on the weights that sampled it, so that its ratio is 1."""
+    algorithm = config.algorithm
+    carries = algorithm.max_staleness > 0 and algorithm.filter_groups.enable
+    updates = config.optim.ppo_epochs * (2 if config.mini_batch_size < config.data.train_batch_size else 1)
+    return updates == 1 and not carries and config.rollout.mode == "strict" and not config.uses_vllm

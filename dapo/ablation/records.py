@@ -1,0 +1,171 @@
+"""What the runs of an ablation have recorded: how far each is, its evaluations, and how it trained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dapo.ablation.plan import Plan
+from dapo.evaluation.evaluate import metrics_by_problem
+from dapo.store.configuration import DATABASE_FILE
+from dapo.store.database import RunDatabase
+from dapo.store.reading import RunReader
+from dapo.terminal.evaltable import headline
+from dapo.types import EventKind
+
+_TAIL = 0.1  # share of the steps that count as the end of training
+
+
+class Status(StrEnum):
+    FINISHED = "finished"
+    FAILED = "failed"
+    UNFINISHED = "unfinished"
+    MISSING = "not started"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """The main metric of one evaluation by question, and the training up to it."""
+
+    step: int
+    seconds: float
+    tokens: float
+    values: Mapping[str, float]
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(list(self.values.values()))) if self.values else float("nan")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Training:
+    """How a run trained: totals, means over the last tenth of its steps, and extremes over all steps."""
+
+    steps: float  # a mean over seeds may not be whole
+    seconds: float
+    tokens: float
+    entropy: float
+    length: float
+    dropped: float  # share of the generated tokens, in groups that were dropped or went stale
+    cut_off: float  # share of the responses
+    longest: float  # tokens
+    clipped: float  # largest share of tokens in a step that the upper clip acted on
+    flat_groups: float  # dropped, because all responses were right, wrong, or scored alike
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunRecord:
+    name: str
+    arm: str
+    seed: int
+    status: Status
+    failure: str | None
+    metric: Mapping[str, str]  # evaluation set -> name of its main metric
+    evaluations: Mapping[str, Sequence[Evaluation]]
+    training: Training | None
+    curves: Mapping[str, np.ndarray]  # per step: step, entropy and response_length/mean
+
+
+def read_status(folder: Path) -> Status:
+    """Return how far a run is. Only its database counts: a run is finished if it says so about its last step."""
+    if not RunDatabase.exists(folder / DATABASE_FILE):
+        return Status.MISSING
+    with RunDatabase.open_readonly(folder / DATABASE_FILE) as database:
+        return _status(database)[0]
+
+
+def read_runs(plan: Plan, failures: Mapping[str, str]) -> list[RunRecord]:
+    """Read all runs. `failures` are those of this session, also of runs that failed before they had a database."""
+    return [_read_run(run.folder, run.arm, run.seed, failures.get(run.config.run.name)) for run in plan.runs]
+
+
+def _read_run(folder: Path, arm: str, seed: int, failure: str | None) -> RunRecord:
+    if not RunDatabase.exists(folder / DATABASE_FILE):
+        status = Status.FAILED if failure else Status.MISSING
+        return RunRecord(folder.name, arm, seed, status, failure, {}, {}, None, {})
+    with RunDatabase.open_readonly(folder / DATABASE_FILE) as database:
+        status, message = _status(database)
+        steps = list(database.steps())
+        metric, evaluations = _evaluations(database, steps)
+        training = _training(steps) if steps else None
+        curves = {name: _column(steps, name) for name in ("step", "entropy", "response_length/mean")}
+        return RunRecord(folder.name, arm, seed, status, failure or message, metric, evaluations, training, curves)
+
+
+def _status(database: RunReader) -> tuple[Status, str | None]:
+    ends = (EventKind.FINISHED, EventKind.INTERRUPTED, EventKind.STOPPED, EventKind.RESUMED)
+    last = None
+    for event in database.events():
+        if event["kind"] in ends:
+            last = event
+    if last is not None and last["kind"] == EventKind.STOPPED:
+        return Status.FAILED, last["message"]
+    if last is not None and last["kind"] == EventKind.FINISHED and last["step"] == database.last_step():
+        return Status.FINISHED, None
+    return Status.UNFINISHED, None
+
+
+def _evaluations(
+    database: RunReader, steps: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, str], dict[str, list[Evaluation]]]:
+    spent = {name: np.cumsum([0.0, *(step.get(name, 0.0) for step in steps)]) for name in _AXES}
+    numbers = [0, *(step["step"] for step in steps)]
+    metrics: dict[str, str] = {}
+    found: dict[str, list[Evaluation]] = {}
+    for step in sorted({row["step"] for row in database.evals()} & set(numbers)):
+        place = numbers.index(step)
+        for report in database.eval_reports(step):
+            metric = metrics.setdefault(report.name, headline(report.metrics)[0])
+            k = max(Counter(sample.prompt.uid for sample in report.samples).values())
+            values = metrics_by_problem(report.samples, k).get(metric, {})
+            seconds, tokens = (float(spent[name][place]) for name in _AXES)
+            found.setdefault(report.name, []).append(Evaluation(step, seconds, tokens, values))
+    return metrics, found
+
+
+_AXES = ("timing_s/step", "tokens/generated")
+
+
+def _training(steps: Sequence[Mapping[str, Any]]) -> Training:
+    def total(*prefixes: str) -> float:
+        return float(sum(value for step in steps for name, value in step.items() if name.startswith(prefixes)))
+
+    def at_end(name: str) -> float:
+        return _mean(_column(steps, name)[-max(1, round(_TAIL * len(steps))) :])
+
+    generated = _column(steps, "tokens/generated")
+    groups = _column(steps, "groups/generated")
+    has_groups = groups > 0
+    flat = ("groups/dropped/all_right", "groups/dropped/all_wrong", "groups/dropped/no_variance")
+    cut_off = np.nan_to_num(_column(steps, "response_length/clip_ratio"))[has_groups]
+    return Training(
+        steps=len(steps),
+        seconds=float(np.nansum(_column(steps, "timing_s/step"))),
+        tokens=float(np.nansum(generated)),
+        entropy=at_end("entropy"),
+        length=at_end("response_length/mean"),
+        dropped=total("tokens/dropped/", "tokens/stale") / max(float(np.nansum(generated)), 1.0),
+        cut_off=float(np.average(cut_off, weights=groups[has_groups])) if has_groups.any() else 0.0,
+        longest=_largest(_column(steps, "response_length/max")),
+        clipped=_largest(_column(steps, "clip_fraction/high")),
+        flat_groups=total(*flat),
+    )
+
+
+def _column(steps: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    return np.array([step.get(name, np.nan) for step in steps], dtype=np.float64)
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.nan_to_num(values).max(initial=0.0))

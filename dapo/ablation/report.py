@@ -1,0 +1,136 @@
+"""The result of an ablation as one self-contained HTML file: tables, intervals, and curves with bands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dapo.ablation.records import RunRecord
+from dapo.ablation.results import Axis, Result, SetResult, amount
+from dapo.ablation.tables import (
+    TRAINING_HEADINGS,
+    columns,
+    difference_text,
+    explanation,
+    training_rows,
+    unfinished,
+)
+from dapo.errors import ConfigError
+from dapo.terminal.evaltable import is_rate, number
+from dapo.view.document import write_document
+from dapo.view.page.charts import PALETTE, Line, Look, line_chart
+
+Points = tuple[np.ndarray, np.ndarray]  # x and y of one run
+_AXES: dict[Axis, str] = {"step": "steps", "seconds": "seconds of training", "tokens": "generated tokens"}
+
+
+def write_report(result: Result, out: Path) -> str:
+    """Write the report, and return a line that says so. Without NiceGUI there is none: the line then says why."""
+    plan = result.plan
+    facts = {
+        "recipe": plan.recipe,
+        "model": plan.config.model.path,
+        "budget of a run": str(plan.budget),
+        "seeds": ", ".join(map(str, plan.seeds)),
+        "compared with": plan.reference,
+    }
+    try:
+        write_document(
+            out,
+            Path(__file__).parent / "ablation.html",
+            name=f"Ablation of {plan.recipe}",
+            kind="an ablation by dapo",
+            facts=facts,
+            sets=[_set_values(result, found) for found in result.sets],
+            training_headings=("arm", *TRAINING_HEADINGS),
+            training=list(training_rows(result)),
+            sentences=[*explanation(result), *result.notes],
+            arms=[(arm.name, " ".join(arm.overrides) or "as the recipe") for arm in plan.arms],
+            unfinished=unfinished(result.runs),
+            runs=[(run.name, run.status) for run in result.runs],
+            folder=str(plan.out / "runs"),
+            charts=list(_charts(result)),
+        )
+    except ConfigError as error:
+        return f"no report was written: {error}"
+    return f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB) and ablation.json beside it"
+
+
+def _set_values(result: Result, found: SetResult) -> dict[str, Any]:
+    """Return what the template shows of one set. Intervals are drawn on one scale per column."""
+    places = columns(result, found)
+    rows = []
+    for arm in found.arms:
+        cells = []
+        for where, _ in places:
+            each = arm.differences.get(where)
+            reach = max(
+                (abs(end) for other in found.arms if (d := other.differences.get(where)) for end in (d.low, d.high)
+                 if math.isfinite(end)), default=1.0,
+            ) or 1.0  # fmt: skip
+            cell = {"value": number(found.metric, arm.values[where]), "text": "", "verdict": "", "drawn": None}
+            if each is not None:
+                cell |= {"text": difference_text(found.metric, each), "verdict": each.verdict}
+                if math.isfinite(each.low):
+                    cell["drawn"] = [80 + 75 * end / reach for end in (each.low, each.value, each.high)]
+            cells.append(cell)
+        rows.append((arm.arm, len(arm.seeds), number(found.metric, arm.base), cells))
+    return {
+        "name": found.name,
+        "metric": found.metric + (" in %" if is_rate(found.metric) else ""),
+        "questions": found.questions,
+        "headings": [heading for _, heading in places],
+        "rows": rows,
+    }
+
+
+def _charts(result: Result) -> Iterator[dict[str, Any]]:
+    for found in result.sets:
+        for axis, title in _AXES.items():
+            curves = [
+                [_evaluation_points(run, found.name, axis) for run in result.of_arm(arm.name)]
+                for arm in result.plan.arms
+            ]
+            unit = f"{found.metric}, mean over seeds; shaded: lowest to highest seed"
+            yield _chart(result, f"{found.name} by {title}", unit, curves, axis)
+    for metric, title, unit in (
+        ("entropy", "Entropy", "nats per token"),
+        ("response_length/mean", "Response length", "tokens"),
+    ):
+        curves = [
+            [(run.curves["step"], run.curves[metric]) for run in result.of_arm(arm.name)] for arm in result.plan.arms
+        ]
+        yield _chart(result, title, f"{unit}, mean over seeds; shaded: lowest to highest seed", curves, "step")
+
+
+def _chart(result: Result, title: str, unit: str, curves: Sequence[Sequence[Points]], axis: Axis) -> dict[str, Any]:
+    lines = []
+    for index, (arm, members) in enumerate(zip(result.plan.arms, curves, strict=True)):
+        if members:
+            x, mean, low, high = band(members)
+            lines.append(Line(arm.name, x, mean, PALETTE[index % len(PALETTE)], "solid", low, high))
+    chart = line_chart(title, unit, lines, Look(), axis=axis)
+    chart["grid"]["right"] = 60  # for the name of the axis
+    for series in chart["series"]:
+        series["showSymbol"] = series["name"] in chart["legend"]["data"] and len(series["data"]) < 30
+    return chart
+
+
+def _evaluation_points(run: RunRecord, name: str, axis: Axis) -> Points:
+    found = run.evaluations.get(name, ())
+    return np.array([amount(each, axis) for each in found]), np.array([each.mean for each in found])
+
+
+def band(members: Sequence[Points]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return x, mean, lowest and highest of several curves, each on straight lines between its own points.
+
+    The band ends where the first curve ends.
+    """
+    end = min(float(x[-1]) for x, _ in members if len(x))
+    x = np.unique(np.concatenate([x[x <= end] for x, _ in members] + [np.array([end])]))
+    table = np.array([np.interp(x, own, y) for own, y in members if len(own)])
+    return x, table.mean(axis=0), table.min(axis=0), table.max(axis=0)

@@ -1,0 +1,183 @@
+"""The result of an ablation: each arm compared with the reference at the end, at equal seconds and at equal tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dapo.ablation.plan import Plan
+from dapo.ablation.records import Evaluation, RunRecord, Status, Training
+from dapo.algorithm.crossed import Cells, Contrast, contrast, holm
+
+Axis = Literal["step", "seconds", "tokens"]
+Where = Literal["end", "seconds", "tokens"]  # the last evaluation, or where all runs had spent as much
+WHERE: tuple[Where, ...] = ("end", "seconds", "tokens")
+LEVEL = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An arm minus the reference, with the interval and the p-value of this comparison and Holm's over all arms."""
+
+    value: float
+    low: float
+    high: float
+    p: float
+    p_holm: float
+
+    @property
+    def verdict(self) -> str:
+        if math.isnan(self.p_holm):
+            return "too few results"
+        if self.p_holm >= LEVEL:
+            return "no difference shown"
+        return "better" if self.value > 0 else "worse"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArmResult:
+    """One arm on one evaluation set."""
+
+    arm: str
+    seeds: list[int]  # of its finished runs
+    base: float  # the metric before the first step, mean over seeds, as are those below
+    values: Mapping[Where, float]
+    differences: Mapping[Where, Difference]  # empty for the reference
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SetResult:
+    """All arms on one evaluation set."""
+
+    name: str
+    metric: str
+    questions: int
+    at: Mapping[Where, float]  # the seconds and the tokens at which the arms are compared
+    arms: list[ArmResult]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    plan: Plan
+    runs: list[RunRecord]
+    sets: list[SetResult]
+    trainings: Mapping[str, Training]  # by arm: means over the finished runs, the largest of extremes
+    notes: list[str]
+
+    def of_arm(self, arm: str) -> list[RunRecord]:
+        """Return the finished runs of an arm."""
+        return [run for run in self.runs if run.arm == arm and run.status == Status.FINISHED]
+
+
+def compare(plan: Plan, runs: list[RunRecord]) -> Result:
+    """Compare the arms by their finished runs."""
+    done = [run for run in runs if run.status == Status.FINISHED]
+    names = dict.fromkeys(name for run in done for name in run.evaluations)
+    sets = [found for name in names if (found := _compare_set(plan, name, done))]
+    by_arm = {arm.name: [run.training for run in done if run.arm == arm.name and run.training] for arm in plan.arms}
+    trainings = {arm: _mean_training(members) for arm, members in by_arm.items() if members}
+    return Result(plan, runs, sets, trainings, list(_notes(plan, trainings)))
+
+
+def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord]) -> SetResult | None:
+    members = [run for run in runs if run.evaluations.get(name)]
+    if not members:
+        return None
+    at = {axis: min(amount(run.evaluations[name][-1], axis) for run in members) for axis in ("seconds", "tokens")}
+    if plan.budget.unit in at:  # every run has spent it, and a part of one step more
+        at[plan.budget.unit] = min(at[plan.budget.unit], plan.budget.amount)
+    cells: dict[tuple[str, Where], Cells] = {}
+    for arm in plan.arms:
+        of_arm = [run for run in members if run.arm == arm.name]
+        for where in WHERE:
+            cells[arm.name, where] = {
+                (run.seed, question): value
+                for run in of_arm
+                for question, value in values_at(run.evaluations[name], where, at.get(where, math.inf)).items()
+            }
+    found = {(arm.name, where): contrast(cells[plan.reference, where], cells[arm.name, where])
+             for arm in plan.arms if arm.name != plan.reference for where in WHERE}  # fmt: skip
+    corrected = {where: _corrected({arm: each for (arm, at), each in found.items() if at == where}) for where in WHERE}
+    arms = []
+    for arm in plan.arms:
+        of_arm = [run for run in members if run.arm == arm.name]
+        arms.append(
+            ArmResult(
+                arm.name,
+                [run.seed for run in of_arm],
+                _mean([run.evaluations[name][0].mean for run in of_arm]),
+                {where: _mean(list(cells[arm.name, where].values())) for where in WHERE},
+                {where: corrected[where][arm.name] for where in WHERE if arm.name in corrected[where]},
+            )
+        )
+    questions = {question for run in members for each in run.evaluations[name] for question in each.values}
+    return SetResult(name, members[0].metric[name], len(questions), at, arms)  # pyright: ignore[reportArgumentType]
+
+
+def _corrected(found: Mapping[str, Contrast]) -> dict[str, Difference]:
+    adjusted = holm([each.p for each in found.values()])
+    return {arm: Difference(*each, p) for (arm, each), p in zip(found.items(), adjusted, strict=True)}
+
+
+def amount(evaluation: Evaluation, axis: Axis) -> float:
+    return float(getattr(evaluation, axis))
+
+
+def values_at(evaluations: Sequence[Evaluation], axis: Where, at: float) -> Mapping[str, float]:
+    """Return each question's value at a point of an axis, on the line between the evaluations before and after it."""
+    if axis == "end":
+        return evaluations[-1].values
+    after = next((i for i, each in enumerate(evaluations) if amount(each, axis) >= at), len(evaluations) - 1)
+    last, first = evaluations[after], evaluations[max(after - 1, 0)]
+    reach = amount(last, axis) - amount(first, axis)
+    share = (at - amount(first, axis)) / reach if reach > 0 else 1.0
+    common = first.values.keys() & last.values.keys()
+    return {key: (1 - share) * first.values[key] + share * last.values[key] for key in last.values if key in common}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else math.nan
+
+
+def _mean_training(members: Sequence[Training]) -> Training:
+    columns = {name: [getattr(each, name) for each in members] for name in asdict(members[0])}
+    extremes = ("longest", "clipped", "flat_groups")
+    return Training(**{name: (max if name in extremes else _mean)(values) for name, values in columns.items()})
+
+
+def _notes(plan: Plan, trainings: Mapping[str, Training]) -> Any:
+    """Yield which techniques could not act in these runs, whatever the table says about their arms."""
+    limit = plan.config.data.max_response_length
+    everywhere = list(trainings.values())
+    if not everywhere:
+        return
+    configs = {run.arm: run.config for run in plan.runs}
+    filters = {configs[arm].algorithm.overlong_filter for arm in trainings}
+    if len(filters) > 1 and all(each.cut_off == 0 for each in everywhere):
+        yield f"no response was cut off at {limit:,} tokens, so overlong filtering had nothing to act on"
+    shapes = {configs[arm].reward.length_shaping for arm in trainings}
+    starts = [
+        configs[arm].data.max_response_length - configs[arm].reward.overlong_buffer.len
+        for arm in trainings
+        if configs[arm].reward.length_shaping == "buffer"
+    ]
+    longest = max(each.longest for each in everywhere)
+    if len(shapes) > 1 and starts and longest <= min(starts):
+        yield (
+            f"the longest response has {longest:,.0f} tokens and the overlong penalty starts above {min(starts):,}, so "
+            "soft overlong punishment had nothing to act on"
+        )
+    clips = {arm: configs[arm].algorithm.clip_ratio_high for arm in trainings}
+    lowest = [trainings[arm].clipped for arm in trainings if clips[arm] == min(clips.values())]
+    if len(set(clips.values())) > 1 and max(lowest) == 0:
+        yield (
+            f"no token reached the upper clip of {min(clips.values())}, so clip-higher had nothing to act on; more "
+            "updates per batch (optim.ppo_mini_batch_size, optim.ppo_epochs) or a higher optim.lr move ratios further"
+        )
+    sampling = [trainings[arm].flat_groups for arm in trainings if configs[arm].algorithm.filter_groups.enable]
+    if len(sampling) < len(trainings) and sampling and max(sampling) == 0:
+        yield "no group was dropped by dynamic sampling, so it had nothing to act on"

@@ -1,0 +1,189 @@
+"""The result of an ablation in the terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dapo.ablation.plan import Plan
+from dapo.ablation.records import RunRecord, Status
+from dapo.ablation.results import WHERE, Difference, Result, SetResult, Where
+from dapo.terminal.evaltable import is_rate, number
+
+_STYLES = {"better": "green", "worse": "red"}
+
+
+def plan_table(plan: Plan) -> Table:
+    """Show each arm with the options by which it differs from the recipe."""
+    table = _table(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds, {plan.budget} each")
+    table.add_column("options that differ from the recipe", overflow="fold")
+    for arm in plan.arms:
+        mark = " *" if arm.name == plan.reference else ""
+        table.add_row(escape(arm.name) + mark, escape(" ".join(arm.overrides)) or "[dim]none[/]")
+    table.caption = "* the other arms are compared with this one"
+    return table
+
+
+def print_result(console: Console, result: Result) -> None:
+    for found in result.sets:
+        console.print(result_table(result, found))
+    if result.trainings:
+        console.print(training_table(result))
+    for sentence in (*explanation(result), *(f"note: {note}" for note in result.notes)):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def columns(result: Result, found: SetResult) -> list[tuple[Where, str]]:
+    """Return the places where arms are compared, with their headings. The end of equal budgets is said once."""
+    headings: dict[Where, str] = {
+        "end": f"after {result.plan.budget}",
+        "seconds": f"at {found.at['seconds']:,.4g} s",
+        "tokens": f"at {amount_text(found.at['tokens'])} tokens",
+    }
+    unit = result.plan.budget.unit
+    return [(where, headings[where]) for where in WHERE if not (where == "end" and unit in ("seconds", "tokens"))]
+
+
+def result_table(result: Result, found: SetResult) -> Table:
+    unit = " in %" if is_rate(found.metric) else ""
+    table = _table(f"{found.name}: {found.metric}{unit}, {found.questions} questions; differences from "
+                   f"{result.plan.reference} [95 %]")  # fmt: skip
+    table.add_column("seeds", justify="right")
+    places = columns(result, found)
+    for _, heading in places:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for arm in found.arms:
+        cells = []
+        for where, _ in places:
+            text = number(found.metric, arm.values[where])
+            if difference := arm.differences.get(where):
+                style = _STYLES.get(difference.verdict, "dim")
+                text += f"\n{escape(difference_text(found.metric, difference))}\n[{style}]{difference.verdict}[/]"
+            cells.append(text)
+        table.add_row(escape(arm.arm), str(len(arm.seeds)), *cells)
+    return table
+
+
+def difference_text(metric: str, difference: Difference) -> str:
+    """Format a difference with its interval, such as `-4.5 [-6.9, -2.1]`; rates are in points."""
+    scale, form = (100, "+.1f") if is_rate(metric) else (1, "+.3f")
+    if math.isnan(difference.value):
+        return "–"
+    value, low, high = (format(scale * each, form) for each in (difference.value, difference.low, difference.high))
+    return value if math.isnan(difference.low) else f"{value} [{low}, {high}]"
+
+
+TRAINING_HEADINGS = ("steps", "seconds", "tokens", "entropy", "length", "dropped", "cut off")
+
+
+def training_rows(result: Result) -> Iterator[list[str]]:
+    """Yield the cells of how each arm trained: means over its seeds."""
+    for arm, each in result.trainings.items():
+        yield [
+            arm, f"{each.steps:,.4g}", f"{each.seconds:,.4g}", amount_text(each.tokens), f"{each.entropy:.3f}",
+            f"{each.length:,.1f}", f"{100 * each.dropped:.1f} %", f"{100 * each.cut_off:.1f} %",
+        ]  # fmt: skip
+
+
+def training_table(result: Result) -> Table:
+    table = _table("training, mean over the seeds; entropy and length of the last tenth of the steps")
+    for heading in TRAINING_HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, *cells in training_rows(result):
+        table.add_row(escape(name), *cells)
+    return table
+
+
+def explanation(result: Result) -> list[str]:
+    """Say how the comparison was made, and what it leaves out."""
+    plan, compared = result.plan, len(result.plan.arms) - 1
+    lines = [
+        f"Each interval is for one comparison, paired by question and seed. The words apply Holm's correction over the "
+        f"{compared} arm{'s' * (compared != 1)} of a column, not over the columns.",
+        "Between two evaluations a straight line is assumed. Seconds are those of training steps, without evaluation "
+        "and saving.",
+    ]
+    if plan.config.rollout.mode == "inflight":
+        lines.append("Finishing the responses in flight before an evaluation is not counted in the seconds.")
+    if len(plan.seeds) == 1:
+        lines.append("With one seed the intervals cover the choice of questions, not the luck of a seed.")
+    return lines
+
+
+def unfinished(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a line for each run that is not part of the result."""
+    return [
+        f"{run.name}: {run.status}" + (f": {run.failure}" if run.failure else "")
+        for run in runs
+        if run.status != Status.FINISHED
+    ]
+
+
+def result_json(result: Result) -> str:
+    """Return everything but the samples. What is not finite is null, because JSON has no NaN."""
+    runs = [
+        {
+            "name": run.name,
+            "arm": run.arm,
+            "seed": run.seed,
+            "status": run.status,
+            "failure": run.failure,
+            "training": None if run.training is None else asdict(run.training),
+            "evaluations": {
+                name: [{"step": e.step, "seconds": e.seconds, "tokens": e.tokens, "mean": e.mean} for e in found]
+                for name, found in run.evaluations.items()
+            },
+        }
+        for run in result.runs
+    ]
+    sets = {
+        found.name: {
+            "metric": found.metric,
+            "questions": found.questions,
+            "at": found.at,
+            "arms": {
+                arm.arm: {
+                    "seeds": arm.seeds,
+                    "base": arm.base,
+                    "values": arm.values,
+                    "differences": {
+                        where: {**asdict(each), "verdict": each.verdict} for where, each in arm.differences.items()
+                    },
+                }
+                for arm in found.arms
+            },
+        }
+        for found in result.sets
+    }
+    plan = {key: value for key, value in result.plan.values().items() if key != "config"}
+    training = {arm: asdict(each) for arm, each in result.trainings.items()}
+    document = {**plan, "sets": sets, "training": training, "runs": runs, "notes": result.notes}
+    return json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def amount_text(tokens: float) -> str:
+    return (
+        f"{tokens / 1e6:,.3g} M" if tokens >= 1e6 else f"{tokens / 1e3:,.3g} k" if tokens >= 1e4 else f"{tokens:,.0f}"
+    )
+
+
+def _table(title: str) -> Table:
+    table = Table(title=escape(title), box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
+    table.add_column("arm", overflow="fold")
+    return table

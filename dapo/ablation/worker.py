@@ -1,0 +1,98 @@
+"""The process that trains the runs of an ablation in turn.
+
+One process for all runs imports torch, starts CUDA and compiles kernels once. Each run loads the model from its files
+again, which is what makes its weights those of a run alone, bit for bit. The parent replaces the process after any run
+that failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from contextlib import closing
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+
+from dapo.ablation.trainer import ArmTrainer, BudgetReporter, Task
+from dapo.config import Config
+from dapo.errors import DapoError
+from dapo.model.loading import resolve_device
+from dapo.system.lifeline import die_with_parent
+from dapo.training.trainer import Trainer
+
+_WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: finished if nothing is set, by a signal, or by a failure described in one sentence."""
+
+    signal: int | None = None
+    failure: str | None = None
+
+
+def main(socket: int, lifeline: int) -> None:
+    """Serve one task after the other, until the parent closes its end of the socket."""
+    for fd in (socket, lifeline):
+        os.set_inheritable(fd, False)
+    die_with_parent(lifeline)
+    connection, is_warm = Connection(socket), False
+    while True:
+        try:
+            task: Task = connection.recv()
+        except EOFError:
+            return
+        connection.send(_outcome(task, warms_up=not is_warm))
+        is_warm = True
+
+
+def _outcome(task: Task, *, warms_up: bool) -> Outcome:
+    try:
+        if warms_up and _compiles_here(task.config):
+            _warm_up(task)
+        return Outcome(signal=_train(task))
+    except KeyboardInterrupt:
+        return Outcome(signal=signal.SIGINT)
+    except DapoError as error:
+        return Outcome(failure=str(error))
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        return Outcome(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+    finally:
+        _free_memory()
+
+
+def _compiles_here(config: Config) -> bool:
+    """Return whether the kernels of training run on a GPU in this process."""
+    is_placed = config.cluster.learners > 1 or config.rollout_engines or config.cluster.reward_workers
+    return not is_placed and resolve_device(config.model.device).type == "cuda"
+
+
+def _train(task: Task) -> int | None:
+    trainer = ArmTrainer(task, BudgetReporter(task.budget, task.verbosity))
+    with closing(trainer):
+        return trainer.train().signal
+
+
+def _warm_up(task: Task) -> None:
+    """Compile the kernels in steps of a run that is thrown away, so that no arm's seconds include it."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = task.config.run.model_copy(update={"dir": folder, "trackers": ()})
+        trainer = Trainer(task.config.model_copy(update={"run": run}), quiet=True)
+        with closing(trainer):
+            for _ in range(_WARM_UP_STEPS):
+                trainer.train_step()
+    del trainer
+    _free_memory()
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

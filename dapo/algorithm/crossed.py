@@ -1,0 +1,98 @@
+"""Paired differences of two models that were trained with several seeds and asked the same questions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Cells = Mapping[tuple[int, str], float]  # (seed, question) -> value
+
+_LEVEL = 0.95
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
+
+
+class Contrast(NamedTuple):
+    """Mean of (second - first) with its 95 % interval and two-sided p-value; NaN where they are undefined."""
+
+    value: float
+    low: float
+    high: float
+    p: float
+
+
+def contrast(first: Cells, second: Cells) -> Contrast:
+    """Estimate second - first from the seeds and questions that both have.
+
+    Differences of the same seed and differences of the same question depend on each other, so the variance is clustered
+    by both: V = V_seed + V_question - V_cell, where no cluster counts less than independent cells would. Student's t
+    with Satterthwaite's degrees of freedom allows for the few seeds. A single seed is clustered by question alone: the
+    interval then says nothing about other seeds.
+    """
+    common = [cell for cell in first if cell in second]
+    values_N = np.array([second[cell] - first[cell] for cell in common], dtype=np.float64)
+    if len(values_N) < 2:
+        return Contrast(float(values_N[0]) if len(values_N) else math.nan, math.nan, math.nan, math.nan)
+    mean, errors_N = float(values_N.mean()), values_N - values_N.mean()
+    alone, most = _clustered(errors_N, range(len(common)))
+    variance, squares = -alone, alone**2 / most  # of Satterthwaite's formula
+    fewest = most
+    for side in (0, 1):
+        part, freedom = _clustered(errors_N, [cell[side] for cell in common])
+        if freedom > 0 and part > alone:
+            fewest = min(fewest, freedom)
+        else:
+            part, freedom = alone, most
+        variance, squares = variance + part, squares + part**2 / freedom
+    if variance <= 0.0:  # all differences are the same
+        return Contrast(mean, mean, mean, 1.0 if mean == 0.0 else 0.0)
+    freedom = max(variance**2 / squares, fewest)
+    width = math.sqrt(variance)
+    reach = width * _student_quantile(freedom)
+    return Contrast(mean, mean - reach, mean + reach, 1.0 - student_within(abs(mean) / width, freedom))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return Holm's adjusted p-values: with them all, the chance of any false finding is at most the level.
+
+    A NaN stays one, and does not count as a comparison.
+    """
+    order = sorted((p, index) for index, p in enumerate(p_values) if not math.isnan(p))
+    adjusted, largest = [math.nan] * len(p_values), 0.0
+    for rank, (p, index) in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p))
+        adjusted[index] = largest
+    return adjusted
+
+
+def student_within(t: float, freedom: float) -> float:
+    """Return P(|T| <= t) for Student's t with `freedom` >= 1 degrees of freedom.
+
+    With T = sqrt(freedom) tan(x), the density is proportional to cos(x)^(freedom - 1), which is smooth.
+    """
+    end = math.atan(t / math.sqrt(freedom))
+    angles = 0.5 * end * (_NODES + 1.0)
+    area = 0.5 * end * float(_WEIGHTS @ np.exp((freedom - 1.0) * np.log(np.cos(angles))))
+    log_total = math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2) + 0.5 * math.log(math.pi) - math.log(2.0)
+    return min(1.0, area / math.exp(log_total))
+
+
+def _student_quantile(freedom: float) -> float:
+    low, high = 0.0, 20.0  # 12.7 with one degree of freedom
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if student_within(middle, freedom) < _LEVEL else (low, middle)
+    return high
+
+
+def _clustered(errors_N: np.ndarray, labels: Sequence[object]) -> tuple[float, int]:
+    """Return the variance of the mean if only errors of one label depend on each other, and its degrees of freedom."""
+    sums: dict[object, float] = {}
+    for label, error in zip(labels, errors_N.tolist(), strict=True):
+        sums[label] = sums.get(label, 0.0) + error
+    count = len(sums)
+    if count < 2:
+        return 0.0, 0
+    return count / (count - 1) * sum(each**2 for each in sums.values()) / len(errors_N) ** 2, count - 1

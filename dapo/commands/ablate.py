@@ -1,0 +1,155 @@
+"""`dapo ablate`: train the arms of a recipe with several seeds, and compare them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from dapo.errors import ConfigError, NotReady, TrainingStopped
+
+if TYPE_CHECKING:
+    from dapo.ablation.plan import Budget, Plan, PlannedRun
+    from dapo.config import Config
+
+
+def ablate(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file, for example recipes/arithmetic.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Options to change in all arms.")] = None,
+    arms: Annotated[
+        list[str] | None,
+        typer.Option("--arms", help="ladder, leave-one-out, or a YAML file of arms; can be repeated. Default: ladder."),
+    ] = None,
+    arm: Annotated[
+        list[str] | None, typer.Option("--arm", help="'NAME: KEY=VALUE ...', or one arm of ladder or leave-one-out.")
+    ] = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Runs per arm, from run.seed on.")] = 3,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps per run; default: as the recipe.")] = None,
+    seconds: Annotated[float | None, typer.Option("--seconds", min=0.001, help="Training seconds per run.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Generated tokens per run.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder of all runs; default: ablations/RECIPE.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue; arms and seeds may be added.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all arms, show them, and exit.")] = False,
+    keep_checkpoints: Annotated[
+        bool, typer.Option("--keep-checkpoints", help="Keep the last checkpoint of every run, not only its records.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no steps, only the runs and the result.")] = False,
+) -> None:
+    """Find out which techniques help on your task: train arms of a recipe with several seeds, and compare them.
+
+    The ladder starts from plain GRPO and adds overlong filtering, clip-higher, soft overlong punishment, token-level
+    loss and dynamic sampling, as the paper's table does. leave-one-out takes one of them away from all. Each run is an
+    ordinary run directory in OUT/runs. The result is printed and written to OUT/ablation.html and OUT/ablation.json.
+    """
+    from dapo.ablation.plan import make_plan, warnings
+
+    plan = make_plan(
+        recipe,
+        overrides or (),
+        families=arms or (),
+        arms=arm or (),
+        seeds=seeds,
+        budget=_budget(steps, seconds, tokens),
+        out=out or Path("ablations") / recipe.stem,
+    )
+    plan.check_folder(resume=resume)
+    console = Console()
+    with console.status("checking all arms"):
+        _check_arms(plan, resume=resume)
+        from dapo.ablation.tables import plan_table
+    console.print(plan_table(plan))
+    for sentence in warnings(plan):
+        console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if not dry_run:
+        _run(plan, console, keep_checkpoints=keep_checkpoints, quiet=quiet)
+
+
+def _budget(steps: int | None, seconds: float | None, tokens: int | None) -> Budget | None:
+    from dapo.ablation.plan import Budget
+
+    given = [Budget("steps", steps)] if steps is not None else []
+    given += [Budget("seconds", seconds)] if seconds is not None else []
+    given += [Budget("tokens", tokens)] if tokens is not None else []
+    if len(given) > 1:
+        raise ConfigError("--steps, --seconds and --tokens: give only one, the same budget for every run")
+    return given[0] if given else None
+
+
+def _check_arms(plan: Plan, *, resume: bool) -> None:
+    """Check every arm as `dapo train --dry-run` does; raise with one sentence for each problem and its arms."""
+    from dapo.ablation.records import Status, read_status
+    from dapo.cluster import torchrun
+    from dapo.commands.preflight import check_run
+
+    if torchrun.channel() is not None:
+        raise ConfigError("dapo ablate starts the process of each run itself; start it without torchrun")
+    problems: dict[str, list[str]] = {}
+    # Reading data can take minutes, and most arms have the same: what is wrong with it, by the options that decide.
+    of_data: list[tuple[Any, list[str]]] = []
+    statuses = {run.config.run.name: read_status(run.folder) for run in plan.runs} if resume else {}
+    left = [run for run in plan.runs if statuses.get(run.config.run.name) != Status.FINISHED]
+    first = {run.arm: run for run in reversed(left)}
+    for arm, run in first.items():
+        is_begun = statuses.get(run.config.run.name, Status.MISSING) != Status.MISSING
+
+        def check(reads_data: bool, run: PlannedRun = run, is_begun: bool = is_begun) -> list[str]:
+            return check_run(run.config, resume=is_begun, has_given_name=True, reads_data=reads_data).missing
+
+        sentences, data = check(False), _data_options(run.config)
+        if data not in [options for options, _ in of_data]:
+            of_data.append((data, [sentence for sentence in check(True) if sentence not in sentences]))
+        for sentence in (*sentences, *next(wrong for options, wrong in of_data if options == data)):
+            problems.setdefault(sentence, []).append(arm)
+    if problems:
+        raise NotReady(
+            [
+                sentence if len(arms) == len(first) else f"arm{'s' * (len(arms) > 1)} {', '.join(arms)}: {sentence}"
+                for sentence, arms in problems.items()
+            ]
+        )
+
+
+def _data_options(config: Config) -> Any:
+    """Return the options that decide how the data is read."""
+    data = config.data.model_copy(update={"train_batch_size": 1, "gen_batch_size": 0})
+    return data, config.eval.data, config.model, config.reward.use, config.reward.think_tags, config.run.seed
+
+
+def _run(plan: Plan, console: Console, *, keep_checkpoints: bool, quiet: bool) -> None:
+    from dapo.ablation.records import read_runs
+    from dapo.ablation.report import write_report
+    from dapo.ablation.results import compare
+    from dapo.ablation.session import train_all
+    from dapo.ablation.tables import print_result, result_json, unfinished
+    from dapo.system.files import write_text
+    from dapo.terminal.output import log_console
+
+    plan.write()
+    log = log_console()
+
+    def on_run(number: int, run: PlannedRun, what: str) -> None:
+        style = "bold red" if what.startswith("failed") else "bold"
+        line = f"run {number} of {len(plan.runs)}: {run.config.run.name} {what}"
+        log.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    session = train_all(
+        plan, keep_checkpoints=keep_checkpoints, verbosity="quiet" if quiet else "normal", on_run=on_run
+    )
+    result = compare(plan, read_runs(plan, session.failures))
+    print_result(console, result)
+    for line in unfinished(result.runs):
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    write_text(plan.out / "ablation.json", result_json(result))
+    console.print(write_report(result, plan.out / "ablation.html"), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"dapo view {plan.out / 'runs'} shows every run in the browser", markup=False, soft_wrap=True)
+    if session.signal is not None:
+        console.print("to continue: the same command with --resume", soft_wrap=True)
+        raise typer.Exit(128 + session.signal)
+    if session.failures:
+        name, failure = next(iter(session.failures.items()))
+        raise TrainingStopped(
+            f"{len(session.failures)} of {len(plan.runs)} runs failed, first {name} ({failure}); the result is that of "
+            "the others, and --resume tries them again"
+        )

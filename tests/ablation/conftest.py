@@ -1,0 +1,3 @@
+from tests.view.conftest import browser, page
+
+__all__ = ["browser", "page"]

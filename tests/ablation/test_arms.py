@@ -1,0 +1,119 @@
+"""The arms of an ablation: what the published ones change on a recipe, and how own ones are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dapo.ablation.arms import collect_arms
+from dapo.config import Config
+from dapo.errors import ConfigError
+
+MINIMAL = "model: {path: model}\ndata: {train: train.jsonl, max_response_length: 100}\n"
+
+
+def config(*overrides: str) -> Config:
+    return Config.from_text(MINIMAL, "recipe", overrides)
+
+
+def resolved(base: Config, *families: str) -> dict[str, Config]:
+    arms, _ = collect_arms(base, families, ())
+    return {arm.name: Config.from_text(base.to_yaml(), arm.name, arm.overrides) for arm in arms}
+
+
+def techniques(found: Config) -> tuple[bool, float, str, str, bool]:
+    a = found.algorithm
+    shaping = found.reward.length_shaping
+    return a.overlong_filter, a.clip_ratio_high, shaping, a.loss_agg_mode, a.filter_groups.enable
+
+
+def test_the_ladder_adds_one_technique_after_the_other_in_the_papers_order():
+    found = {name: techniques(each) for name, each in resolved(config(), "ladder").items()}
+    assert found == {
+        "grpo": (False, 0.2, "none", "seq-mean-token-mean", False),
+        "+overlong-filter": (True, 0.2, "none", "seq-mean-token-mean", False),
+        "+clip-higher": (True, 0.28, "none", "seq-mean-token-mean", False),
+        "+soft-overlong": (True, 0.28, "buffer", "seq-mean-token-mean", False),
+        "+token-loss": (True, 0.28, "buffer", "token-mean", False),
+        "full": (True, 0.28, "buffer", "token-mean", True),
+    }
+    assert resolved(config(), "ladder")["full"].reward.overlong_buffer.len == 20  # a fifth, as published
+
+
+def test_leave_one_out_takes_one_technique_away_from_all():
+    found = {name: techniques(each) for name, each in resolved(config(), "leave-one-out").items()}
+    full = found.pop("full")
+    changed = {name: [i for i in range(5) if each[i] != full[i]] for name, each in found.items()}
+    names = ["overlong-filter", "clip-higher", "soft-overlong", "token-loss", "dynamic-sampling"]
+    assert changed == {f"no-{name}": [i] for i, name in enumerate(names)}
+
+
+def test_a_technique_that_the_recipe_has_keeps_the_recipes_values():
+    base = config(
+        "algorithm.clip_ratio_low=0.1", "algorithm.clip_ratio_high=0.4", "reward.length_shaping=buffer",
+        "reward.overlong_buffer.len=30", "algorithm.loss_agg_mode=seq-mean-token-sum", "algorithm.ledger.enable=true",
+        "algorithm.ledger.revisit=0.5", "data.gen_batch_size=128",
+    )  # fmt: skip
+    found = resolved(base, "ladder")
+    grpo, full = found["grpo"], found["full"]
+    assert techniques(grpo) == (False, 0.1, "none", "seq-mean-token-mean", False)
+    assert techniques(full) == (True, 0.4, "buffer", "seq-mean-token-sum", True)
+    assert full.reward.overlong_buffer.len == 30
+    assert (full.algorithm.ledger, full.gen_batch_size) == (base.algorithm.ledger, 128)
+    assert not grpo.algorithm.ledger.enable
+    assert grpo.gen_batch_size == grpo.data.train_batch_size
+
+
+def test_both_families_together_have_every_distinct_arm_once():
+    names = list(resolved(config(), "ladder", "leave-one-out"))
+    assert len(names) == 6 + 4  # full is shared, and no-dynamic-sampling is +token-loss
+    assert "no-dynamic-sampling" not in names
+
+
+def test_own_arms_are_compared_with_the_recipe(tmp_path: Path):
+    file = tmp_path / "arms.yaml"
+    file.write_text("hot: {optim.lr: 1e-3}\nodd: {rollout: {n: 4}, optim: {lr_schedule: linear}}\n", encoding="utf-8")
+    arms, reference = collect_arms(config(), [str(file)], ["big: data.train_batch_size=64  rollout.stop='[a b]'"])
+    assert reference == "recipe"
+    assert {arm.name: arm.overrides for arm in arms} == {
+        "hot": ("optim.lr=0.001",),
+        "odd": ("rollout.n=4", "optim.lr_schedule=linear"),
+        "big": ("data.train_batch_size=64", "rollout.stop=[a b]"),
+        "recipe": (),
+    }
+
+
+def test_a_published_arm_can_be_named_alone():
+    arms, reference = collect_arms(config(), (), ["no-dynamic-sampling"])
+    assert ([arm.name for arm in arms], reference) == (["no-dynamic-sampling", "full"], "full")
+
+
+@pytest.mark.parametrize(
+    ("families", "given", "sentence"),
+    [
+        (["laddr"], [], r"--arms 'laddr': is neither ladder, .* did you mean 'ladder'"),
+        ([], ["optim.lr=1e-5"], r"--arm 'optim.lr=1e-5': expected 'NAME: KEY=VALUE ...'.* one of grpo, .*full"),
+        ([], ["a: optim.lr=1e-5", "a: optim.lr=2e-5"], "arm 'a': two arms have this name"),
+        ([], ["a: eval.k=3"], "arm 'a': eval.k is the same for all arms"),
+        ([], ["a: run.seed=3"], "arm 'a': run.seed is the same for all arms"),
+        ([], ["a: rollout.stop='[x"], "cannot be split into options"),
+        ([], ["recipe: optim.lr=1e-5"], "there is only one arm, 'recipe'"),
+    ],
+)
+def test_arms_that_make_no_sense_are_refused_in_one_sentence(families, given, sentence):
+    with pytest.raises(ConfigError, match=sentence) as refused:
+        collect_arms(config(), families, given)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_whose_arm_has_no_options_is_refused(tmp_path: Path):
+    file = tmp_path / "arms.yaml"
+    file.write_text("hot: 3\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="arm 'hot' is 3; expected options"):
+        collect_arms(config(), [str(file)], ())
+
+
+def test_the_ladder_refuses_a_recipe_with_another_loss():
+    with pytest.raises(ConfigError, match=r"the recipe has gspo; name your own arms with --arm"):
+        collect_arms(config("algorithm.loss=gspo"), ["ladder"], ())

@@ -1,0 +1,137 @@
+"""The plan of an ablation: resolved before the first run, kept in a file, and the same when it is resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dapo.ablation.plan import Budget, warnings
+from dapo.errors import CheckpointError, ConfigError, NotReady
+from tests.ablation.recipes import plan_of, write_recipe
+
+
+def test_every_arm_has_every_seed_and_the_first_seed_comes_first(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path, run={"seed": 7}), "hot: optim.lr=0.1", seeds=2, out=tmp_path / "out")
+    assert [run.config.run.name for run in plan.runs] == ["hot-s7", "recipe-s7", "hot-s8", "recipe-s8"]
+    assert {run.config.run.dir for run in plan.runs} == {str(tmp_path / "out" / "runs")}
+    assert [run.config.run.seed for run in plan.runs] == [7, 7, 8, 8]
+    assert {run.config.run.steps for run in plan.runs} == {2}
+    assert [run.config.optim.lr for run in plan.runs] == [0.1, 0.001, 0.1, 0.001]
+
+
+def test_without_a_budget_the_recipes_own_length_counts(tmp_path: Path):
+    assert plan_of(write_recipe(tmp_path), "a: optim.lr=0.1", budget=None).budget == Budget("steps", 6)
+    recipe = write_recipe(tmp_path, run={"epochs": 2, "steps": None})
+    plan = plan_of(recipe, "a: optim.lr=0.1", budget=None)
+    assert plan.budget == Budget("epochs", 2)
+    assert {(run.config.run.steps, run.config.run.epochs) for run in plan.runs} == {(None, 2)}
+    plan = plan_of(recipe, "a: optim.lr=0.1", budget=Budget("seconds", 5))
+    assert all(run.config.run.epochs is None and run.config.run.steps > 1000 for run in plan.runs)
+
+
+def test_each_arm_that_cannot_load_is_named_in_a_sentence_of_its_own(tmp_path: Path):
+    recipe = write_recipe(tmp_path)
+    with pytest.raises(NotReady) as refused:
+        plan_of(recipe, "a: optim.lr=much", "b: algorithm.clip_ratio_hihg=1", "c: optim.lr=0.1", "x/y: optim.lr=1")
+    a, b, c = refused.value.sentences
+    assert a.startswith("arm 'a': ") and "'optim.lr' is 'much'" in a
+    assert b.startswith("arm 'b': ") and "did you mean 'algorithm.clip_ratio_high'" in b
+    assert c.startswith("arm 'x/y': ") and "plain folder name" in c
+
+
+@pytest.mark.parametrize(
+    ("sections", "overrides", "budget", "sentence"),
+    [
+        ({"eval": {"data": None}}, [], None, r"eval.data is missing; arms are compared on held-out questions"),
+        ({"eval": {"k": 0}}, [], None, r"eval.k is missing"),
+        ({}, ["run.dir=here"], None, "choose their folder with --out"),
+        ({"optim": {"lr_schedule": "linear"}}, [], Budget("tokens", 9), "--tokens: optim.lr_schedule linear needs"),
+    ],
+)
+def test_a_recipe_that_cannot_be_ablated_is_refused(tmp_path, sections, overrides, budget, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        plan_of(write_recipe(tmp_path, **sections), "a: optim.lr=0.1", overrides=overrides, budget=budget)
+
+
+def test_resuming_needs_the_same_recipe_budget_and_arms_but_may_add_arms_and_seeds(tmp_path: Path):
+    recipe = write_recipe(tmp_path)
+    plan = plan_of(recipe, "a: optim.lr=0.1", seeds=2)
+    with pytest.raises(CheckpointError, match="there is no ablation to resume"):
+        plan.check_folder(resume=True)
+    plan.check_folder(resume=False)
+    plan.write()
+    assert yaml.safe_load((plan.out / "ablation.yaml").read_text())["arms"] == {"a": ["optim.lr=0.1"], "recipe": []}
+    plan.check_folder(resume=True)
+    with pytest.raises(CheckpointError, match="already holds an ablation; continue it with --resume"):
+        plan.check_folder(resume=False)
+    plan_of(recipe, "a: optim.lr=0.1", "b: optim.lr=0.2", seeds=3).check_folder(resume=True)
+    others = {
+        r"its rollout.n is 4, not 8": plan_of(recipe, "a: optim.lr=0.1", seeds=2, overrides=["rollout.n=8"]),
+        r"its run.seed is 5, not 6": plan_of(recipe, "a: optim.lr=0.1", seeds=2, overrides=["run.seed=6"]),
+        r"its budget is .*2.*, not .*3": plan_of(recipe, "a: optim.lr=0.1", seeds=2, budget=Budget("steps", 3)),
+        r"its arm 'a' has \['optim.lr=0.1'\], not \['optim.lr=0.2'\]": plan_of(recipe, "a: optim.lr=0.2", seeds=2),
+        r"its arm 'a' has \['optim.lr=0.1'\], not there": plan_of(recipe, "c: optim.lr=0.1", seeds=2),
+        r"it has the seeds \[5, 6\], not without \[6\]": plan_of(recipe, "a: optim.lr=0.1", seeds=1),
+        "its reference is recipe, not full": plan_of(recipe, "grpo", seeds=2),
+    }
+    for sentence, other in others.items():
+        with pytest.raises(CheckpointError, match=sentence):
+            other.check_folder(resume=True)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "\0", "config: {}", "arms: 3\nseeds: [1]", "arms: {}\nseeds: [[1]]"])
+def test_a_damaged_plan_is_refused(tmp_path: Path, text: str):
+    plan = plan_of(write_recipe(tmp_path), "a: optim.lr=0.1")
+    plan.write()
+    (plan.out / "ablation.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises((CheckpointError, ConfigError), match=r"ablation\.yaml: "):
+        plan.check_folder(resume=True)
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "a: optim.lr=0.1", out=tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").touch()
+    with pytest.raises(CheckpointError, match="holds something else"):
+        plan.check_folder(resume=False)
+
+
+def found_warnings(recipe: Path, *arms: str, **changes) -> str:
+    return "\n".join(warnings(plan_of(recipe, *arms, **changes)))
+
+
+def test_a_clip_that_cannot_act_is_told_before_the_first_run(tmp_path: Path):
+    recipe = write_recipe(tmp_path)
+    one = ["optim.ppo_mini_batch_size=4"]
+    sentence = r"+overlong-filter and +clip-higher cannot differ"
+    assert sentence in found_warnings(recipe, families=["ladder"], overrides=one)
+    assert sentence not in found_warnings(recipe, families=["ladder"])  # two updates per batch
+    assert sentence not in found_warnings(recipe, families=["ladder"], overrides=[*one, "optim.ppo_epochs=2"])
+    assert sentence not in found_warnings(recipe, families=["ladder"], overrides=[*one, "rollout.mode=inflight"])
+    # Groups that are carried over are trained on other weights than they were sampled from.
+    assert "cannot differ" not in found_warnings(recipe, "no-clip-higher", overrides=one)
+    carried_nothing = [*one, "algorithm.max_staleness=0"]
+    assert "no-clip-higher and full cannot differ" in found_warnings(
+        recipe, "no-clip-higher", overrides=carried_nothing
+    )
+
+
+def test_arms_that_are_the_same_and_curves_of_two_points_are_told(tmp_path: Path):
+    recipe = write_recipe(tmp_path, eval={"every": 0})
+    text = found_warnings(recipe, "same: optim.lr=0.001")
+    assert "same and recipe have the same options" in text
+    assert "eval.every is 0" in text
+    assert "with one seed" in text
+    assert "with one seed" not in found_warnings(recipe, "a: optim.lr=0.1", seeds=2)
+
+
+def test_only_what_acts_after_the_first_evaluation_may_differ_to_share_it(tmp_path: Path):
+    plan = plan_of(
+        write_recipe(tmp_path), "grpo", "hot: optim.lr=0.1", "short: data.max_response_length=4",
+        "judge: reward.threshold=0.5", seeds=2,
+    )  # fmt: skip
+    first = {run.arm: run for run in plan.runs if run.seed == 5}
+    assert {arm for arm, run in first.items() if run.has_base_of(first["full"])} == {"grpo", "hot", "full"}
+    assert not plan.runs[0].has_base_of(plan.runs[len(first)])  # the same arm with another seed

@@ -1,0 +1,163 @@
+"""Arms compared at the end, at equal seconds and at equal tokens, and in plain words."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dapo.ablation.plan import Budget, Plan
+from dapo.ablation.records import Evaluation, RunRecord, Status, Training
+from dapo.ablation.report import band
+from dapo.ablation.results import compare, values_at
+from dapo.ablation.tables import print_result, result_json
+from dapo.algorithm.crossed import contrast
+from tests.ablation.recipes import plan_of, write_recipe
+
+TRAINED = Training(4, 40.0, 4000.0, 0.5, 20.0, 0.25, 0.1, 100.0, 0.01, 3)
+QUESTIONS = [f"q{i}" for i in range(60)]
+
+
+def points(*rows: tuple[int, float, float, float], seed: int = 0) -> list[Evaluation]:
+    """Evaluations from (step, seconds, tokens, mean); questions scatter around the mean alike in all of them."""
+    scatter = np.random.default_rng(seed).normal(0, 0.1, len(QUESTIONS))
+    scatter -= scatter.mean()
+    return [
+        Evaluation(step, seconds, tokens, dict(zip(QUESTIONS, mean + scatter, strict=True)))
+        for step, seconds, tokens, mean in rows
+    ]
+
+
+def record(arm: str, seed: int, evaluations: Sequence[Evaluation], training: Training = TRAINED) -> RunRecord:
+    curves = {name: np.arange(1.0, 5.0) for name in ("step", "entropy", "response_length/mean")}
+    found = {"held_out": list(evaluations)}
+    return RunRecord(f"{arm}-s{seed}", arm, seed, Status.FINISHED, None, {"held_out": "avg@2"}, found, training, curves)
+
+
+def fast_and_slow(plan: Plan) -> list[RunRecord]:
+    """`fast` has half the accuracy after as many steps, but needs a tenth of the seconds and as many tokens."""
+    runs = []
+    for seed in (5, 6):
+        runs.append(record("fast", seed, points((0, 0, 0, 0.1), (4, 10, 4000, 0.3), seed=seed)))
+        runs.append(record("recipe", seed, points((0, 0, 0, 0.1), (2, 50, 2000, 0.3), (4, 100, 4000, 0.6), seed=seed)))
+    return runs
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    return plan_of(write_recipe(tmp_path), "fast: optim.lr=0.1", seeds=2, budget=Budget("steps", 4))
+
+
+def test_an_arm_is_compared_where_all_runs_had_spent_as_much(plan: Plan):
+    (found,) = compare(plan, fast_and_slow(plan)).sets
+    assert found.at == {"seconds": 10, "tokens": 4000}
+    fast, full = found.arms
+    assert full.values == pytest.approx({"end": 0.6, "seconds": 0.1 + 0.2 * 10 / 50, "tokens": 0.6})
+    assert full.differences == {}
+    assert {where: each.value for where, each in fast.differences.items()} == pytest.approx(
+        {"end": -0.3, "seconds": 0.3 - 0.14, "tokens": -0.3}
+    )
+    assert [fast.differences[where].verdict for where in ("end", "seconds", "tokens")] == ["worse", "better", "worse"]
+
+
+def test_a_budget_of_seconds_is_where_seconds_are_compared(plan: Plan):
+    (found,) = compare(replace(plan, budget=Budget("seconds", 8)), fast_and_slow(plan)).sets
+    assert found.at == {"seconds": 8, "tokens": 4000}
+
+
+def test_a_run_that_is_not_finished_does_not_count(plan: Plan):
+    runs = fast_and_slow(plan)
+    runs[0] = replace(runs[0], status=Status.FAILED, failure="the disk is full")
+    result = compare(plan, runs)
+    fast, full = result.sets[0].arms
+    assert (fast.seeds, full.seeds) == ([6], [5, 6])
+    assert fast.differences["end"].value == pytest.approx(-0.3)  # against the same seed of the reference
+    assert json.loads(result_json(result))["runs"][0]["failure"] == "the disk is full"
+
+
+def test_an_arm_without_any_result_is_said_to_have_too_few(plan: Plan):
+    (found,) = compare(plan, [run for run in fast_and_slow(plan) if run.arm != "fast"]).sets
+    assert found.arms[0].differences["end"].verdict == "too few results"
+    assert compare(plan, []).sets == []
+
+
+def test_values_lie_on_the_line_between_two_evaluations():
+    found = points((0, 0, 0, 0.0), (2, 3, 50, 0.2), (4, 9, 80, 0.8))
+    means = np.array([each.mean for each in found])
+    for at in (0.0, 1.0, 3.0, 5.0, 9.0):
+        values = values_at(found, "seconds", at)
+        assert np.mean(list(values.values())) == pytest.approx(np.interp(at, [0, 3, 9], means))
+    for question in QUESTIONS[:3]:
+        expected = np.interp(65, [0, 50, 80], [each.values[question] for each in found])
+        assert values_at(found, "tokens", 65)[question] == pytest.approx(expected)
+    assert values_at(found, "end", math.inf) is found[-1].values
+    assert values_at(found[:1], "seconds", 0.0) == found[0].values
+
+
+def test_words_are_those_of_holms_correction_and_intervals_those_of_one_comparison(tmp_path: Path):
+    arms = [f"a{i}: optim.lr=0.{i}" for i in range(1, 9)]
+    plan = plan_of(write_recipe(tmp_path), *arms, seeds=2, budget=Budget("steps", 4))
+    rng = np.random.default_rng(3)
+    runs = []
+    for run in plan.runs:
+        values = dict(zip(QUESTIONS, rng.normal(0.5 + 0.03 * (run.arm == "a3"), 0.1, 60), strict=True))
+        runs.append(record(run.arm, run.seed, [Evaluation(0, 0, 0, values), Evaluation(4, 9, 9, values)]))
+    (found,) = compare(plan, runs).sets
+    by_arm = {arm.arm: arm for arm in found.arms}
+    cells = {arm: {} for arm in by_arm}
+    for run in runs:
+        cells[run.arm] |= {(run.seed, q): value for q, value in run.evaluations["held_out"][-1].values.items()}
+    for arm, each in by_arm.items():
+        if arm != "recipe":
+            expected = contrast(cells["recipe"], cells[arm])
+            assert each.differences["end"].low == expected.low
+            assert each.differences["end"].p == expected.p
+            assert each.differences["end"].p_holm >= expected.p
+    unclear = [d for arm in found.arms if (d := arm.differences.get("end")) and d.p < 0.05 <= d.p_holm]
+    assert unclear, "choose a seed in which the correction matters"
+    assert {each.verdict for each in unclear} == {"no difference shown"}
+
+
+def test_the_result_is_printed_in_plain_words(plan: Plan):
+    console = Console(width=120, record=True, file=StringIO())
+    print_result(console, compare(plan, fast_and_slow(plan)))
+    text = console.export_text()
+    assert "held_out: avg@2 in %, 60 questions; differences from recipe [95 %]" in text
+    assert "after 4 steps" in text and "at 10 s" in text and "at 4,000 tokens" in text
+    assert "-30.0 [-30.0, -30.0]" in text
+    assert "worse" in text and "better" in text
+    assert "Holm's correction over the 1 arm of a column" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"cut_off": 0.0}, "no response was cut off at 8 tokens"),
+        ({"longest": 4.0}, "the longest response has 4 tokens and the overlong penalty starts above 7"),
+        ({"clipped": 0.0}, "no token reached the upper clip of 0.2"),
+        ({"flat_groups": 0}, "no group was dropped by dynamic sampling"),
+    ],
+)
+def test_a_technique_that_had_nothing_to_act_on_is_named(tmp_path: Path, changed, sentence):
+    plan = plan_of(write_recipe(tmp_path), "grpo", budget=Budget("steps", 4))
+    evaluations = points((0, 0, 0, 0.1), (4, 10, 4000, 0.3))
+
+    def notes(training: Training) -> str:
+        return "\n".join(compare(plan, [record(r.arm, r.seed, evaluations, training) for r in plan.runs]).notes)
+
+    assert notes(TRAINED) == ""
+    assert sentence in notes(replace(TRAINED, **changed))
+
+
+def test_a_band_covers_the_seeds_up_to_where_the_first_one_ends():
+    x, mean, low, high = band([(np.array([0.0, 2.0, 4.0]), np.array([0.0, 2.0, 0.0])),
+                               (np.array([0.0, 3.0]), np.array([0.0, 3.0]))])  # fmt: skip
+    assert x.tolist() == [0, 2, 3]
+    assert (low.tolist(), high.tolist(), mean.tolist()) == ([0, 2, 1], [0, 2, 3], [0, 2, 2])

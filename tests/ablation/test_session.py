@@ -1,0 +1,186 @@
+"""`dapo ablate` from the command line: whole ablations of a tiny model, arms that fail, and interruptions."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dapo.ablation.records import Status, read_status
+from dapo.cli import app
+from dapo.errors import CheckpointError, ConfigError, NotReady, TrainingStopped
+from dapo.store.database import RunDatabase
+from tests.ablation.recipes import write_recipe
+from tests.runs import REWARD, metrics
+
+ROOT = Path(__file__).parent.parent.parent
+ARMS = """
+recipe: {}
+hot: {optim.lr: 0.01, algorithm.clip_ratio_high: 0.5}
+broken: {reward.use: 'FOLDER/broken.py:reward'}
+"""
+
+
+def ablate(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["ablate", *map(str, arguments)])
+
+
+def evaluations(folder: Path) -> Any:
+    with RunDatabase.open_readonly(folder / "run.db") as database:
+        return [(row["step"], row["metrics"]) for row in database.evals()]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """An ablation of three arms with one seed and two steps; the reward of one arm fails in its first step."""
+    folder = tmp_path_factory.mktemp("ablation")
+    recipe = write_recipe(folder)
+    (folder / "broken.py").write_text("def reward(completion, answer):\n    raise ValueError('no')\n", encoding="utf-8")
+    (folder / "arms.yaml").write_text(ARMS.replace("FOLDER", str(folder)), encoding="utf-8")
+    out = folder / "out"
+    return out, ablate(recipe, "--arms", folder / "arms.yaml", "--seeds", 1, "--steps", 2, "--out", out, "-q")
+
+
+def test_an_arm_that_fails_is_recorded_and_the_others_are_compared(done):
+    out, result = done
+    assert isinstance(result.exception, TrainingStopped)
+    assert result.exception.exit_code == 3
+    assert str(result.exception).startswith("1 of 3 runs failed, first broken-s5 (")
+    statuses = {path.name: read_status(path) for path in sorted((out / "runs").iterdir())}
+    assert statuses == {"broken-s5": Status.FAILED, "hot-s5": Status.FINISHED, "recipe-s5": Status.FINISHED}
+    found = json.loads((out / "ablation.json").read_text())
+    assert {run["name"]: run["status"] for run in found["runs"]} == statuses
+    hot = found["sets"]["held_out"]["arms"]["hot"]
+    assert hot["seeds"] == [5] and hot["differences"]["end"]["verdict"] in ("better", "worse", "no difference shown")
+    assert found["sets"]["held_out"]["arms"]["broken"]["differences"]["end"]["verdict"] == "too few results"
+    assert "broken-s5: failed: " in result.output
+
+
+def test_each_run_is_an_ordinary_run_directory(done):
+    out, _ = done
+    for command in ("metrics", "report"):
+        extra = ["--out", out / "x.html"] if command == "report" else []
+        shown = CliRunner().invoke(app, [command, str(out / "runs" / "hot-s5"), *map(str, extra)])
+        assert shown.exit_code == 0, shown.output
+    assert [step["step"] for step in metrics(out / "runs" / "hot-s5")] == [1, 2]
+    assert evaluations(out / "runs" / "hot-s5")[0] == evaluations(out / "runs" / "recipe-s5")[0]  # the base is shared
+    assert not list(out.glob("runs/*-s5/checkpoints/step_2"))
+
+
+def test_the_report_is_one_page_that_shows_every_arm_and_curve(done, page: Any):
+    pytest.importorskip("nicegui", reason="the charts need dapo[view]")
+    out, _ = done
+    page.context.set_offline(True)
+    page.goto((out / "ablation.html").as_uri())
+    page.locator(".chart canvas").first.wait_for()
+    assert page.locator(".chart canvas").count() == page.locator(".chart").count() == 5
+    text = page.inner_text("body")
+    for words in ("held_out: avg@2 in %, 8 questions", "no difference shown", "broken-s5: failed", "optim.lr=0.01",
+                  "Holm's correction"):  # fmt: skip
+        assert words in text, words
+    assert page.locator("svg circle").count() == 3  # the interval of `hot` at three places
+
+
+def test_nothing_starts_if_an_arm_cannot_run(tmp_path: Path):
+    recipe = write_recipe(tmp_path)
+    cases = {
+        "arm odd: .*missing.py": ["--arm", f"odd: reward.use={tmp_path}/missing.py:f", "--arm", "b: optim.lr=0.1"],
+        "arm 'a': .*optim.lr": ["--arm", "a: optim.lr=no"],
+        r"^/.*no/eval.jsonl": ["--arm", "a: optim.lr=0.1", f"eval.data={tmp_path}/no/eval.jsonl"],
+    }
+    for sentence, arguments in cases.items():
+        result = ablate(recipe, *arguments, "--out", tmp_path / "out")
+        assert isinstance(result.exception, NotReady), result.output
+        assert len(result.exception.sentences) == 1
+        assert re.search(sentence, result.exception.sentences[0])
+    both = ablate(recipe, "--steps", 2, "--seconds", 3, "--out", tmp_path / "out")
+    assert isinstance(both.exception, ConfigError) and "give only one" in str(both.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_shows_the_arms_and_leaves_nothing(tmp_path: Path):
+    result = ablate(write_recipe(tmp_path), "--dry-run", "--out", tmp_path / "out", "optim.ppo_mini_batch_size=4")
+    assert result.exit_code == 0, result.output
+    assert "6 arms x 3 seeds, 6 steps each" in result.output
+    assert "full *" in result.output
+    assert "warning: +overlong-filter and +clip-higher cannot differ" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_recipe_cannot_resume(done):
+    out, _ = done
+    recipe, arms = out.parent / "recipe.yaml", out.parent / "arms.yaml"
+    result = ablate(recipe, "optim.lr=0.5", "--arms", arms, "--seeds", 1, "--steps", 2, "--out", out, "--resume")
+    assert isinstance(result.exception, CheckpointError)
+    assert "its optim.lr is 0.001, not 0.5" in str(result.exception)
+
+
+# In the worker's first call of this number, and only once, the reward tells where it is and waits to be killed.
+WAITS = REWARD.replace(
+    "def reward(completion, answer, **row):",
+    "import time\nfrom pathlib import Path\ncalls = 0\n"
+    "def reward(completion, answer, **row):\n"
+    "    global calls\n    calls += 1\n"
+    "    marker = Path('MARKER')\n"
+    "    if calls == 60 and not marker.exists():\n"
+    "        marker.touch()\n        time.sleep(600)",
+)
+
+
+def start(recipe: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "dapo", "ablate", str(recipe), "--arm", "hot: optim.lr=0.01", "--seeds", "2",
+               "--steps", "3", "--out", str(out), "-q", "reward.workers=1", "reward.timeout=700", *more]  # fmt: skip
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ)
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    process = start(write_recipe(folder), folder / "out")
+    assert process.wait() == 0, process.communicate()[0]
+    return folder / "out"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, "the worker"])
+def test_an_interrupted_ablation_resumes_to_the_result_of_an_uninterrupted_one(how, whole: Path, tmp_path: Path):
+    recipe = write_recipe(tmp_path, run={"save_every": 1})
+    marker, out = tmp_path / "marker", tmp_path / "out"
+    (tmp_path / "reward.py").write_text(WAITS.replace("MARKER", str(marker)), encoding="utf-8")
+    process = start(recipe, out)
+    wait_for(marker, process)
+    if how == "the worker":
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        assert process.wait() == 3  # the others were trained
+        assert b"died (signal 9" in process.communicate()[0]
+    else:
+        process.send_signal(how)
+        if how == signal.SIGTERM:
+            time.sleep(1)
+            process.send_signal(how)  # at once, because the step cannot end
+        assert process.wait() == (-9 if how == signal.SIGKILL else 128 + how)
+    again = start(recipe, out, "--resume")
+    assert again.wait() == 0, again.communicate()[0]
+    for run in sorted((whole / "runs").iterdir()):
+        assert metrics(out / "runs" / run.name) == metrics(run)
+        assert evaluations(out / "runs" / run.name) == evaluations(run)
+    ours, theirs = (json.loads((folder / "ablation.json").read_text()) for folder in (out, whole))
+    ends = [{arm: each["differences"].get("end") for arm, each in found["sets"]["held_out"]["arms"].items()}
+            for found in (ours, theirs)]  # fmt: skip
+    assert ends[0] == ends[1]

@@ -1,0 +1,106 @@
+"""One run of an ablation: it ends when its budget is spent, is evaluated then, and shares the first evaluation."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dapo.ablation.plan import Budget, Plan
+from dapo.ablation.records import Status, read_runs, read_status
+from dapo.ablation.trainer import ArmTrainer, Task
+from dapo.store.database import RunDatabase
+from dapo.terminal.console import Reporter
+from tests.ablation.recipes import plan_of, write_recipe
+from tests.runs import metrics
+
+
+def task(plan: Plan, number: int = 0, **changes) -> Task:
+    made = Task(plan.runs[number].config, plan.budget, "recipe", False, None, False, "quiet")
+    return replace(made, **changes)
+
+
+def train(given: Task) -> ArmTrainer:
+    trainer = ArmTrainer(given, Reporter())
+    trainer.train()
+    return trainer
+
+
+def test_a_budget_of_tokens_ends_the_run_with_the_step_in_which_it_is_spent(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path, eval={"every": 0}), "a: optim.lr=0.1", budget=Budget("tokens", 400))
+    trainer = train(task(plan))
+    folder = plan.runs[0].folder
+    generated = [step["tokens/generated"] for step in metrics(folder)]
+    assert sum(generated[:-1]) < 400 <= sum(generated) == trainer.tokens
+    assert read_status(folder) == Status.FINISHED
+    record = read_runs(plan, {})[0]
+    points = record.evaluations["held_out"]
+    assert [(each.step, each.tokens) for each in points] == [(0, 0.0), (len(generated), sum(generated))]
+    assert points[-1].seconds == pytest.approx(trainer.seconds)
+    assert not list(folder.glob("checkpoints/*"))
+    assert record.training.tokens == sum(generated)
+
+
+def test_an_interrupted_run_resumes_to_the_same_result_and_budget(tmp_path: Path):
+    whole, halted = (
+        plan_of(write_recipe(tmp_path, run={"save_every": 1}), "a: optim.lr=0.1", out=tmp_path / name,
+                budget=Budget("tokens", 900))
+        for name in ("whole", "halted")
+    )  # fmt: skip
+    train(task(whole))
+    stopped = ArmTrainer(task(halted), Reporter())
+    for _ in stopped.steps():
+        stopped.stop()
+    assert read_status(halted.runs[0].folder) == Status.UNFINISHED
+    train(task(halted, resume=True))
+    assert metrics(halted.runs[0].folder) == metrics(whole.runs[0].folder)
+    assert len(metrics(whole.runs[0].folder)) > 1
+    assert read_status(halted.runs[0].folder) == Status.FINISHED
+
+
+def test_the_first_evaluation_of_another_arm_is_its_own(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.1", budget=Budget("steps", 1))
+    own, shared = plan.runs[0].folder, plan.runs[1].folder
+    train(task(plan, 0))
+    train(task(plan, 1, base=own))
+    alone = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.1", budget=Budget("steps", 1), out=tmp_path / "alone")
+    train(task(alone, 1))
+    first, taken, made = (RunDatabase.open_readonly(f / "run.db") for f in (own, shared, alone.runs[1].folder))
+    with first, taken, made:
+        notes = [event["message"] for event in taken.events()]
+        assert (
+            "the evaluation before the first step is that of hot-s5: same model, questions and random numbers" in notes
+        )
+        for step in (0, 1):
+            (a,), (b,) = taken.eval_reports(step), made.eval_reports(step)
+            assert a.metrics == b.metrics
+            assert [(s.rollout.text, s.score) for s in a.samples] == [(s.rollout.text, s.score) for s in b.samples]
+        query = "SELECT * FROM prompts ORDER BY uid"  # with their messages, which the page shows
+        assert list(taken._rows(query)) == list(made._rows(query))
+
+
+def test_other_questions_are_evaluated_again(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.1", budget=Budget("steps", 1))
+    train(task(plan, 0))
+    file = tmp_path / "eval.jsonl"
+    file.write_text(file.read_text().replace("other", "another"), encoding="utf-8")
+    train(task(plan, 1, base=plan.runs[0].folder))
+    with RunDatabase.open_readonly(plan.runs[1].folder / "run.db") as database:
+        assert len(database.eval_reports(0)) == 1
+        assert not any("that of hot-s5" in event["message"] for event in database.events())
+
+
+def test_a_checkpoint_is_kept_if_asked_for(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.1", budget=Budget("steps", 1))
+    train(task(plan, 0, keeps_checkpoint=True))
+    assert [path.name for path in plan.runs[0].folder.glob("checkpoints/step_*")] == ["step_1"]
+
+
+def test_nothing_of_a_run_stays_in_memory_for_the_next_one(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.1", budget=Budget("steps", 1))
+    reference = weakref.ref(train(task(plan, 0)).policy)
+    gc.collect()
+    assert reference() is None

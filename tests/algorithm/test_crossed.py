@@ -1,0 +1,96 @@
+"""Differences of two models trained with several seeds: intervals that cover, and corrections that keep their level."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dapo.algorithm.crossed import contrast, holm, student_within
+
+
+def cells(table: np.ndarray) -> dict[tuple[int, str], float]:
+    return {(s, f"q{q}"): float(table[s, q]) for s, q in product(range(table.shape[0]), range(table.shape[1]))}
+
+
+def difference(table: np.ndarray):
+    """The contrast of two models whose differences are `table`, seeds x questions."""
+    return contrast(cells(np.zeros_like(table)), cells(table))
+
+
+@pytest.mark.parametrize("freedom", [1.0, 1.7, 2.0, 5.5, 60.0, 1e4])
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.96, 4.3, 12.7, 40.0])
+def test_students_t_is_that_of_scipy(freedom, t):
+    assert student_within(t, freedom) == pytest.approx(1 - 2 * stats.t.sf(t, freedom), abs=1e-9)
+
+
+def test_the_interval_is_that_of_the_variance_summed_over_pairs_of_dependent_cells():
+    """The plain definition: add up the products of all pairs of cells that share a seed or a question."""
+    rng = np.random.default_rng(3)
+    table = rng.normal(0.1, 1, (4, 7)) + rng.normal(0, 2, (4, 1)) + rng.normal(0, 2, (1, 7))
+    count, errors = table.size, table - table.mean()
+    seeds, questions = (
+        sum(errors[a] * errors[b] for a in np.ndindex(4, 7) for b in np.ndindex(4, 7) if a[side] == b[side]) / count**2
+        for side in (0, 1)
+    )
+    alone = sum(errors[a] ** 2 for a in np.ndindex(4, 7)) / count**2
+    parts = (seeds * 4 / 3, 3), (questions * 7 / 6, 6), (alone * count / (count - 1), count - 1)
+    assert parts[0][0] > parts[2][0] < parts[1][0]  # neither is cut
+    variance = parts[0][0] + parts[1][0] - parts[2][0]
+    freedom = variance**2 / sum(part**2 / own for part, own in parts)
+    low, high = stats.t.interval(0.95, freedom, table.mean(), math.sqrt(variance))
+    assert difference(table)[:3] == pytest.approx((table.mean(), low, high), rel=1e-6)
+    assert difference(table).p == pytest.approx(2 * stats.t.sf(abs(table.mean()) / variance**0.5, freedom), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("of_seed", "of_question", "alone", "is_nested"),
+    [(0, 0.1, 0.4, False), (0, 0, 0.4, False), (0.04, 0.1, 0.4, False), (0.1, 0.1, 0.4, False), (0.05, 0, 0.01, False),
+     (0.04, 0, 0.4, True)],
+)  # fmt: skip
+def test_three_seeds_cover_the_truth_about_as_often_as_promised(of_seed, of_question, alone, is_nested):
+    rng, hits, trials, truth = np.random.default_rng(0), 0, 250, 0.05
+    for _ in range(trials):
+        table = truth + of_seed * rng.standard_normal((3, 1)) + of_question * rng.standard_normal((1, 100))
+        found = cells(table + alone * rng.standard_normal((3, 100)))
+        if is_nested:  # each seed has its own questions, as reasoning-gym generates them
+            found = {(seed, f"{seed} {question}"): value for (seed, question), value in found.items()}
+        _, low, high, _ = contrast(dict.fromkeys(found, 0.0), found)
+        hits += low <= truth <= high
+    assert 0.9 <= hits / trials <= 0.995
+
+
+def test_only_common_seeds_and_questions_count():
+    first = {(0, "a"): 0.0, (0, "b"): 1.0, (1, "a"): 0.5, (2, "c"): 1.0}
+    second = {(0, "a"): 1.0, (0, "b"): 1.0, (1, "a"): 1.0, (3, "c"): 0.0}
+    assert contrast(first, second).value == pytest.approx(0.5)
+    assert math.isnan(contrast(first, {}).value)
+    assert contrast(first, {(2, "c"): 0.25})[:1] == (-0.75,)
+    assert math.isnan(contrast(first, {(2, "c"): 0.25}).p)
+
+
+def test_equal_models_differ_by_exactly_nothing():
+    assert difference(np.zeros((3, 50))) == (0.0, 0.0, 0.0, 1.0)
+
+
+def test_one_seed_has_the_interval_over_questions():
+    table = np.random.default_rng(1).normal(0.2, 1, (1, 80))
+    low, high = stats.t.interval(0.95, 79, table.mean(), table.std(ddof=1) / math.sqrt(80))
+    assert difference(table)[:3] == pytest.approx((table.mean(), low, high), rel=1e-6)
+
+
+def test_holm_rejects_what_the_step_down_procedure_rejects():
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        p_values = list(rng.uniform(0, 0.06, rng.integers(1, 8)))
+        rejected = set()
+        for rank, index in enumerate(np.argsort(p_values)):
+            if p_values[index] >= 0.05 / (len(p_values) - rank):
+                break
+            rejected.add(index)
+        assert {i for i, p in enumerate(holm(p_values)) if p < 0.05} == rejected
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.01, math.nan]) == pytest.approx([0.01, math.nan], nan_ok=True)
