@@ -1,8 +1,9 @@
 """Rounding to bf16 that keeps changes smaller than the distance between two bf16 numbers, on average.
 
 Rounded to the nearest, a weight would not follow a change of less than half that distance at all, and the changes by
-one update or by LoRA adapters are mostly smaller. Here a number between two neighbors goes up or down with probabilities that make its mean
-exact. The random threshold is a hash of the element's index, so the same numbers always give the same bits.
+one update or by LoRA adapters are mostly smaller. Here a number between two neighbors goes up or down with
+probabilities that make its mean exact. The random threshold is a hash of the element's index, so the same numbers
+always give the same bits.
 """
 
 from __future__ import annotations
