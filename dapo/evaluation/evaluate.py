@@ -95,7 +95,7 @@ def metrics_by_problem(samples: Iterable[EvalSample], k: int) -> MetricsByProble
     if has_answers:
         metrics["parse_rate"] = {uid: _mean(_answer(s) is not None for s in members) for uid, members in judged.items()}
     metrics["response_length/mean"] = {
-        uid: _mean(len(sample.rollout) for sample in members) for uid, members in problems.items()
+        uid: _mean(sample.rollout.sampled for sample in members) for uid, members in problems.items()
     }
     metrics["response_length/clip_ratio"] = {
         uid: _mean(sample.rollout.finish_reason == "length" for sample in members) for uid, members in problems.items()

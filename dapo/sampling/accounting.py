@@ -102,7 +102,7 @@ def mean_histogram(groups: Iterable[Group]) -> str:
 def _staleness_metrics(batch: Sequence[Group], version: int) -> dict[str, float]:
     """Return the mean and maximum age of the tokens to train on, in weight versions."""
     ages = [
-        version - rollout.versions
+        version - rollout.versions[rollout.is_own]
         for group in batch
         for rollout, trains in zip(group.rollouts, group.trains, strict=True)
         if trains
@@ -113,7 +113,7 @@ def _staleness_metrics(batch: Sequence[Group], version: int) -> dict[str, float]
 
 
 def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    lengths = np.array([len(rollout) for group in groups for rollout in group.rollouts])
+    lengths = np.array([rollout.sampled for group in groups for rollout in group.rollouts])
     cut_off = np.array([rollout.finish_reason == "length" for group in groups for rollout in group.rollouts])
     values = np.array([score.value for group in groups for score in group.scores if score.value is not None])
     accs = np.array([score.acc for group in groups for score in group.scores if score.acc is not None])
@@ -161,7 +161,9 @@ def _thought_metrics(groups: Sequence[Group]) -> dict[str, float]:
                 start = score.extras[REPLY_START]
                 # In tokens, by the thought's share of the characters.
                 share = 1.0 if start is None else start / len(rollout.text)
-                lengths.append(share * len(rollout))
+                lengths.append(
+                    share * (len(rollout) - (rollout.given[-1][1] if rollout.given else 0))
+                )  # of its last turn
                 unfinished.append(start is None)
     if not lengths:
         return {}
