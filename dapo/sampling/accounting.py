@@ -30,6 +30,7 @@ class Sampled:
     reward_seconds: float  # spent waiting for the judge
     events: tuple[Event, ...]
     stop: str | None = None  # why the run has to stop, or None
+    environment_seconds: float = 0.0  # spent waiting for environments; a part of `generate_seconds`
 
     def metrics(self) -> dict[str, float]:
         """Return the sampling metrics. Scores, rewards and lengths are over all fresh groups, kept or dropped."""
@@ -52,6 +53,7 @@ class Sampled:
         }
         if fresh:
             metrics |= _rollout_metrics(fresh)
+            metrics |= _episode_metrics(fresh, self.environment_seconds)
         return {name: float(value) for name, value in metrics.items()}
 
 
@@ -133,6 +135,21 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if len(values) and len(accs) == len(values):
         metrics["acc/mean"] = accs.mean()
     return metrics | _component_metrics([score for group in groups for score in group.scores if score.judged])
+
+
+def _episode_metrics(groups: Sequence[Group], wait_seconds: float) -> dict[str, float]:
+    """Return metrics about turns and tools; nothing if there is no environment."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
+    if not rollouts:
+        return {}
+    calls = [call for rollout in rollouts for turn in rollout.turns for call in turn["calls"]]
+    return {
+        "turns/mean": float(np.mean([len(rollout.turns) for rollout in rollouts])),
+        "tools/calls": len(calls),
+        "tools/errors": sum(bool(call["error"]) for call in calls),
+        "tokens/given": sum(len(rollout) - rollout.sampled for rollout in rollouts),
+        "time/environment_wait": wait_seconds,
+    }
 
 
 def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
