@@ -55,6 +55,10 @@ class RewardError(DapoError, ValueError):
     """A reward function cannot be loaded, or could not judge any response."""
 
 
+class EpisodeError(DapoError, ValueError):
+    """An environment cannot be loaded, or cannot begin an episode."""
+
+
 class PartError(DapoError, ValueError):
     """A user's function that replaces a part of the algorithm cannot be loaded, raised, or returned a wrong value."""
 

@@ -4,8 +4,11 @@ from dapo.config.base import FIXED, Section, Source
 from dapo.config.loading import apply_override, merge_options, read_yaml
 from dapo.config.sampling_options import (
     AUTO_WORKERS,
+    ENVIRONMENTS,
     REWARD_TOKEN,
+    TOOLS,
     EngineName,
+    EnvironmentConfig,
     Extraction,
     LoraConfig,
     ModelConfig,
@@ -17,10 +20,13 @@ from dapo.config.training_options import OptimConfig
 
 __all__ = [
     "AUTO_WORKERS",
+    "ENVIRONMENTS",
     "FIXED",
     "REWARD_TOKEN",
+    "TOOLS",
     "Config",
     "EngineName",
+    "EnvironmentConfig",
     "Extraction",
     "LoraConfig",
     "ModelConfig",

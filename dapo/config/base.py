@@ -15,6 +15,7 @@ MOST_PROMPTS = 2**20
 MOST_TOKENS = 2**24  # of one prompt or response
 MOST_SAMPLES = 2**16  # of one prompt
 MOST_PROCESSES = 2**14
+MOST_TURNS = 2**10
 MOST_SECONDS = 7 * 24 * 3600.0
 
 OBJECT = "python:"  # begins the value of an option whose function was given to the trainer as an object

@@ -1,10 +1,10 @@
-"""The options of model, data, rollout and reward: type, default, bounds and help text of each."""
+"""The options of model, data, rollout, environment and reward: type, default, bounds and help text of each."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dapo.config.base import (
     FIXED,
@@ -13,13 +13,18 @@ from dapo.config.base import (
     MOST_SAMPLES,
     MOST_SECONDS,
     MOST_TOKENS,
+    MOST_TURNS,
     FromList,
     Section,
     Sources,
     built_in_or_file,
+    is_file_function,
 )
 
-AUTO_WORKERS = 8  # most judging processes that are started if reward.workers is 0
+AUTO_WORKERS = 8  # most processes that are started if reward.workers or environment.workers is 0
+
+ENVIRONMENTS = ("guess", "python")  # built in
+TOOLS = "tools:"  # begins the value of environment.use that names a file with tools
 
 EngineName = Literal["embedded", "vllm"]
 REWARD_TOKEN = "DAPO_REWARD_TOKEN"  # environment variable with the token for reward endpoints; never in a file
@@ -151,6 +156,51 @@ class RolloutConfig(Section):
     )
     vllm: dict[str, Any] = Field(
         default={}, description="Further arguments of vLLM's engine, by vLLM's names; unknown names are refused."
+    )
+
+
+def _environment(value: str | None) -> str | None:
+    is_tools = value is not None and value.startswith(TOOLS) and (value.endswith(".py") or is_file_function(value))
+    if value is None or value in ENVIRONMENTS or is_tools or is_file_function(value):
+        return value
+    raise ValueError(
+        f"expected {', '.join(ENVIRONMENTS)}, {TOOLS}path/to/file.py for the functions of a file, or "
+        "path/to/file.py:Name for an environment of your own"
+    )
+
+
+class EnvironmentConfig(Section):
+    use: Annotated[str | None, AfterValidator(_environment)] = Field(
+        default=None,
+        description="What replies to the model's turns: `guess`, `python` (a tool that runs programs), "
+        "`tools:path/to/file.py` for the functions of a file, or path/to/file.py:Name for an environment of your own; "
+        "null: a response is one turn.",
+        json_schema_extra=FIXED,
+    )
+    max_turns: int = Field(
+        default=4, ge=1, le=MOST_TURNS, description="Most turns of the model in an episode; the last one ends it."
+    )
+    max_turn_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="Longest turn of the model in tokens; 0: only data.max_response_length limits it, which counts "
+        "all tokens after the prompt.",
+    )
+    timeout: float = Field(
+        default=10.0,
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds for one reply; an episode that needs more is unjudged.",
+    )
+    workers: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description=f"Processes that run environments; 0: one per core, at most {AUTO_WORKERS}.",
+    )
+    memory_gb: float = Field(
+        default=4.0, ge=0, le=1e6, description="Address space of such a process in GB; 0: no limit."
     )
 
 

@@ -16,6 +16,7 @@ from dapo.config.sampling_options import (
     REWARD_TOKEN,
     DataConfig,
     EngineName,
+    EnvironmentConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -39,6 +40,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()

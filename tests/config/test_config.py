@@ -38,6 +38,8 @@ OPTIONS = [
     "data.system_prompt", "data.chat_template_kwargs",
     "rollout.n", "rollout.temperature", "rollout.stop", "rollout.max_concurrent",
     "rollout.kv_memory_fraction", "rollout.mode", "rollout.engine", "rollout.tensor_parallel", "rollout.vllm",
+    "environment.use", "environment.max_turns", "environment.max_turn_tokens", "environment.timeout",
+    "environment.workers", "environment.memory_gb",
     "reward.use", "reward.extract", "reward.regex", "reward.think_tags", "reward.threshold", "reward.code_score",
     "reward.code_unsafe", "reward.workers", "reward.timeout",
     "reward.memory_gb", "reward.model.device", "reward.model.batch_size", "reward.length_shaping",
@@ -462,8 +464,8 @@ def test_every_option_is_read_by_a_run(tmp_path, monkeypatch):
     for rule in RULES:
         make_rule(rule, options)
     group_rules(config.model_copy(update={"reward": options}))
-    unread = {name for name, _ in leaves() if _owner(name) not in reads}
-    # The options of reward models, vLLM and clusters are tested in tests/rewards, tests/engine and tests/cluster.
+    unread = {name for name, _ in leaves() if _owner(name) not in reads and not name.startswith("environment.")}
+    # The options of environments, reward models, vLLM and clusters are tested in their rooms' tests.
     assert unread == {
         "reward.model.device", "reward.model.batch_size",
         "rollout.tensor_parallel", "rollout.vllm",

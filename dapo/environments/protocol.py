@@ -1,0 +1,67 @@
+"""The environment protocol: what replies to the model's turns, as the sampler sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from dapo.types import Prompt, Score
+
+Message = Mapping[str, Any]  # role, content, and for the result of a tool its name
+Episode = tuple[int, int]  # group serial and sample index
+
+
+class ToolCall(NamedTuple):
+    """One call of a tool, for the record."""
+
+    name: str
+    arguments: str
+    result: str
+    seconds: float
+    error: bool  # the call was malformed or failed; `result` says why
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The environment's answer to one turn of the model: messages to append, or the end of the episode."""
+
+    messages: tuple[Message, ...] = ()  # empty if the episode has ended
+    ended: bool = False
+    score: Score | None = None  # None at the end: the run's reward judges the text of the last turn
+    seconds: float = 0.0  # time of the call
+    calls: tuple[ToolCall, ...] = ()
+
+
+class EnvironmentPool(Protocol):
+    """Runs the environments of all episodes in flight.
+
+    Futures of replies always get a result, never an exception. An episode whose environment fails ends with a Score
+    that has the reason.
+    """
+
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """JSON schemas of the tools, for the chat template."""
+        ...
+
+    def first_messages(self, prompt: Prompt) -> Future[tuple[Message, ...]]:
+        """Return the messages that begin every episode of this row; the future raises EpisodeError if it fails."""
+        ...
+
+    def start(self, episode: Episode, prompt: Prompt) -> None: ...
+
+    def reply(self, episode: Episode, text: str, turn: int) -> Future[Reply]:
+        """Answer the model's turn; `turn` counts from 1. At `environment.max_turns` the episode ends."""
+        ...
+
+    def cut_off(self, episode: Episode, text: str, turn: int) -> Future[Reply]:
+        """End an episode that has no tokens left, in the turn with this text."""
+        ...
+
+    def end(self, episode: Episode) -> None:
+        """Forget the episode: it has ended, or was cancelled."""
+        ...
+
+    def close(self) -> None: ...
