@@ -15,12 +15,13 @@ from dapo.rewards.function import to_json
 
 MAX_UNREAD = 2**22  # bytes of one line; a worker sends at most a quarter of this
 MAX_STDERR = 4096  # bytes kept
+ROOMS = ("dapo/rewards", "dapo/environments")  # the frames of ours around a user's function
 
 # The worker gets the training process's import path, so that a reward file can import what a training script can. It is
 # not started with -m: the working directory would come first, and a file there named random.py would break imports.
 _COMMAND = (
     "import sys; _, requests, answers, lifeline, *sys.path = sys.argv; "
-    "from dapo.rewards.worker import main; main(int(requests), int(answers), int(lifeline))"
+    "from {module} import main; main(int(requests), int(answers), int(lifeline))"
 )
 
 
@@ -31,19 +32,23 @@ def _environment() -> dict[str, str]:
 
 
 class WorkerProcess:
-    """A Python process that runs `dapo.rewards.worker`.
+    """A Python process that runs `main` of `module`.
 
     It does not use multiprocessing, which would run the user's script again (spawn) or copy a process with many threads
     (fork).
     """
 
+    module = "dapo.rewards.worker"
+    noun = "the judging process"  # for messages
+
     def __init__(self, setup: Mapping[str, Any]) -> None:
         requests, self.requests = os.pipe()
         self.answers, answers = os.pipe()
+        command = _COMMAND.format(module=self.module)
         lifeline, self.lifeline = os.pipe()  # nothing is written to it; the worker dies when this end closes
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _COMMAND, *map(str, (requests, answers, lifeline)), *sys.path],
+                [sys.executable, "-P", "-c", command, *map(str, (requests, answers, lifeline)), *sys.path],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -89,7 +94,7 @@ class WorkerProcess:
             self.is_disconnected = not data
         *lines, self.unread = self.unread.split(b"\n")
         if len(self.unread) > MAX_UNREAD:
-            self.fault = f"the judging process sent a line of more than {MAX_UNREAD} bytes"
+            self.fault = f"{self.noun} sent a line of more than {MAX_UNREAD} bytes"
         return lines
 
     def read_stderr(self) -> bool:
@@ -113,7 +118,7 @@ class WorkerProcess:
         for _ in range(16):  # 16 x 64 KiB empty the largest pipe; unbounded, a surviving child could write forever
             self.read_stderr()
         how = f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
-        return f"the judging process died ({how}){_stderr_summary(self.stderr_tail.decode(errors='replace'))}"
+        return f"{self.noun} died ({how}){_stderr_summary(self.stderr_tail.decode(errors='replace'))}"
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):  # it has exited and left no child
@@ -133,9 +138,9 @@ class WorkerProcess:
 
 
 def _stderr_summary(stderr: str) -> str:
-    """Return the last line of standard error, or after a crash the reward's outermost frame."""
+    """Return the last line of standard error, or after a crash the outermost frame of the user's function."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if any(line.startswith("Fatal Python error") for line in lines):
         frames = [line for line in lines if line.startswith('File "')]
-        lines = list(takewhile(lambda frame: "dapo/rewards" not in frame, frames))
+        lines = list(takewhile(lambda frame: not any(room in frame for room in ROOMS), frames))
     return f": {lines[-1][:200]}" if lines else ""

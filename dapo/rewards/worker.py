@@ -1,8 +1,5 @@
 """The worker process: import the rewards and judge the tasks that the pool sends. It may be killed at any moment.
 
-Messages are JSON lines over two pipes of their own. Standard output is discarded. The pool keeps the tail of standard
-error and puts it into the reason if the process dies.
-
 Protocol: the pool first sends {"specs", "options"}, and the worker answers {"ready"} or {"refused"}. For each task the
 worker sends {"begin"} when its imports are done, then [index, value, acc, error, extras] for each judged response.
 """
@@ -10,15 +7,7 @@ worker sends {"begin"} when its imports are done, then [index, value, acc, error
 from __future__ import annotations
 
 import asyncio
-import faulthandler
-import fcntl
 import importlib
-import json
-import os
-import resource
-import select
-import signal
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
@@ -30,35 +19,29 @@ from dapo.errors import RewardError
 from dapo.rewards.code import CodeRule
 from dapo.rewards.function import Reward, RewardFunction, Sample, unjudged
 from dapo.rewards.rules import RULES, make_rule
+from dapo.rewards.worker_side import MAX_LINE, Channel, end_worker, limit_memory, memory_hint
 from dapo.types import Prompt, Score
-
-MAX_LINE = 2**20  # bytes
 
 # Imported before {"begin"} is sent, because these imports can take longer than one response may.
 _SLOW_IMPORTS = {"math": "mpmath", "gym": "reasoning_gym"}
 
 
 def main(requests: int, answers: int, lifeline: int) -> None:
-    faulthandler.enable()
-    for fd in (requests, answers, lifeline):
-        os.set_inheritable(fd, False)  # a program that a reward starts must not keep the pipes open
-    _die_with_parent(lifeline)
-    with os.fdopen(requests, "rb") as lines:
-        setup = json.loads(lines.readline())
-        options = RewardConfig.model_validate_json(setup["options"])
-        _limit_memory(options.memory_gb)
-        worker = Worker(options, answers)
-        if worker.load_all(setup["specs"]):
-            for line in lines:
-                worker.handle(json.loads(line))
-    os.killpg(os.getpid(), signal.SIGKILL)  # the pool has closed the pipe: kill this process and everything it started
+    channel = Channel(requests, answers, lifeline)
+    setup = channel.receive()
+    options = RewardConfig.model_validate_json(setup["options"])
+    limit_memory(options.memory_gb)
+    worker = Worker(options, channel)
+    if worker.load_all(setup["specs"]):
+        for task in channel.messages():
+            worker.handle(task)
+    end_worker()
 
 
 class Worker:
-    def __init__(self, options: RewardConfig, answers: int) -> None:
+    def __init__(self, options: RewardConfig, channel: Channel) -> None:
         self.options = options
-        self.answers = answers
-        self.pid = os.getpid()
+        self.channel = channel
         self.rewards: dict[str, Reward] = {}
         # One loop for all tasks: connections that an async reward keeps open belong to it.
         self.loop = asyncio.new_event_loop()
@@ -68,9 +51,10 @@ class Worker:
         try:
             rewards = {spec: self._load(spec) for spec in specs}
         except RewardError as error:
-            self.send({"refused": f"{error}{self._memory_hint(str(error))}"})
+            hint = memory_hint(str(error), "reward.memory_gb", self.options.memory_gb)
+            self.channel.send({"refused": f"{error}{hint}"})
             return False
-        self.send({"ready": {spec: astuple(reward.kind) for spec, reward in rewards.items()}})
+        self.channel.send({"ready": {spec: astuple(reward.kind) for spec, reward in rewards.items()}})
         return True
 
     def handle(self, task: Mapping[str, Any]) -> None:
@@ -89,10 +73,10 @@ class Worker:
         try:
             reward = self._load(task["spec"])
         except RewardError as error:
-            self.send({"begin": len(samples)})
+            self.channel.send({"begin": len(samples)})
             self._report(indices, [unjudged(str(error))] * len(samples))
             return
-        self.send({"begin": len(samples)})
+        self.channel.send({"begin": len(samples)})
         if reward.kind.is_async:
             self.loop.run_until_complete(self._handle_async(reward, prompt, indices, samples))
         elif reward.kind.is_batched:
@@ -117,28 +101,18 @@ class Worker:
             self.rewards[spec] = Reward(function, tags, is_rule=spec in RULES)
         return self.rewards[spec]
 
-    def _memory_hint(self, sentence: str) -> str:
-        is_memory = any(sign in sentence for sign in ("MemoryError", "failed to map", "Cannot allocate memory"))
-        return f"; reward.memory_gb is {self.options.memory_gb:g}, perhaps too little" if is_memory else ""
-
     def _report(self, indices: list[int], scores: list[Score]) -> None:
         for index, score in zip(indices, scores, strict=True):
-            self.send([index, score.value, score.acc, score.error, score.extras])
-
-    def send(self, message: Any) -> None:
-        if os.getpid() != self.pid:
-            os._exit(0)  # a child that the reward forked, and that returned from the reward
-        data = json.dumps(message).encode() + b"\n"
-        if len(data) > MAX_LINE:
-            index, *_ = message
-            data = (
-                json.dumps(
-                    [index, None, None, f"the reward returned {len(data)} bytes, more than {MAX_LINE}", {}]
-                ).encode()
-                + b"\n"
+            self.channel.send(
+                [index, score.value, score.acc, score.error, score.extras],
+                lambda size, index=index: [
+                    index,
+                    None,
+                    None,
+                    f"the reward returned {size} bytes, more than {MAX_LINE}",
+                    {},
+                ],
             )
-        while data:
-            data = data[os.write(self.answers, data) :]
 
 
 def _find_function(spec: str, options: RewardConfig) -> RewardFunction:
@@ -151,26 +125,3 @@ def _find_function(spec: str, options: RewardConfig) -> RewardFunction:
     if isinstance(rule, CodeRule):
         rule.sandbox.open()  # refuses to run without isolation
     return rule
-
-
-def _die_with_parent(lifeline: int) -> None:
-    """Have the kernel kill this process group when the training process, which holds the other end of the pipe, dies.
-
-    The end of `requests` shows the same, but a reward in an infinite loop would never read it, and a thread that reads
-    it might never get the interpreter lock. A parent-death signal would spare the processes that the reward started.
-    """
-    if sys.platform == "linux":
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:
-        sys.exit("the training process has exited")
-
-
-def _limit_memory(gigabytes: float) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps
-    if gigabytes > 0:
-        limit = int(gigabytes * 2**30)
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -13,7 +13,7 @@ import pytest
 
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
-from dapo.rewards import pool as pool_module
+from dapo.rewards import process_pool as pool_module
 from dapo.rewards.pool import WorkerPool
 from dapo.types import Prompt
 from tests import make
@@ -238,7 +238,7 @@ def test_a_process_that_cannot_be_started_is_retried_and_then_reported(spec, mon
     with closing(WorkerPool([spec], RewardConfig(workers=1))) as pool:
         assert submit(pool, spec, ["1"]).result(timeout=20)[0].value == 1.0
     failures = 100
-    with pytest.raises(RewardError, match=r"a judging process cannot be started .*temporarily unavailable"):
+    with pytest.raises(RewardError, match=r"a worker process cannot be started .*temporarily unavailable"):
         WorkerPool([spec], RewardConfig(workers=1))
 
 
