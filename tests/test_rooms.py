@@ -22,7 +22,7 @@ MAY_USE: dict[str, set[str]] = {
     "model": {"config", "kernels", "system"},
     "data": {"config", "model", "system"},
     "rewards": {"config", "model", "system"},
-    "environments": set(),
+    "environments": {"config", "rewards"},
     "store": {"config", "system"},
     "terminal": {"config", "store"},
     "checkpoint": {"config", "model", "store", "system", "terminal"},

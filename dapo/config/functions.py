@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from dapo.config.base import OBJECT, is_file_function
+from dapo.config.sampling_options import TOOLS
 from dapo.config.schema import Config
 from dapo.errors import ConfigError, DapoError, PartError
 
@@ -119,6 +120,8 @@ def file_digests(config: Config) -> dict[str, str]:
     use = config.reward.use
     rewards = {"reward.use": use} if isinstance(use, str) else {f"reward.use {judge}": judge for judge in use}
     specs = {PART_OPTIONS[name]: spec for name, spec in _specs(config).items()} | rewards
+    environment = (config.environment.use or "").removeprefix(TOOLS)
+    specs["environment.use"] = f"{environment}:tools" if environment.endswith(".py") else environment
     return {
         f"file of {option}": _digest(spec.rpartition(":")[0], option)
         for option, spec in specs.items()
@@ -143,19 +146,28 @@ def load_function(spec: str, option: str, error: type[DapoError] = PartError) ->
     path, colon, name = spec.rpartition(":")
     if not colon or not path or not name:
         raise error(f"{option} is '{spec}'; expected path/to/file.py:function")
+    module = load_module(path, option, error)
+    function = getattr(module, name, None)
+    if not callable(function):
+        available = ", ".join(key for key, value in vars(module).items() if _is_available(value, module)) or "none"
+        raise error(f"{option}: {path} has no function '{name}'; available: {available}")
+    return function
+
+
+def _is_available(value: Any, module: ModuleType) -> bool:
+    return inspect.isfunction(value) or (inspect.isclass(value) and value.__module__ == module.__name__)
+
+
+def load_module(path: str, option: str, error: type[DapoError] = PartError) -> ModuleType:
+    """Import a file of the user."""
     if not Path(path).is_file():
         raise error(f"{option}: there is no file {path}; relative paths start at the working directory")
     try:
-        module = _module(str(Path(path).absolute()), _digest(path, option))
+        return _module(str(Path(path).absolute()), _digest(path, option))
     except (Exception, SystemExit) as fault:
         if isinstance(fault, DapoError):
             raise error(str(fault)) from fault
         raise error(f"{option}: {path} cannot be imported ({type(fault).__name__}: {fault})") from fault
-    function = getattr(module, name, None)
-    if not callable(function):
-        available = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
-        raise error(f"{option}: {path} has no function '{name}'; available: {available}")
-    return function
 
 
 @lru_cache

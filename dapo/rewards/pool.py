@@ -103,7 +103,7 @@ class WorkerPool(ProcessPool[_Worker]):
                 worker.has_begun = True
                 worker.deadline = time.monotonic() + worker.task.time_limit(self.options.timeout)
             case [int(index), value, acc, error, dict(extras)] if worker.task is not None and worker.has_begun:
-                self._record_score(worker, worker.task, index, _score(value, acc, error, extras))
+                self._record_score(worker, worker.task, index, read_score(value, acc, error, extras))
             case _:
                 raise ValueError
 
@@ -135,7 +135,7 @@ class WorkerPool(ProcessPool[_Worker]):
             task.mark_unjudged(failed, reason or timeout)
 
 
-def _score(value: object, acc: object, error: object, extras: dict[str, object]) -> Score:
+def read_score(value: object, acc: object, error: object, extras: dict[str, object]) -> Score:
     """Validate a score that a worker sent: a reward that writes into the pipe must not forge scores."""
     if isinstance(error, str) and value is None:
         return unjudged(error)

@@ -287,7 +287,7 @@ class Sandbox:
             break
         if self.zygote is None:
             raise RewardError(
-                f"reward.use: code needs a sandbox, and this machine offers none ({'; '.join(failures)}); allow user "
+                f"programs need a sandbox, and this machine offers none ({'; '.join(failures)}); allow user "
                 "namespaces or Landlock, or set reward.code_unsafe to run programs without isolation"
             )
         return self.zygote

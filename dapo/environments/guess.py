@@ -1,0 +1,38 @@
+"""The environment `guess`: find a number from 1 to 16, told after each guess whether it is higher or lower."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from dapo.environments.environment import End
+
+LARGEST = 16
+
+
+class Guess:
+    """Begins with the row's own prompt; the row's answer is the number."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        answer = row["answer"]
+        if str(answer) not in map(str, range(1, LARGEST + 1)):
+            raise ValueError(f"the row's answer is {answer!r:.50}; guess needs a whole number from 1 to {LARGEST}")
+        self.number, self.low, self.high, self.guesses = int(answer), 1, LARGEST, 0
+
+    def reply(self, text: str) -> str | End:
+        self.guesses += 1
+        found = re.search("[0-9]+", text)
+        guess = int(found[0][:9]) if found else None
+        if guess == self.number:
+            return End(1.0, acc=True, guesses=self.guesses)
+        if guess is None or not 1 <= guess <= LARGEST:
+            hint = "That is no such number."
+        elif guess < self.number:
+            hint, self.low = "Higher.", max(self.low, guess + 1)
+        else:
+            hint, self.high = "Lower.", min(self.high, guess - 1)
+        choices = f"between {self.low} and {self.high}" if self.low < self.high else f"{self.low}"
+        return f"{hint} The number is {choices}. Answer with one number."
+
+    def cut_off(self) -> End:
+        return End(0.0, acc=False, guesses=self.guesses)
