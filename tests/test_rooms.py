@@ -20,7 +20,7 @@ MAY_USE: dict[str, set[str]] = {
     "kernels": set(),
     "system": set(),
     "model": {"config", "kernels", "system"},
-    "data": {"config", "model", "system"},
+    "data": {"config", "environments", "model", "system"},
     "rewards": {"config", "model", "system"},
     "environments": {"config", "rewards"},
     "store": {"config", "system"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from dapo.data.distinct import Distinct, answer_key, columns_key, counted, quest
 from dapo.data.encode import encode, progress
 from dapo.data.gym import MAX_ATTEMPTS, Gym, GymSource
 from dapo.data.memory import PYTHON, Rows
+from dapo.data.opening import begin_episodes
 from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM, read_rows
 from dapo.data.rows import Question, read_question
 from dapo.data.stream import PromptSource, PromptStream, ShuffledSource
+from dapo.environments.protocol import ROW_PROMPT, EnvironmentPool
 from dapo.errors import DataError
-from dapo.model.template import check_template_variables
+from dapo.model.template import check_template_tools, check_template_variables
 from dapo.types import Phase, Prompt
 
 MAX_CHARACTERS_PER_TOKEN = 256  # an upper bound on the average over a prompt; ordinary text has about 4
@@ -39,18 +41,22 @@ class RunData:
 
 
 def load_run_data(
-    config: Config, tokenizer: Any, seen: Collection[str] | None = (), given: Mapping[str, Rows] | None = None
+    config: Config,
+    tokenizer: Any,
+    seen: Collection[str] | None = (),
+    given: Mapping[str, Rows] | None = None,
+    environment: EnvironmentPool | None = None,
 ) -> RunData:
     """Load what the run trains and evaluates on. Without `eval.data` it evaluates on the training questions.
 
     Two rows are duplicates if question, answer and the columns that the judge sees are equal (`seen` None: all).
-    `given` are the rows of `python:` sources, by path.
+    `given` are the rows of `python:` sources, by path. An `environment` sees whole rows, and begins their episodes.
     """
     notes: list[str] = []
-    sets = load_eval_sets(config, tokenizer, notes, seen, given)
+    sets = load_eval_sets(config, tokenizer, notes, seen, given, environment)
     # Evaluation questions are never trained on, even if this run does not evaluate.
     held_out = [prompt for prompts in sets.values() for prompt in prompts]
-    stream = load_train_stream(config, tokenizer, held_out, seen, given)
+    stream = load_train_stream(config, tokenizer, held_out, seen, given, environment)
     if config.eval.k == 0:
         sets = {}
     elif not sets:
@@ -64,9 +70,10 @@ def load_train_stream(
     held_out: Collection[Prompt] = (),
     seen: Collection[str] | None = (),
     given: Mapping[str, Rows] | None = None,
+    environment: EnvironmentPool | None = None,
 ) -> PromptStream:
     """Return the training questions as one endless stream, without those held out for evaluation."""
-    loader = _Loader(config, tokenizer, ("train",), held_out, seen, given)
+    loader = _Loader(config, tokenizer, ("train",), held_out, seen, given, environment)
     sources = config.data.train
     finite = {i: loader.read(i, source) for i, source in enumerate(sources) if not _is_endless(source)}
     prompt_sources: list[PromptSource] = [
@@ -84,11 +91,12 @@ def load_eval_sets(
     notes: list[str] | None = None,
     seen: Collection[str] | None = (),
     given: Mapping[str, Rows] | None = None,
+    environment: EnvironmentPool | None = None,
 ) -> dict[str, list[Prompt]]:
     """Return the prompts of eval.data by set name. Messages about rows that were left out are appended to `notes`."""
     sets = {}
     for name, sources in (config.eval.data or {}).items():
-        loader = _Loader(config, tokenizer, ("eval", name), (), seen, given)
+        loader = _Loader(config, tokenizer, ("eval", name), (), seen, given, environment)
         found = [loader.read(i, source) for i, source in enumerate(sources)]
         sets[name] = [p for i, source in enumerate(sources) for p in loader.finish(i, source, found[i])]
         if notes is not None:
@@ -114,17 +122,25 @@ class _Loader:
         held_out: Collection[Prompt],
         seen: Collection[str] | None,
         given: Mapping[str, Rows] | None,
+        environment: EnvironmentPool | None,
     ) -> None:
         self.data = config.data
         self.tokenizer = tokenizer
+        self.environment = environment
         check_template_variables(tokenizer, config.data.chat_template_kwargs)
+        self.template_kwargs = dict(config.data.chat_template_kwargs)
+        if environment is not None and environment.tools:
+            check_template_tools(tokenizer)
+            self.template_kwargs["tools"] = [dict(tool) for tool in environment.tools]
         self.opening = config.reward.think_tags[0] if config.reward.think_tags else None
         # `scope` is the phase and the name of the evaluation set, so that no two sets get the same gym items.
         self.seed = (config.run.seed, *scope)
         self.is_training = scope[0] == "train"
         self.prompt_format = PromptFormat.of(config.data.prompt_template, config.data.system_prompt)
-        self.held_out = frozenset(question_key(prompt.messages) for prompt in held_out)
-        self.seen, self.given = seen, given
+        own = [(prompt.extra.get(ROW_PROMPT, prompt.messages), prompt.answer) for prompt in held_out]
+        # Gym questions are told apart by question only, with and without an environment.
+        self.held_out = frozenset({self._key(*row) for row in own} | {question_key(messages) for messages, _ in own})
+        self.seen, self.given = seen if environment is None else None, given
         self.rows = Distinct()
         self.items = Distinct()  # gym questions, by question only: they can have several right answers
         self.failed_items: Counter[int] = Counter()  # by source: gym items without a question or an answer
@@ -140,7 +156,8 @@ class _Loader:
             if isinstance(row, DataError):
                 raise row
             question = read_question(where, row, self.prompt_format)
-            key, columns = question_key(question.messages), columns_key(question.data_source, question.extra, self.seen)
+            key = self._key(question.messages, question.answer)
+            columns = columns_key(question.data_source, question.extra, self.seen)
             is_new = self.rows.add(key, answer_key(question.answer), index, columns)
             if is_new or not self.data.deduplicate:
                 is_variant = self.rows.is_variant(key, columns)
@@ -162,7 +179,10 @@ class _Loader:
         summary = [f"{source.path.removeprefix(PYTHON)}: {counts}"]
         if self.failed_items[index]:
             summary.append(f"{counted(self.failed_items[index], 'item')} that the task failed to generate left out")
-        keyed = [(question_key(question.messages), question) for question in found]
+        keyed = [
+            (question_key(question.messages) if is_gym else self._key(question.messages, question.answer), question)
+            for question in found
+        ]
         keeps_all = is_gym or not self.data.deduplicate
         agreed = [(key, question) for key, question in keyed if keeps_all or not self.rows.is_conflict(key)]
         questions = [question for key, question in agreed if key not in self.held_out]
@@ -218,9 +238,17 @@ class _Loader:
             position += 1
         return questions
 
+    def _key(self, messages: Iterable[Mapping[str, str]], answer: Any) -> bytes:
+        """Return the key of a question. With an environment the answer is part of it: it is a hidden state, of which
+        the same question may have several.
+        """
+        key = question_key(messages)
+        return key if self.environment is None else key + answer_key(answer)
+
     def _encode(self, questions: Sequence[Question], label: str) -> list[Prompt]:
-        kwargs = self.data.chat_template_kwargs
-        return encode(questions, self.tokenizer, label, template_kwargs=kwargs, opening=self.opening)
+        if self.environment is not None:
+            questions = begin_episodes(questions, self.environment)
+        return encode(questions, self.tokenizer, label, template_kwargs=self.template_kwargs, opening=self.opening)
 
     def _usable(self, question: Question) -> Prompt | None:
         """Tokenize one question; return None if it is too long."""

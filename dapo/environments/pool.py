@@ -17,20 +17,15 @@ from typing import Any, Literal
 
 from dapo.config import Config
 from dapo.environments.environment import USE, to_messages
-from dapo.environments.protocol import Episode, Message, Reply, ToolCall
+from dapo.environments.protocol import ROW_PROMPT, Episode, Message, Reply, ToolCall
 from dapo.errors import EpisodeError
 from dapo.rewards.function import to_json, unjudged
 from dapo.rewards.pool import read_score
 from dapo.rewards.process_pool import PooledProcess, ProcessPool, pool_size
 from dapo.types import Prompt
 
-ROW_PROMPT = (
-    "row_prompt"  # the extra column of a prompt that has the row's own messages, if an environment replaced them
-)
 CLOSED = "the environments were closed before this reply"
-GRACE = (
-    1.0  # seconds; async environments time out inside the worker, so only one that blocks its loop runs this far over
-)
+GRACE = 1.0  # seconds; async environments time out in the worker, so only one that blocks its loop runs this far over
 MAX_CALLS = 64  # calls of async environments that a worker has at once
 
 Action = Literal["first", "reply", "cut_off"]

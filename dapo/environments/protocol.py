@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from dapo.types import Prompt, Score
 
 Message = Mapping[str, Any]  # role, content, and for the result of a tool its name
+ROW_PROMPT = "row_prompt"  # the extra column of a prompt with the row's own messages, if an environment replaced them
 Episode = tuple[int, int]  # group serial and sample index
 
 

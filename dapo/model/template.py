@@ -23,21 +23,35 @@ def check_template_variables(tokenizer: Any, names: Collection[str]) -> None:
         raise ConfigError(
             "data.chat_template_kwargs: the model has no chat template that could read them; leave it out"
         )
-    from jinja2 import meta
-    from transformers.utils.chat_template_utils import _compile_jinja_template  # it alone knows every tag of templates
-
-    try:
-        text = tokenizer.get_chat_template()
-        environment = _compile_jinja_template(text).environment
-        read = meta.find_undeclared_variables(environment.parse(text)) - environment.globals.keys()
-    except Exception as error:  # a template can be broken in any way
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"data.chat_template_kwargs: the model's chat template cannot be read ({reason})") from None
+    read = _variables(tokenizer, "data.chat_template_kwargs")
     read -= _SET_HERE | tokenizer.special_tokens_map.keys()
     for name in names:
         if name not in read:
             known = f"it reads {', '.join(sorted(read))}" if read else "it reads none but the messages"
             raise ConfigError(f"data.chat_template_kwargs: the model's chat template does not read '{name}'; {known}")
+
+
+def check_template_tools(tokenizer: Any) -> None:
+    """Refuse a model whose chat template cannot offer tools."""
+    if tokenizer.chat_template is None or "tools" not in _variables(tokenizer, "environment.use", tools=[{}]):
+        raise ConfigError(
+            "environment.use offers tools, but the model's chat template does not read them; use a model that was "
+            "trained with tools, or an environment that explains them in its messages"
+        )
+
+
+def _variables(tokenizer: Any, option: str, tools: Any = None) -> set[str]:
+    """Return the variables that the model's chat template reads; `option` is why they are asked for."""
+    from jinja2 import meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # it alone knows every tag of templates
+
+    try:
+        text = tokenizer.get_chat_template(tools=tools)
+        environment = _compile_jinja_template(text).environment
+        return meta.find_undeclared_variables(environment.parse(text)) - environment.globals.keys()
+    except Exception as error:  # a template can be broken in any way
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{option}: the model's chat template cannot be read ({reason})") from None
 
 
 @contextmanager
