@@ -41,8 +41,8 @@ MAY_USE: dict[str, set[str]] = {
         "store", "system", "terminal",
     },
     "commands": {
-        "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "plan", "policy", "profile",
-        "rewards", "sampling", "store", "system", "terminal", "training", "view",
+        "checkpoint", "cluster", "config", "data", "engine", "environments", "evaluation", "model", "plan", "policy",
+        "profile", "rewards", "sampling", "store", "system", "terminal", "training", "view",
     },
 }  # fmt: skip
 ROOT_FILES = {"__init__", "__main__", "types", "errors", "cli", "doctor", "profile"}

@@ -12,10 +12,13 @@ import torch
 from dapo.cluster.ray_connection import check_room, check_run_dir, needs_ray
 from dapo.config import Config, Source
 from dapo.data.dataset import RunData, load_eval_sets, load_train_stream
+from dapo.data.opening import begin_episodes
 from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM, find_files, read_rows
 from dapo.data.rows import read_question
 from dapo.engine.vllm.arguments import require_vllm
+from dapo.environments.build import build_environment
+from dapo.environments.protocol import EnvironmentPool
 from dapo.errors import DapoError, DataError, RunExists
 from dapo.model.loading import check_architecture, find_path, load_vocabulary, resolve_device
 from dapo.model.tokens import token_bytes
@@ -58,7 +61,7 @@ class Findings:
 
 
 def check_run(config: Config, *, resume: bool = False, has_given_name: bool = False) -> Findings:
-    """Check folder, reward, model, data, trackers, cluster, memory and disk. Nothing is left on the disk."""
+    """Check folder, reward, environment, model, data, trackers, cluster, memory and disk. It leaves no files."""
     found = Findings()
     _check_folder(found, config, resume, has_given_name)
     kinds = _check_judges(found, config)
@@ -66,10 +69,11 @@ def check_run(config: Config, *, resume: bool = False, has_given_name: bool = Fa
         with found.collecting():
             check(config)
     tokenizer = _check_model(found, config)
-    if tokenizer is None:
-        _read_data(found, config, kinds)
-    else:
-        _load_data(found, config, tokenizer, kinds)
+    with _environment(found, config) as environment:
+        if tokenizer is None:
+            _read_data(found, config, kinds, environment)
+        else:
+            _load_data(found, config, tokenizer, kinds, environment)
     if config.eval.data and config.eval.k == 0:
         found.warnings.append("eval: eval.data is set, but nothing is evaluated, because eval.k is 0")
     for name in config.run.trackers:
@@ -139,6 +143,21 @@ def _check_model(found: Findings, config: Config) -> Any:
     return tokenizer
 
 
+@contextmanager
+def _environment(found: Findings, config: Config) -> Iterator[EnvironmentPool | None]:
+    """Load the environment in one process, in which the episodes of the data begin."""
+    options = config.environment.model_copy(update={"workers": 1})
+    environment = _collected(found, lambda: build_environment(config.model_copy(update={"environment": options})))
+    if environment is not None:
+        tools = ", ".join(tool["function"]["name"] for tool in environment.tools)
+        found.notes.append(f"environment: {options.use}" + (f", with the tools {tools}" if tools else ""))
+    try:
+        yield environment
+    finally:
+        if environment is not None:
+            environment.close()
+
+
 def _sources(config: Config) -> list[Source]:
     return [*config.data.train, *(source for members in (config.eval.data or {}).values() for source in members)]
 
@@ -153,14 +172,20 @@ def _find_files(found: Findings, config: Config) -> bool:
     return len(found.missing) == before
 
 
-def _load_data(found: Findings, config: Config, tokenizer: Any, kinds: Sequence[tuple[str, Kind]]) -> None:
+def _load_data(
+    found: Findings,
+    config: Config,
+    tokenizer: Any,
+    kinds: Sequence[tuple[str, Kind]],
+    environment: EnvironmentPool | None,
+) -> None:
     """Load the data as the run does: read, deduplicate, apply the chat template, and compare with the reward."""
     if not _find_files(found, config):
         return
     seen, notes = columns_seen(kinds), list[str]()
-    sets = _collected(found, lambda: load_eval_sets(config, tokenizer, notes, seen))
+    sets = _collected(found, lambda: load_eval_sets(config, tokenizer, notes, seen, None, environment))
     held_out = [prompt for prompts in (sets or {}).values() for prompt in prompts]
-    stream = _collected(found, lambda: load_train_stream(config, tokenizer, held_out, seen))
+    stream = _collected(found, lambda: load_train_stream(config, tokenizer, held_out, seen, None, environment))
     if sets is None or stream is None:
         return
     data = RunData(stream, sets, (*stream.notes, *notes))
@@ -168,7 +193,9 @@ def _load_data(found: Findings, config: Config, tokenizer: Any, kinds: Sequence[
     _compare_columns(found, kinds, data.columns())
 
 
-def _read_data(found: Findings, config: Config, kinds: Sequence[tuple[str, Kind]]) -> None:
+def _read_data(
+    found: Findings, config: Config, kinds: Sequence[tuple[str, Kind]], environment: EnvironmentPool | None
+) -> None:
     """Read every row without the model's tokenizer."""
     if not _find_files(found, config):
         return
@@ -183,7 +210,10 @@ def _read_data(found: Findings, config: Config, kinds: Sequence[tuple[str, Kind]
             for where, row in read_rows(source, columns=config.data.columns):
                 if isinstance(row, DataError):
                     raise row
-                columns |= read_question(where, row, prompt_format or PromptFormat()).extra.keys()
+                question = read_question(where, row, prompt_format or PromptFormat())
+                if environment is not None and rows == 0:
+                    begin_episodes([question], environment)
+                columns |= question.extra.keys()
                 rows += 1
             if not rows:
                 raise DataError(f"{source.path}: no rows; expected one question with its answer per row")
