@@ -113,23 +113,45 @@ class Request:
     n: int
     params: SamplingParams
     phase: Phase = "train"
+    turns: bool = False  # episodes: what `poll` returned can go on with `Engine.extend`, until `Engine.end`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """One response, with the log-probability that the sampler recorded for each token."""
+    """One response, with the log-probability that the sampler recorded for each token.
+
+    In an episode of several turns, the tokens are all that follow the prompt: the model's, and those that the
+    environment gave between its turns. Those are inputs only: they are not trained on and not counted.
+    """
 
     serial: int
     index: int
     tokens: np.ndarray  # int32 [L], including the stop token
-    logprobs: np.ndarray  # float32 [L], the sampler's, at the sampling temperature
+    logprobs: np.ndarray  # float32 [L], the sampler's, at the sampling temperature; 0 for given tokens
     finish_reason: FinishReason
     weight_version: int  # version of the weights that sampled the first token
-    text: str
-    switches: tuple[int, ...] = ()  # switches[i]: tokens already sampled when the weights advanced for the i-th time
+    text: str  # of the last turn
+    switches: tuple[int, ...] = ()  # switches[i]: tokens already there when the weights advanced for the i-th time
+    given: tuple[tuple[int, int], ...] = ()  # half-open spans of the tokens that an environment gave
+    # For the record, one entry per turn of the model in an environment: `text`, the environment's `messages`, the
+    # `seconds` of its reply, and its `calls` of tools.
+    turns: tuple[Mapping[str, Any], ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def sampled(self) -> int:
+        """The number of the model's own tokens."""
+        return len(self) - sum(end - start for start, end in self.given)
+
+    @property
+    def is_own(self) -> np.ndarray:
+        """Whether each token is the model's own, bool [L]."""
+        own = np.ones(len(self), bool)
+        for start, end in self.given:
+            own[start:end] = False
+        return own
 
     @property
     def versions(self) -> np.ndarray:
@@ -140,6 +162,16 @@ class Rollout:
 def token_versions(first: int, switches: Sequence[int], positions_T: np.ndarray) -> np.ndarray:
     """Return the version of the weights that sampled each position, int64 [T]; see `Rollout.switches`."""
     return first + np.searchsorted(switches, positions_T, side="right")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extension:
+    """The next turn of an episode: tokens that the environment gave after what was sampled so far."""
+
+    request: Request
+    rollout: Rollout  # as `Engine.poll` returned it
+    tokens: tuple[int, ...]
+    max_tokens: int  # greatest length of the response, all its turns and given tokens included
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +228,12 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        return sum(len(rollout) for rollout in self.rollouts)
+        """The number of tokens that the model sampled."""
+        return sum(rollout.sampled for rollout in self.rollouts)
 
     @property
     def trained_tokens(self) -> int:
-        return sum(len(rollout) for rollout, trains in zip(self.rollouts, self.trains, strict=True) if trains)
+        return sum(rollout.sampled for rollout, trains in zip(self.rollouts, self.trains, strict=True) if trains)
 
     def with_verdict(self, verdict: str) -> Group:
         return replace(self, verdict=verdict)

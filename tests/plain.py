@@ -88,15 +88,18 @@ def mini_batch_loss(
         for i, rollout in enumerate(group.rollouts):
             if not group.trains[i]:
                 continue
-            old = torch.tensor(rollout.logprobs.tolist(), dtype=torch.float64)
+            # Only the model's own tokens are trained on, not those that an environment gave.
+            own = [not any(start <= t < end for start, end in rollout.given) for t in range(len(rollout.tokens))]
+            mine = new[i][own]
+            old = torch.tensor(rollout.logprobs.tolist(), dtype=torch.float64)[own]
             trust: Any = 1.0
             if correct:
-                gap, old = new[i].detach() - old, new[i].detach()
+                gap, old = mine.detach() - old, mine.detach()
                 trust = (gap if correct == "token" else gap.sum()).exp().clamp(max=2)
-            values = trust * token_losses(loss, new[i], old, weights[i], low, high, c)
+            values = trust * token_losses(loss, mine, old, weights[i], low, high, c)
             if kl:
                 assert group.ref_logprobs is not None
-                delta = torch.tensor(group.ref_logprobs[i].tolist(), dtype=torch.float64) - new[i]
+                delta = torch.tensor(group.ref_logprobs[i].tolist(), dtype=torch.float64)[own] - mine
                 values = values + kl * (delta.exp() - delta - 1)
             sequences.append(values)
     if mode == "token-mean":

@@ -51,7 +51,7 @@ def form_group(
         kl = [
             kl_k3(rollout.logprobs.astype(np.float64), reference.astype(np.float64)).sum()
             for rollout, reference in zip(rollouts, ref_logprobs, strict=True)
-        ]  # of the sampler from the reference
+        ]  # of the sampler from the reference; both are 0 for given tokens
         final = shaped - rules.kl_reward_coef * np.array(kl)
     cut_off = np.array([rollout.finish_reason == "length" for rollout in rollouts])
     # A cut-off rollout leaves the loss but stays in the group's mean and std.
@@ -76,7 +76,7 @@ def _shaped_reward(rollout: Rollout, score: Score, rules: GroupRules) -> float:
     if rules.shaping is None:
         return score.value
     is_cut_off = rollout.finish_reason == "length"
-    return score.value + rules.shaping(score.value, len(rollout), rules.max_response_length, is_cut_off)
+    return score.value + rules.shaping(score.value, rollout.sampled, rules.max_response_length, is_cut_off)
 
 
 def _verdict(group: Group, shaped: np.ndarray, rules: GroupRules) -> str:

@@ -84,6 +84,8 @@ class _RolloutData(TypedDict):
     weight_version: int
     text: str
     switches: NotRequired[list[int]]  # missing in checkpoints older than the in-flight mode
+    given: NotRequired[list[list[int]]]  # this and `turns`: missing in checkpoints older than environments
+    turns: NotRequired[list[dict[str, Any]]]
 
 
 class _ScoreData(TypedDict):
@@ -208,7 +210,9 @@ def _prompt(data: Mapping[str, Any]) -> Prompt:
 
 def _rollout(data: Mapping[str, Any]) -> Rollout:
     arrays = {"tokens": np.array(data["tokens"], np.int32), "logprobs": np.array(data["logprobs"], np.float32)}
-    return Rollout(**{**data, **arrays, "switches": tuple(data.get("switches", ()))})
+    given = tuple((start, end) for start, end in data.get("given", ()))
+    rest = {"switches": tuple(data.get("switches", ())), "given": given, "turns": tuple(data.get("turns", ()))}
+    return Rollout(**{**data, **arrays, **rest})
 
 
 def _group_from_json(data: Mapping[str, Any]) -> Group:

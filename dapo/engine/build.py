@@ -24,6 +24,7 @@ class Follower:
     def __init__(self, engine: EmbeddedEngine, model: Any, weights: Weights) -> None:
         self.engine, self.model, self.weights = engine, model, weights
         self.submit, self.poll, self.cancel = engine.submit, engine.poll, engine.cancel
+        self.extend, self.end, self.is_repeatable = engine.extend, engine.end, engine.is_repeatable
         self.metrics, self.suspend, self.close = engine.metrics, engine.suspend, engine.close
         self.cache_bytes = engine.cache_bytes
 

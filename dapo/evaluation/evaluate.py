@@ -13,8 +13,9 @@ from dapo.algorithm.estimators import estimate, ks, majority, paired_difference,
 from dapo.engine.protocol import Engine
 from dapo.rewards.protocol import Judge
 from dapo.rewards.thought import with_reply_start
+from dapo.sampling.episodes import Environment, Episodes
 from dapo.terminal.evaltable import DifferenceRow, headline
-from dapo.types import EvalReport, EvalSample, Prompt, Request, Rollout, SamplingParams, Score
+from dapo.types import EvalReport, EvalSample, Prompt, Rollout, SamplingParams, Score
 
 MetricsByProblem = dict[str, dict[str, float]]  # metric -> problem uid -> value
 
@@ -33,6 +34,7 @@ def evaluate(
     name: str,
     on_sample: Callable[[int, int], None] = lambda done, total: None,
     think_tags: Sequence[str] | None = None,
+    environment: Environment | None = None,
 ) -> EvalReport:
     """Sample k responses to each prompt, and judge each group while the engine samples the others.
 
@@ -40,22 +42,23 @@ def evaluate(
     raise Interrupted, which leaves the engine idle.
     """
     by_serial = dict(enumerate(prompts, start=step * len(prompts)))
-    engine.submit([Request(serial, prompt.tokens, k, params, "eval") for serial, prompt in by_serial.items()])
+    episodes = Episodes(engine, judge, environment)
+    episodes.submit(by_serial, k, params, "eval")
     finished: dict[int, list[Rollout]] = defaultdict(list)
     scores: dict[int, Future[list[Score]]] = {}
     done = 0
-    while rollouts := engine.poll():
+    while rollouts := episodes.poll():
         for rollout in rollouts:
             members = finished[rollout.serial]
             members.append(rollout)
             if len(members) == k:
                 members.sort(key=lambda member: member.index)
-                scores[rollout.serial] = judge.submit(by_serial[rollout.serial], members)
+                scores[rollout.serial] = episodes.score(by_serial[rollout.serial], members)
         done += len(rollouts)
         try:
             on_sample(done, k * len(prompts))
         except Interrupted:
-            engine.cancel(by_serial)
+            episodes.cancel(by_serial)
             raise
     assert scores.keys() == by_serial.keys(), "the engine lost samples"
     samples: list[EvalSample] = []
@@ -95,7 +98,7 @@ def metrics_by_problem(samples: Iterable[EvalSample], k: int) -> MetricsByProble
     if has_answers:
         metrics["parse_rate"] = {uid: _mean(_answer(s) is not None for s in members) for uid, members in judged.items()}
     metrics["response_length/mean"] = {
-        uid: _mean(len(sample.rollout) for sample in members) for uid, members in problems.items()
+        uid: _mean(sample.rollout.sampled for sample in members) for uid, members in problems.items()
     }
     metrics["response_length/clip_ratio"] = {
         uid: _mean(sample.rollout.finish_reason == "length" for sample in members) for uid, members in problems.items()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -13,6 +15,10 @@ from dapo.errors import ConfigError
 
 TEMPLATE_SECONDS = 10.0
 _SET_HERE = {"messages", "add_generation_prompt"}  # variables that every template gets
+# Turns of the model that a template must leave as they are when the conversation goes on.
+_TURNS = ("1", "two words", "<think>\n3\n</think>\n\n4")
+
+_CHANGES = "it changes earlier turns when a conversation goes on"
 
 
 def check_template_variables(tokenizer: Any, names: Collection[str]) -> None:
@@ -80,3 +86,65 @@ def limited_template() -> Iterator[None]:
         yield
     finally:
         sys.settrace(None)
+
+
+class TurnTemplate:
+    """The tokens between two turns of the model: the end of a turn, the environment's messages, the next turn's start.
+
+    They are appended to what the model sampled, which is never rendered or tokenized again. So they may not depend on
+    the conversation before them, and a template that changes earlier turns is refused.
+    """
+
+    def __init__(
+        self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                "environment.use: the model has no chat template, which a conversation of several turns needs; use a "
+                "model that has one, or set environment.max_turns to 1"
+            )
+        self.tokenizer, self.kwargs, self.tools = tokenizer, kwargs or {}, list(tools) or None
+        self._cached = lru_cache(maxsize=1024)(lambda messages: tuple(self._tokens(json.loads(messages), _TURNS[:1])))
+        self._check({"role": "tool" if tools else "user", "content": "5"})
+
+    def between(self, messages: Sequence[Mapping[str, Any]], last_token: int) -> tuple[int, ...]:
+        """Return the tokens to append for these messages after a turn that ended with `last_token`.
+
+        A turn that was cut off, or that a stop string ended, also gets the token that ends a turn. Raises whatever the
+        template raises.
+        """
+        tokens = self._cached(json.dumps([dict(message) for message in messages]))
+        return tokens[1:] if tokens[:1] == (last_token,) else tokens
+
+    def _check(self, message: Mapping[str, Any]) -> None:
+        reason = _CHANGES
+        try:
+            found = {tuple(self._tokens([message], turns)) for turns in [*((turn,) for turn in _TURNS), _TURNS]}
+        except Exception as error:  # a template can be broken in any way
+            found, reason = set(), " ".join(str(error).split())[:300] or type(error).__name__
+        if len(found) != 1:
+            raise ConfigError(
+                f"environment.use: the chat template of {self.tokenizer.name_or_path or 'the model'} cannot be "
+                f"continued token by token ({reason}); use another model, or set environment.max_turns to 1"
+            )
+
+    def _tokens(self, messages: Sequence[Mapping[str, Any]], turns: Sequence[str]) -> list[int]:
+        """Return the tokens that follow the last of the turns, or raise ValueError if the text before it changes."""
+        conversation: list[Mapping[str, Any]] = [{"role": "user", "content": "0"}]
+        before, text = "", self._render(conversation)
+        for turn in turns:
+            before = text + turn
+            conversation += [{"role": "assistant", "content": turn}, *messages]
+            text = self._render(conversation)
+            if not text.startswith(before):
+                raise ValueError(_CHANGES)
+        parts = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, text[len(before) :])]
+        if self.tokenizer(text, add_special_tokens=False)["input_ids"] != [*parts[0], *parts[1]]:
+            raise ValueError("its tokens reach across the end of a turn")
+        return parts[1]
+
+    def _render(self, conversation: Sequence[Mapping[str, Any]]) -> str:
+        with limited_template():
+            return self.tokenizer.apply_chat_template(
+                conversation, tools=self.tools, add_generation_prompt=True, tokenize=False, **self.kwargs
+            )

@@ -22,7 +22,8 @@ class Batch:
     """A micro-batch: T packed input tokens, R response tokens to learn from.
 
     A response's last token is never an input. Its first token is predicted by the prompt's last hidden state, which all
-    responses to that prompt share.
+    responses to that prompt share. Tokens that an environment gave are inputs, and not among the R. Turns that several
+    episodes have in common are computed for each of them: only the prompt is shared.
     """
 
     tokens_T: Tensor
@@ -57,6 +58,10 @@ class _Item:
     def inputs(self) -> int:
         """Response tokens that are inputs: all but the last."""
         return len(self.rollout) - 1
+
+    def of_own(self, values_L: np.ndarray) -> np.ndarray:
+        """Return the values at the model's own tokens."""
+        return values_L[self.rollout.is_own] if self.rollout.given else values_L
 
 
 def mini_batches(
@@ -93,12 +98,12 @@ def micro_batches(
     exactly the same number of micro-batches.
     """
     pairs = [(group, i) for group in groups for i in np.flatnonzero(group.trains)]
-    total_tokens = sum(len(group.rollouts[i]) for group, i in pairs)
+    total_tokens = sum(group.rollouts[i].sampled for group, i in pairs)
     items = [
         _Item(
             group=group,
             index=int(i),
-            weight=token_weight(mode, len(group.rollouts[i]), total_tokens, len(pairs)),
+            weight=token_weight(mode, group.rollouts[i].sampled, total_tokens, len(pairs)),
             is_current=all(r.weight_version == version and not r.switches for r in group.rollouts),
         )
         for group, i in pairs
@@ -194,7 +199,7 @@ def _pack(items: list[_Item], like: Tensor, share_prompts: bool) -> Batch:
             tokens.append(item.rollout.tokens[:-1])
             positions.append(np.arange(length, length + inputs))
             # Token 0 is predicted by the prompt's last token, token i by token i - 1 of the response.
-            predictors.append(np.concatenate([[start + length - 1], np.arange(cursor, cursor + inputs)]))
+            predictors.append(item.of_own(np.concatenate([[start + length - 1], np.arange(cursor, cursor + inputs)])))
             responses.append((cursor, inputs))
             cursor += inputs
         families.append(Family((start, length), tuple(responses)))
@@ -202,7 +207,7 @@ def _pack(items: list[_Item], like: Tensor, share_prompts: bool) -> Batch:
     def logprobs(name: Literal["ref_logprobs", "start_logprobs"]) -> Tensor | None:
         if getattr(items[0].group, name) is None:
             return None
-        return _tensor([getattr(item.group, name)[item.index] for item in items], dtype, device)
+        return _tensor([item.of_own(getattr(item.group, name)[item.index]) for item in items], dtype, device)
 
     return Batch(
         tokens_T=_tensor(tokens, torch.long, device),
@@ -210,9 +215,9 @@ def _pack(items: list[_Item], like: Tensor, share_prompts: bool) -> Batch:
         families=tuple(families),
         rollouts=tuple(item.rollout for item in items),
         predictors_R=_tensor(predictors, torch.long, device),
-        targets_R=_tensor([item.rollout.tokens for item in items], torch.long, device),
+        targets_R=_tensor([item.of_own(item.rollout.tokens) for item in items], torch.long, device),
         advantages_R=_per_token(items, [item.group.advantages[item.index] for item in items], dtype, device),
-        old_logprobs_R=_tensor([item.rollout.logprobs for item in items], dtype, device),
+        old_logprobs_R=_tensor([item.of_own(item.rollout.logprobs) for item in items], dtype, device),
         responses_R=_per_token(items, range(1, len(items) + 1), torch.long, device),
         ref_logprobs_R=logprobs("ref_logprobs"),
         start_logprobs_R=logprobs("start_logprobs"),
@@ -237,6 +242,6 @@ def _tensor(parts: Sequence[np.ndarray], dtype: torch.dtype, device: torch.devic
 
 
 def _per_token(items: list[_Item], values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Repeat one value per rollout for each of its tokens."""
-    spread = np.repeat(np.array(values), [len(item.rollout) for item in items])
+    """Repeat one value per rollout for each of the model's tokens in it."""
+    spread = np.repeat(np.array(values), [item.rollout.sampled for item in items])
     return torch.from_numpy(spread).to(device=device, dtype=dtype)

@@ -305,7 +305,7 @@ class Policy:
             self.causal_lm.config.get_text_config(),
             update.computed,
             [len(group.prompt.tokens) + len(rollout) - 1 for group, rollout in trained] * epochs,
-            head_tokens=epochs * sum(len(rollout) for _, rollout in trained),
+            head_tokens=epochs * sum(rollout.sampled for _, rollout in trained),
             spared_prompts=[n for g in batch for n in [len(g.prompt.tokens)] * (int(g.trains.sum()) - 1)] * epochs,
         )
         return {"throughput/mfu": flops / max(seconds, 1e-9) / (peak * self.ranks)}

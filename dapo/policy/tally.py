@@ -86,7 +86,12 @@ class Tally:
 
 
 def by_rollout(rollouts: Sequence[Rollout], values_R: Tensor) -> Iterator[tuple[Rollout, np.ndarray]]:
-    """Split values per response token into one array per rollout."""
+    """Split values per response token into one array per rollout, with 0 for tokens that an environment gave."""
     values = values_R.detach().float().cpu().numpy()
-    ends = np.cumsum([len(rollout) for rollout in rollouts])
-    yield from zip(rollouts, np.split(values, ends[:-1]), strict=True)
+    ends = np.cumsum([rollout.sampled for rollout in rollouts])
+    for rollout, part in zip(rollouts, np.split(values, ends[:-1]), strict=True):
+        whole = part
+        if rollout.given:
+            whole = np.zeros(len(rollout), part.dtype)
+            whole[rollout.is_own] = part
+        yield rollout, whole

@@ -30,6 +30,7 @@ class Sampled:
     reward_seconds: float  # spent waiting for the judge
     events: tuple[Event, ...]
     stop: str | None = None  # why the run has to stop, or None
+    environment_seconds: float = 0.0  # spent waiting for environments; a part of `generate_seconds`
 
     def metrics(self) -> dict[str, float]:
         """Return the sampling metrics. Scores, rewards and lengths are over all fresh groups, kept or dropped."""
@@ -52,6 +53,7 @@ class Sampled:
         }
         if fresh:
             metrics |= _rollout_metrics(fresh)
+            metrics |= _episode_metrics(fresh, self.environment_seconds)
         return {name: float(value) for name, value in metrics.items()}
 
 
@@ -102,7 +104,7 @@ def mean_histogram(groups: Iterable[Group]) -> str:
 def _staleness_metrics(batch: Sequence[Group], version: int) -> dict[str, float]:
     """Return the mean and maximum age of the tokens to train on, in weight versions."""
     ages = [
-        version - rollout.versions
+        version - rollout.versions[rollout.is_own]
         for group in batch
         for rollout, trains in zip(group.rollouts, group.trains, strict=True)
         if trains
@@ -113,7 +115,7 @@ def _staleness_metrics(batch: Sequence[Group], version: int) -> dict[str, float]
 
 
 def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    lengths = np.array([len(rollout) for group in groups for rollout in group.rollouts])
+    lengths = np.array([rollout.sampled for group in groups for rollout in group.rollouts])
     cut_off = np.array([rollout.finish_reason == "length" for group in groups for rollout in group.rollouts])
     values = np.array([score.value for group in groups for score in group.scores if score.value is not None])
     accs = np.array([score.acc for group in groups for score in group.scores if score.acc is not None])
@@ -133,6 +135,21 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if len(values) and len(accs) == len(values):
         metrics["acc/mean"] = accs.mean()
     return metrics | _component_metrics([score for group in groups for score in group.scores if score.judged])
+
+
+def _episode_metrics(groups: Sequence[Group], wait_seconds: float) -> dict[str, float]:
+    """Return metrics about turns and tools; nothing if there is no environment."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
+    if not rollouts:
+        return {}
+    calls = [call for rollout in rollouts for turn in rollout.turns for call in turn["calls"]]
+    return {
+        "turns/mean": float(np.mean([len(rollout.turns) for rollout in rollouts])),
+        "tools/calls": len(calls),
+        "tools/errors": sum(bool(call["error"]) for call in calls),
+        "tokens/given": sum(len(rollout) - rollout.sampled for rollout in rollouts),
+        "time/environment_wait": wait_seconds,
+    }
 
 
 def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
@@ -161,7 +178,9 @@ def _thought_metrics(groups: Sequence[Group]) -> dict[str, float]:
                 start = score.extras[REPLY_START]
                 # In tokens, by the thought's share of the characters.
                 share = 1.0 if start is None else start / len(rollout.text)
-                lengths.append(share * len(rollout))
+                lengths.append(
+                    share * (len(rollout) - (rollout.given[-1][1] if rollout.given else 0))
+                )  # of its last turn
                 unfinished.append(start is None)
     if not lengths:
         return {}

@@ -22,8 +22,9 @@ from dapo.rewards.protocol import Judge
 from dapo.rewards.thought import with_reply_start
 from dapo.sampling.accounting import Sampled, count_tokens, mean_histogram, unjudged_message
 from dapo.sampling.drawing import Drawn, PromptDrawer
+from dapo.sampling.episodes import Environment, Episodes
 from dapo.sampling.rules import group_rules
-from dapo.types import Event, EventKind, Group, Prompt, Request, Rollout, SamplingParams, Score, Verdict
+from dapo.types import Event, EventKind, Group, Prompt, Rollout, SamplingParams, Score, Verdict
 
 Reference = Callable[[Sequence[Group]], Sequence[tuple[np.ndarray, ...]]]  # float32 [L] per rollout
 
@@ -77,10 +78,12 @@ class DynamicSampler:
         on_group: Callable[[Group], None] = lambda group: None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         parts: CustomParts | None = None,
+        environment: Environment | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
         self.judge = judge
+        self.episodes = Episodes(engine, judge, environment)
         self.drawer = PromptDrawer(config, stream)
         self.reference = reference
         self.on_group = on_group
@@ -120,7 +123,7 @@ class DynamicSampler:
     def restore(self, state: SamplerState, version: int) -> None:
         """Continue from `state`, whatever was in flight before. Its pending groups are submitted again."""
         self.drawer.restore(state.drawer)
-        self.engine.cancel(list(self.pending))
+        self.episodes.cancel(list(self.pending))
         self.pending = {}
         self.next_serial = state.next_serial
         self.recent = deque(state.recent, self.recent.maxlen)
@@ -128,8 +131,8 @@ class DynamicSampler:
         self._submit({serial: Drawn(prompt) for serial, prompt in state.pending.items()}, version)
 
     def _submit(self, drawn: Mapping[int, Drawn], version: int) -> None:
-        n = self.config.rollout.n
-        self.engine.submit([Request(serial, new.prompt.tokens, n, self.params) for serial, new in drawn.items()])
+        prompts = {serial: new.prompt for serial, new in drawn.items()}
+        self.episodes.submit(prompts, self.config.rollout.n, self.params)
         self.pending |= {serial: Pending(new.prompt, new.chance, version) for serial, new in drawn.items()}
 
     def drain(self, is_stopping: Callable[[], bool] = lambda: False) -> bool:
@@ -194,14 +197,14 @@ class DynamicSampler:
 
     def _poll(self) -> None:
         """Collect finished rollouts from the engine, and submit complete groups to the judge."""
-        rollouts, n = self.engine.poll(), self.config.rollout.n
+        rollouts, n = self.episodes.poll(), self.config.rollout.n
         assert rollouts, "the engine is idle, but rollouts are missing"
         for rollout in rollouts:
             group = self.pending[rollout.serial]
             group.rollouts.append(rollout)
             if len(group.rollouts) == n:
                 group.rollouts.sort(key=lambda member: member.index)
-                group.future = self.judge.submit(group.prompt, group.rollouts)
+                group.future = self.episodes.score(group.prompt, group.rollouts)
         self.on_progress(sum(len(group.rollouts) for group in self.pending.values()), len(self.pending) * n)
 
     def _decide_finished(self, step: StepState) -> None:
@@ -324,6 +327,7 @@ class DynamicSampler:
             skipped=self.drawer.take_skipped(),
             generate_seconds=seconds - step.reward_seconds,
             reward_seconds=step.reward_seconds,
+            environment_seconds=self.episodes.take_wait(),
             events=tuple(step.events),
             stop=step.stop,
         )

@@ -253,13 +253,15 @@ def _sample_columns(rollout: Rollout, score: Score) -> dict[str, Any]:
     return {
         "sample": rollout.index,
         "weight_version": rollout.weight_version,
-        "length": len(rollout),
+        "length": rollout.sampled,
         "finish_reason": rollout.finish_reason,
         "score": None if score.value is None else float(score.value),
         "acc": None if score.acc is None else float(score.acc),  # stored as 0 or 1 where it is whole
         "error": None if score.error is None else to_text(score.error),
         "extracted": None if extracted is None else to_text(str(extracted)),
         "extras": to_json(score.extras),
+        "given": to_json(rollout.given),
+        "turns": to_json(rollout.turns),
         "text": to_text(rollout.text),
     }
 

@@ -7,6 +7,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Set
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,32 @@ def switches_from_json(text: str) -> list[int]:
     if not all(type(position) is int and 0 <= position < 2**31 for position in switches):
         raise ValueError("switches are not positions in a response")
     return switches
+
+
+def given_from_json(text: str) -> list[list[int]]:
+    """Return the spans of tokens that an environment gave, in order and apart from each other."""
+    spans = from_json(text, list)
+    if not all(isinstance(span, list) and len(span) == 2 and all(type(at) is int for at in span) for span in spans):
+        raise ValueError("given tokens are not spans of positions in a response")
+    positions = [at for span in spans for at in span]
+    if not all(0 <= before < after < 2**31 for before, after in pairwise(positions)):
+        raise ValueError("the spans of given tokens are not in order")
+    return spans
+
+
+def turns_from_json(text: str) -> list[dict[str, Any]]:
+    """Return the turns of an episode; an empty list for a response of one turn."""
+    turns = from_json(text, list)
+    for turn in turns:
+        if not isinstance(turn, dict) or not isinstance(turn.get("text"), str):
+            raise ValueError("a turn is not a JSON object with a text")
+        for name in ("messages", "calls"):
+            parts = turn.get(name)
+            if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+                raise ValueError(f"the {name} of a turn are not JSON objects")
+        if type(turn.get("seconds")) not in (int, float):
+            raise ValueError("the seconds of a turn are not a number")
+    return turns
 
 
 def metrics_from_json(text: str) -> dict[str, float]:

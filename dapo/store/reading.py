@@ -16,9 +16,11 @@ from dapo.store.encoding import (
     TOKENS,
     from_blob,
     from_json,
+    given_from_json,
     messages_from_json,
     metrics_from_json,
     switches_from_json,
+    turns_from_json,
 )
 from dapo.types import EvalReport, EvalSample, FinishReason, Prompt, Rollout, Score
 
@@ -118,6 +120,8 @@ class RunReader:
                     "trains": bool(row["trains"]),
                     "switches": switches_from_json(row["switches"]),
                     "extras": from_json(row["extras"], dict),
+                    "given": given_from_json(row["given"]),
+                    "turns": turns_from_json(row["turns"]),
                     "tokens": from_blob(row["tokens"], TOKENS),
                     **{name: from_blob(row[name], FLOATS) for name in arrays},
                 }
@@ -133,7 +137,7 @@ class RunReader:
     def eval_reports(self, step: int | None = None) -> tuple[EvalReport, ...]:
         """Return the evaluations of a step (default: the newest evaluated one) with scores and texts, without tokens.
 
-        Prompts have only their uid, and rollouts only their length: enough to compare two evaluations.
+        Prompts have only their uid, and rollouts only their length in sampled tokens: enough to compare two evaluations.
         """
         found = list(self.evals())
         wanted = step if step is not None else max((row["step"] for row in found), default=0)

@@ -1,7 +1,7 @@
 """The tables of run.db, documented in docs/reference/run-database.md. Any change here must raise SCHEMA_VERSION."""
 
 APPLICATION_ID = 0x6461706F  # "dapo"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 # Uses only what SQLite 3.26 understands: Python on some clusters is still linked with it.
 SCHEMA = """
@@ -31,7 +31,7 @@ CREATE INDEX groups_by_generated_step ON groups (generated_step, verdict);
 CREATE INDEX groups_by_decided_step ON groups (decided_step, verdict);
 CREATE INDEX groups_by_prompt ON groups (prompt_uid, generated_step);
 
--- The long text is the last column, so that a query over rewards does not read it.
+-- The long texts are the last columns, so that a query over rewards does not read it.
 CREATE TABLE rollouts (
     serial INTEGER NOT NULL REFERENCES groups (serial) ON DELETE CASCADE,
     sample INTEGER NOT NULL,
@@ -47,6 +47,8 @@ CREATE TABLE rollouts (
     error TEXT,
     extracted TEXT,
     extras TEXT NOT NULL,
+    given TEXT NOT NULL,
+    turns TEXT NOT NULL,
     text TEXT NOT NULL,
     PRIMARY KEY (serial, sample)
 );
@@ -107,6 +109,8 @@ CREATE TABLE eval_samples (
     error TEXT,
     extracted TEXT,
     extras TEXT NOT NULL,
+    given TEXT NOT NULL,
+    turns TEXT NOT NULL,
     text TEXT NOT NULL
 );
 CREATE INDEX eval_samples_by_evaluation ON eval_samples (evaluation, prompt_uid);

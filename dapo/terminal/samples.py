@@ -36,7 +36,7 @@ def sample_lines(group: Group, index: int, width: int) -> list[str]:
     """Return the lines to print: the verdict, the question in one line and the response in at most three."""
     rollout, score = group.rollouts[index], group.scores[index]
     cut = ", cut off" if rollout.finish_reason == "length" else ""
-    head = f"{verdict(score)}, {len(rollout)} tokens{cut}; group {group.serial} {group.verdict.replace('_', ' ')}"
+    head = f"{verdict(score)}, {rollout.sampled} tokens{cut}; group {group.serial} {group.verdict.replace('_', ' ')}"
     room = max(width - _LABEL - 4, 20)
     question = _shortened(group.prompt.messages[-1]["content"], room)
     response = _shortened(rollout.text, _LINES * room)

@@ -51,7 +51,7 @@ def tokens(
     """
     with run.snapshot() as database:
         row = database.execute(
-            "SELECT length, weight_version, switches, advantage, tokens, sampler_logprobs, policy_logprobs, entropy"
+            "SELECT weight_version, switches, advantage, tokens, sampler_logprobs, policy_logprobs, entropy"
             " FROM rollouts LEFT JOIN rollout_tokens USING (serial, sample) WHERE serial = ? AND sample = ?",
             (serial, sample),
         ).fetchone()
@@ -91,7 +91,7 @@ def _tokens(row: sqlite3.Row, config: LossConfig | None, decode: Decode, part: s
     positions_T = np.arange(part.start, part.start + len(ids_T))
     return ResponseTokens(
         start=part.start,
-        length=row["length"],
+        length=len(row["tokens"]) // np.dtype(TOKENS).itemsize,  # the column counts only what the model sampled
         ids=ids_T,
         pieces=tuple(decode(int(token)) for token in ids_T),
         versions=token_versions(row["weight_version"], switches, positions_T),

@@ -13,6 +13,7 @@ import torch
 
 from dapo.config import ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.engine.embedded.paged import PagedDecoder
 from dapo.engine.protocol import Engine
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.loading import load_model
@@ -47,6 +48,13 @@ def open_embedded(directory: Path, model: Any) -> Engine:
     return EmbeddedEngine(model, tiny_tokenizer(), STOP, SEED, MAX_CONCURRENT, max_length=MAX_LENGTH)
 
 
+def open_paged(directory: Path, model: Any) -> Engine:
+    """The embedded engine with the decoder for GPUs, on a CPU, with few pages."""
+    engine = EmbeddedEngine(model, tiny_tokenizer(), STOP, SEED, MAX_CONCURRENT)
+    engine.decoder = PagedDecoder(model, STOP, MAX_CONCURRENT, MAX_LENGTH, pages=60)
+    return engine
+
+
 def open_vllm(directory: Path, model: Any, **timing: Any) -> Engine:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed; `make test-cluster` installs its CPU build")
@@ -64,7 +72,11 @@ def open_vllm(directory: Path, model: Any, **timing: Any) -> Engine:
 
 
 # Every engine belongs here, and is then tested by tests/engine/test_contract.py.
-ENGINES: dict[str, Callable[[Path, Any], Engine]] = {"embedded": open_embedded, "vllm": open_vllm}
+ENGINES: dict[str, Callable[[Path, Any], Engine]] = {
+    "embedded": open_embedded,
+    "paged": open_paged,
+    "vllm": open_vllm,
+}
 
 
 def tiny_pair(folder: Path, kind: str = "llama", **shape: Any) -> tuple[Path, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
-from dapo.types import Request, Rollout, SamplingParams
+from dapo.types import Extension, Request, Rollout, SamplingParams
 from tests import plain
 from tests.engine.conftest import STOP, Subject
 from tests.tiny import PAD_ID, SPECIALS, tiny_tokenizer
@@ -213,3 +216,148 @@ def test_metrics_cover_the_time_since_the_last_call(subject):
     busy, idle = subject.engine.metrics(), subject.engine.metrics()
     assert 0 < busy["engine/batch_occupancy"] <= 1
     assert (busy["engine/decode_steps"] > 0, idle["engine/decode_steps"]) == (True, 0)
+
+
+def play(subject: Subject, requests, turns, *, given=lambda key, turn: (5 + turn, 7, 9), limit=200, wait=True):
+    """Play episodes to their end: after each turn but the last, the environment gives some tokens."""
+    engine, asked = subject.engine, {request.serial: request for request in requests}
+    engine.submit(requests)
+    found: dict[tuple[int, int], Rollout] = {}
+    seen: dict[tuple[int, int], list[Rollout]] = {}
+    while len(found) < sum(request.n for request in requests):
+        extensions = []
+        for rollout in engine.poll(wait=wait):
+            key = rollout.serial, rollout.index
+            seen.setdefault(key, []).append(rollout)
+            tokens = given(key, len(seen[key]))
+            if len(seen[key]) == turns or len(rollout) + len(tokens) >= limit:
+                found[key] = rollout
+                engine.end([key])
+            else:
+                extensions.append(Extension(asked[rollout.serial], rollout, tokens, limit))
+        engine.extend(extensions)
+    return found, seen
+
+
+def episodes(count, n, params, *, seed=0, first=0):
+    return [replace(request, turns=True) for request in groups(count, n, params, seed=seed, first=first)]
+
+
+def check_turns(found, seen, given=lambda key, turn: (5 + turn, 7, 9)):
+    """Each turn continues the one before it with what was given, and changes nothing of it."""
+    for key, turns in seen.items():
+        for turn, (before, after) in enumerate(pairwise(turns), start=1):
+            tokens = given(key, turn)
+            end = len(before) + len(tokens)
+            assert after.tokens[:end].tolist() == [*before.tokens.tolist(), *tokens]
+            assert after.logprobs[:end].tolist() == [*before.logprobs.tolist(), *[0.0] * len(tokens)]
+            assert after.given == (*before.given, (len(before), end))
+            assert len(after) > end
+            assert after.text == decode([t for t in after.tokens[end:].tolist() if t >= len(SPECIALS)])
+        assert found[key] is turns[-1]
+
+
+def check_own_logprobs(subject: Subject, requests, found):
+    twin = plain.plain_copy(subject.model, torch.float32)
+    questions = {request.serial: request.prompt for request in requests}
+    for (serial, _), rollout in found.items():
+        with torch.no_grad():
+            (expected,) = plain.logprobs(twin, questions[serial], [rollout.tokens.tolist()])
+        np.testing.assert_allclose(rollout.logprobs[rollout.is_own], expected.numpy()[rollout.is_own], atol=1e-4)
+
+
+def test_an_episode_goes_on_with_what_it_was_given_at_the_log_probabilities_of_the_trained_model(subject):
+    requests = episodes(5, 4, SamplingParams(max_tokens=12), seed=21)
+    found, seen = play(subject, requests, turns=4)
+    assert {len(turns) for turns in seen.values()} == {4}
+    check_turns(found, seen)
+    check_own_logprobs(subject, requests, found)
+    assert subject.engine.poll() == []
+
+
+def test_greedy_turns_are_those_of_transformers_generate(subject):
+    requests = episodes(4, 1, SamplingParams(temperature=0, max_tokens=8), seed=22)
+    found, seen = play(subject, requests, turns=3)
+    check_turns(found, seen)
+    reference = plain.plain_copy(subject.model, torch.float32)
+    for request in requests:
+        rollout = found[request.serial, 0]
+        for start, end in rollout.given:
+            tokens = [*request.prompt, *rollout.tokens[:end].tolist()]
+            rest_of_turn = greedy(reference, tokens, 190 - end)
+            until = next((s for s, _ in rollout.given if s > start), len(rollout))
+            assert rollout.tokens[end:until].tolist() == rest_of_turn[: until - end]
+
+
+def test_many_episodes_of_different_lengths_are_all_played_to_their_end(subject):
+    def given(key, turn):
+        return tuple(range(30, 31 + (key[0] + turn) % 7))
+
+    requests = episodes(20, 4, SamplingParams(max_tokens=30), seed=23)  # more than MAX_CONCURRENT
+    found, seen = play(subject, requests, turns=3, given=given, limit=30, wait=False)
+    assert len(found) == 80
+    check_turns(found, seen, given)
+    check_own_logprobs(subject, requests[:4], {key: found[key] for key in found if key[0] < 4})
+    # Where a turn is cut off, what is given may leave no room for another one.
+    assert {len(turns) for turns in seen.values()} >= {1, 3}
+    assert all(len(rollout) <= 30 for rollout in found.values())
+
+
+def test_a_turn_may_be_shorter_than_the_episode(subject):
+    requests = episodes(3, 4, SamplingParams(max_tokens=3), seed=24)
+    found, _ = play(subject, requests, turns=2, limit=12)
+    assert any(rollout.finish_reason == "length" and len(rollout) == 12 for rollout in found.values())
+
+
+def test_a_parked_episode_can_be_cancelled_and_the_others_are_unaffected(subject):
+    requests = episodes(3, 2, SamplingParams(max_tokens=6), seed=25)
+    expected, _ = play(subject, requests, turns=2)
+    subject.engine.submit(requests)
+    first = by_key(rest(subject.engine))
+    assert len(first) == 6 and subject.engine.poll() == []
+    assert subject.engine.cancel([1]) in (0, sum(len(rollout) for (serial, _), rollout in first.items() if serial == 1))
+    others = [Extension(requests[key[0]], first[key], (6, 7, 9), 200) for key in first if key[0] != 1]
+    subject.engine.extend(others)
+    second = by_key(rest(subject.engine))
+    assert second.keys() == {key for key in first if key[0] != 1}
+    assert all(np.array_equal(second[key].tokens, expected[key].tokens) for key in second)
+    subject.engine.end(second)
+    assert subject.engine.cancel(range(3)) == 0
+
+
+def test_an_episode_that_is_not_parked_is_computed_from_its_tokens(subject):
+    requests = episodes(3, 2, SamplingParams(max_tokens=6), seed=26)
+    expected, seen = play(subject, requests, turns=2)
+    subject.engine.extend([Extension(requests[key[0]], turns[0], (6, 7, 9), 200) for key, turns in seen.items()])
+    again = by_key(rest(subject.engine))
+    assert all(np.array_equal(again[key].tokens, expected[key].tokens) for key in expected)
+    subject.engine.end(again)
+
+
+def test_a_parked_episode_goes_on_with_new_weights_and_records_the_switch(subject):
+    requests = episodes(4, 2, SamplingParams(max_tokens=10), seed=27)
+    subject.engine.submit(requests)
+    first = by_key(rest(subject.engine))
+    subject.change()
+    subject.change()
+    subject.engine.extend([Extension(requests[key[0]], first[key], (6, 7, 9), 60) for key in first])
+    second = by_key(rest(subject.engine))
+    subject.engine.end(second)
+    for key, rollout in second.items():
+        seam = len(first[key]) + 3
+        assert rollout.weight_version == subject.version - 2
+        assert rollout.versions[rollout.is_own].tolist() == [subject.version - 2] * len(first[key]) + [
+            subject.version
+        ] * (len(rollout) - seam)
+
+
+def test_the_engine_can_be_suspended_while_episodes_are_parked(subject):
+    requests = episodes(3, 2, SamplingParams(max_tokens=6), seed=28)
+    expected, _ = play(subject, requests, turns=2)
+    subject.engine.submit(requests)
+    first = by_key(rest(subject.engine))
+    subject.engine.suspend()
+    subject.engine.extend([Extension(requests[key[0]], first[key], (6, 7, 9), 200) for key in first])
+    second = by_key(rest(subject.engine))
+    subject.engine.end(second)
+    assert all(np.array_equal(second[key].tokens, expected[key].tokens) for key in expected)

@@ -11,7 +11,7 @@ from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.embedded.paged import BURST, PagedDecoder
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.trunk import _TRUNKS, FusedTrunk, can_fuse
-from dapo.types import Request, SamplingParams
+from dapo.types import Extension, Request, SamplingParams
 from tests import plain
 from tests.tiny import (
     EOS_ID,
@@ -157,6 +157,27 @@ def test_the_prompt_of_a_group_is_computed_once(engine_for, monkeypatch):
     )
     # 10 distinct prompt tokens; then each of 15 responses takes all but its last token as input.
     assert sum(seen) == len(first) + len(second) + 15 * 2
+
+
+def test_a_next_turn_computes_only_the_new_tokens(engine_for, monkeypatch):
+    model = tiny_llama()
+    seen = []
+    monkeypatch.setattr(
+        model.model.embed_tokens,
+        "forward",
+        lambda ids, f=model.model.embed_tokens.forward: seen.append(ids.numel()) or f(ids),
+    )
+    engine = engine_for(model, stop=())
+    if not isinstance(engine.decoder, EagerDecoder):
+        pytest.skip("counts the tokens of the decoder for CPUs; test_paged.py has its own")
+    request = Request(0, (4, 5, 6, 7, 8, 9), 2, SamplingParams(max_tokens=3), turns=True)
+    first = drain(engine, request)
+    seen.clear()
+    engine.extend([Extension(request, rollout, (20, 21, 22, 23), 10) for rollout in first.values()])
+    second = drain(engine)
+    # For both: the last token of the first turn, all given ones but the last, and a step for each token that is drawn.
+    assert seen == [2 * 4, 2, 2, 2]
+    assert all(len(rollout) == 10 and rollout.sampled == 6 for rollout in second.values())
 
 
 def test_a_weight_update_is_visible_in_the_next_sample(engine_for):

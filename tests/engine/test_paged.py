@@ -13,8 +13,10 @@ from dapo.kernels.piece_attention import PAGE
 from dapo.model import trunk
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.graphs import GraphPool
-from dapo.types import Request, SamplingParams
+from dapo.types import Extension, Request, SamplingParams
 from tests import plain
+from tests.engine.conftest import Subject
+from tests.engine.test_contract import check_turns, play
 from tests.graphs import capture
 from tests.tiny import EOS_ID, tiny_llama, tiny_tokenizer
 
@@ -238,3 +240,90 @@ def test_replayed_graphs_draw_the_same_tokens(params, monkeypatch):
             np.testing.assert_allclose(found[key].logprobs, rollout.logprobs, atol=1e-5)
     assert engine.decoder.prefill.captured and engine.decoder.decode_step.graphs
     assert engine.metrics()["engine/graph_replays"] > 0
+
+
+def reply(key, turn):
+    return tuple(range(20, 24 + (3 * key[0] + key[1] + 5 * turn) % 30))
+
+
+def played(engine, model, requests, turns=3, limit=3 * PAGE):
+    found, seen = play(Subject(engine, model), requests, turns, given=reply, limit=limit)
+    check_turns(found, seen, reply)
+    return found
+
+
+def test_when_pages_run_out_episodes_give_their_cache_up_or_restart_from_what_is_fixed():
+    model = tiny_llama()
+    params = SamplingParams(max_tokens=PAGE + 10)
+    requests = [Request(i, prompt(10 + PAGE * (i % 2), seed=i), 2, params, turns=True) for i in range(4)]
+    roomy = played(paged_engine(model), model, requests)
+    engine = paged_engine(model, max_concurrent=4, pages=1 + 8)
+    unparked = []
+    unpark = engine.decoder.unpark
+    engine.decoder.unpark = lambda responses: unparked.append(len([*responses])) or unpark(responses)
+    tight = played(engine, model, requests)  # also checks that nothing of an earlier turn changes
+    assert engine.metrics()["engine/restarts"] > 0 and len(unparked) > len(requests) * 2
+    assert all(np.array_equal(tight[key].tokens, roomy[key].tokens) for key in roomy)
+    assert len(engine.decoder.store.free) == 8 and not engine.prompts
+
+
+@pytest.mark.parametrize("length", [1, 2, PAGE, PAGE + 1])
+def test_a_next_turn_computes_only_the_new_tokens(length, monkeypatch):
+    model = tiny_llama()
+    computed = []
+    hidden = trunk.PlainTrunk.hidden
+
+    def counting(self, tokens_T, *args, **kwargs):
+        computed.append(len(tokens_T))
+        return hidden(self, tokens_T, *args, **kwargs)
+
+    monkeypatch.setattr(trunk.PlainTrunk, "hidden", counting)
+    engine = paged_engine(model, stop=(), max_concurrent=1)
+    request = Request(0, prompt(length), 1, SamplingParams(max_tokens=BURST), turns=True)
+    engine.submit([request])
+    (first,) = engine.poll()
+    given = tuple(range(20, 20 + PAGE))
+    computed.clear()
+    engine.extend([Extension(request, first, given, len(first) + PAGE + BURST)])
+    (second,) = engine.poll()
+    # The last token of the first turn, all given ones but the last, and a step for each token that is drawn.
+    assert computed == [PAGE, *[1] * BURST]
+    twin = plain.plain_copy(model, torch.float32)
+    with torch.no_grad():
+        (expected,) = plain.logprobs(twin, request.prompt, [second.tokens.tolist()])
+    own = second.is_own
+    np.testing.assert_allclose(second.logprobs[own], expected.numpy()[own], atol=2e-5)
+
+
+def test_given_tokens_are_computed_by_replayed_graphs(monkeypatch):
+    """Uses a stand-in for CUDA graphs."""
+    requests = [Request(i, prompt(5 + 30 * i, seed=i), 3, SamplingParams(max_tokens=60), turns=True) for i in range(3)]
+    model = tiny_llama()
+    expected = played(paged_engine(model), model, requests)
+    monkeypatch.setattr(GraphPool, "capture", capture)
+    monkeypatch.setattr(step, "_can_capture", lambda model: True)
+    fused = tiny_llama()
+    trunk._TRUNKS[fused] = trunk.FusedTrunk.of(fused)
+    engine = paged_engine(fused, max_concurrent=7)
+    engine.decoder.extension.can_capture = True
+    found = played(engine, fused, requests)
+    assert all(np.array_equal(found[key].tokens, expected[key].tokens) for key in expected)
+    assert sum(graph.replays for graph, _ in engine.decoder.extension.captured.values()) > 0
+
+
+def test_a_stop_string_ends_a_turn_only_within_it():
+    """What was given may hold a part of a stop string, or a whole one."""
+    model = tiny_llama()
+    model.set_attn_implementation(ATTENTION_NAME)
+    requests = [
+        Request(i, prompt(9, seed=i), 4, SamplingParams(max_tokens=20, stop=("ab", "c", "de")), turns=True)
+        for i in range(6)
+    ]
+    text = tiny_tokenizer().encode("cdea")
+    engines = paged_engine(model, stop=()), EmbeddedEngine(model, tiny_tokenizer(), frozenset(), 0, 64)
+    paged, eager = (
+        play(Subject(engine, model), requests, 3, given=lambda key, turn: tuple(text), limit=80)[0]
+        for engine in engines
+    )
+    assert all(np.array_equal(eager[key].tokens, paged[key].tokens) for key in eager)
+    assert {rollout.finish_reason for rollout in eager.values()} == {"stop", "length"}

@@ -18,7 +18,7 @@ from dapo.policy import head
 from dapo.policy.head import gather_predictors
 from dapo.policy.policy import Policy
 from dapo.policy.rules import UpdateRules
-from dapo.types import Group, Score
+from dapo.types import Group, Rollout, Score
 from tests import make, plain
 from tests.tiny import tiny_llama, tiny_qwen2
 
@@ -39,10 +39,13 @@ def for_dapo(model):
 
 
 def random_groups(
-    seed: int, count: int, n: int, *, overlong_filter: bool = False, with_reference: bool = False
+    seed: int, count: int, n: int, *, overlong_filter: bool = False, with_reference: bool = False, turns: bool = False
 ) -> list[Group]:
-    """Return groups of mixed lengths, some with equal prompts, with random old log-probabilities."""
-    rng = np.random.default_rng(seed)
+    """Return groups of mixed lengths, some with equal prompts, with random old log-probabilities.
+
+    With `turns`, parts of the responses were given by an environment.
+    """
+    rng, spans = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     prompts = [tuple(rng.integers(4, 130, rng.integers(1, 12)).tolist()) for _ in range(max(1, count - 1))]
     groups = []
     for serial in range(count):
@@ -53,12 +56,23 @@ def random_groups(
             finish = "length" if rng.random() < 0.3 else "stop"
             response = rng.integers(4, 130, length).tolist()
             old = rng.uniform(-6, -3, length).tolist()
-            rollouts.append(make.rollout(response, old, serial=serial, index=index, finish=finish))
+            rollout = make.rollout(response, old, serial=serial, index=index, finish=finish)
+            rollouts.append(with_given(rollout, spans) if turns else rollout)
         scores = [Score(float(rng.integers(3))) if rng.random() > 0.1 else Score(None, error="no") for _ in range(n)]
         reference = [rng.uniform(-6, -3, len(r)).astype(np.float32) for r in rollouts] if with_reference else None
         rules = GroupRules(9, overlong_filter=overlong_filter, filter_enabled=False)
         groups.append(form_group(serial, make.prompt(tokens), rollouts, scores, rules, reference))
     return [group for group in groups if group.kept]
+
+
+def with_given(rollout: Rollout, rng: np.random.Generator) -> Rollout:
+    """Mark up to two spans as given. The first and the last token are the model's."""
+    bounds = np.sort(rng.choice(np.arange(1, max(2, len(rollout))), 4)).tolist()
+    given = tuple((start, end) for start, end in (bounds[:2], bounds[2:]) if start < end < len(rollout))
+    logprobs = rollout.logprobs.copy()
+    for start, end in given:
+        logprobs[start:end] = 0
+    return replace(rollout, given=given, logprobs=logprobs)
 
 
 def packed_gradients(model, groups, cfg, *, share_prompts=True):
@@ -109,12 +123,13 @@ def test_shared_prompts_give_the_log_probabilities_and_gradients_of_padded_trans
     share_prompts=st.booleans(),
     tree_tokens=st.sampled_from([0, 25, 512]),
     kl=st.sampled_from([0.0, 0.3]),
+    turns=st.booleans(),
 )
 @settings(max_examples=60)
 def test_the_gradient_is_that_of_the_definition_for_every_split_order_and_mode(
-    seed, budget, mode, overlong_filter, share_prompts, tree_tokens, kl
+    seed, budget, mode, overlong_filter, share_prompts, tree_tokens, kl, turns
 ):
-    groups = random_groups(seed, 4, 3, overlong_filter=overlong_filter, with_reference=kl > 0)
+    groups = random_groups(seed, 4, 3, overlong_filter=overlong_filter, with_reference=kl > 0, turns=turns)
     if not groups:
         return
     order = np.random.default_rng(seed).permutation(len(groups))
@@ -137,7 +152,7 @@ def test_the_gradient_is_that_of_the_definition_for_every_split_order_and_mode(
 @settings(max_examples=12)
 def test_the_gradient_of_every_loss_is_that_of_its_definition_for_every_split(loss, seed, budget, chunk):
     """Micro-batches of any size, and chunks of the head that cut responses in two."""
-    groups = random_groups(seed, 4, 3)
+    groups = random_groups(seed, 4, 3, turns=seed % 2 == 1)
     if not groups:
         return
     model = for_dapo(plain.in_float64(tiny_llama()))
@@ -384,6 +399,25 @@ def test_token_statistics_are_those_of_the_first_update():
         for i, values in enumerate(expected):
             if group.trains[i]:
                 np.testing.assert_allclose(stats[group.serial, i].logprobs, values.detach().numpy(), atol=1e-5)
+
+
+def test_metrics_and_token_statistics_leave_out_what_an_environment_gave():
+    """A second run in which the given tokens' log-probabilities are nonsense gives the same metrics."""
+    results = []
+    for nonsense in (0.0, -50.0):
+        groups = []
+        for group in random_groups(3, 4, 3, turns=True):
+            rollouts = [replace(r, logprobs=np.where(r.is_own, r.logprobs, nonsense)) for r in group.rollouts]
+            groups.append(replace(group, rollouts=tuple(rollouts)))
+        results.append(Policy(for_dapo(tiny_llama()), config(algorithm__max_logprob_gap=99)).update(groups, 1, 0))
+    assert results[0].metrics == results[1].metrics
+    assert any(r.given for group in groups for r in group.rollouts)
+    for group in groups:
+        for rollout in (r for r, trains in zip(group.rollouts, group.trains, strict=True) if trains):
+            stats = results[0].token_stats[rollout.serial, rollout.index]
+            for values in stats:
+                assert len(values) == len(rollout)
+                assert (values[~rollout.is_own] == 0).all() and (values[rollout.is_own] != 0).all()
 
 
 def test_entropy_is_that_of_the_whole_distribution():

@@ -642,7 +642,7 @@ def directory(path: Path) -> None:
         (cut_off, "malformed"),
         (cut_off_in_the_first_page, "malformed|not a database|disk I/O error"),
         (overwritten, "malformed|not a database"),
-        (newer, "has schema version 7, but this version of dapo reads 3"),
+        (newer, "has schema version 7, but this version of dapo reads 4"),
         (foreign, "is an SQLite database, but not a run's"),
         (directory, "is not a regular file"),
     ],
@@ -688,9 +688,10 @@ def test_damage_found_later_is_one_sentence_too(path: Path) -> None:
         record_three_steps(database)
         record_three_more(database)
     size = path.stat().st_size
+    # The schema fills the first page and a part of the second.
     with path.open("r+b") as file:
-        file.seek(4096)
-        file.write(b"\x55" * (size - 4096))
+        file.seek(8192)
+        file.write(b"\x55" * (size - 8192))
     with RunDatabase.open_readonly(path) as reader, pytest.raises(CheckpointError, match=r"run\.db: cannot be read"):
         list(reader.steps())
 

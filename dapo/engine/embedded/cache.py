@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dapo.engine.embedded.sequence import SharedPrompt
@@ -50,6 +52,12 @@ class ResponseCache:
         if length == 0:  # a newcomer without cached tokens, whose slot may not exist yet
             return
         self.storage[:, :, target, :, :length] = self.storage[:, :, source, :, :length]
+
+    def copy(self, slot: int, length: int) -> Tensor:
+        """Return a copy of the first `length` tokens of a slot, [2, layers, Hkv, length, D]."""
+        if length == 0:  # its slot may not exist yet
+            return self.storage.new_empty(*self.storage.shape[:2], self.storage.shape[3], 0, self.storage.shape[5])
+        return self.storage[:, :, slot, :, :length].clone()
 
     def release(self) -> None:
         shape = list(self.storage.shape)
@@ -159,3 +167,47 @@ class DecodeAttention:
         """Undo `_by_prompt`: [prompts, Hkv, rows * G, X] -> [B, Hkv, G, X]."""
         values = values.unflatten(2, (self.rows, groups)).transpose(1, 2).flatten(0, 1)
         return values if self.rows_B is None else values[self.rows_B]
+
+
+class CacheSpan(NamedTuple):
+    """The own tokens `start` to `end` of one response, to be computed into its slot."""
+
+    prompt: CachedPrompt
+    slot: int
+    start: int
+    end: int
+
+
+class ExtendAttention:
+    """Attention of spans of tokens to the prompt and the own tokens before them. It stores their keys and values."""
+
+    applies_rotary = False
+
+    def __init__(self, cache: ResponseCache, spans: Sequence[CacheSpan]) -> None:
+        self.storage, self.spans = cache.storage, spans
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cos_sin: Tensor | None = None
+    ) -> Tensor:
+        outputs, first = [], 0
+        for span in self.spans:
+            tokens = slice(first, first + span.end - span.start)
+            parts = (each[0, :, tokens] for each in (query, key, value))
+            outputs.append(self._attend(layer, span, *parts, scale=scale))
+            first = tokens.stop
+        return torch.cat(outputs, dim=1).transpose(0, 1)[None].to(query.dtype)
+
+    def _attend(
+        self, layer: int, span: CacheSpan, query: Tensor, key: Tensor, value: Tensor, *, scale: float
+    ) -> Tensor:
+        prompt, slot, start, end = span
+        for part, new in enumerate((key, value)):
+            self.storage[part, layer, slot, :, start:end] = new
+        own_keys, own_values = self.storage[:, layer, slot, :, :end]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        keys, values = torch.cat([prompt.keys[layer], own_keys], 1), torch.cat([prompt.values[layer], own_values], 1)
+        seen = keys.shape[1] - (end - start) + torch.arange(end - start, device=query.device)  # the last key of each
+        bias = torch.arange(keys.shape[1], device=query.device) <= seen[:, None]
+        groups = query.shape[0] // keys.shape[0]
+        keys, values = (each.to(wide).repeat_interleave(groups, dim=0) for each in (keys, values))
+        return F.scaled_dot_product_attention(query.to(wide)[None], keys[None], values[None], bias, scale=scale)[0]

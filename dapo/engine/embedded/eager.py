@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dapo.engine.embedded.cache import CachedPrompt, DecodeAttention, PromptStack, ResponseCache
+from dapo.engine.embedded.cache import (
+    CachedPrompt,
+    CacheSpan,
+    DecodeAttention,
+    ExtendAttention,
+    PromptStack,
+    ResponseCache,
+)
 from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt
 from dapo.kernels.sampler import draw, uniforms
 from dapo.model.attention import Family, PackedAttention
@@ -25,12 +32,14 @@ class EagerDecoder:
     """Decodes the active responses together. Response `active[i]` has slot i of the cache."""
 
     cache_bytes = 0  # nothing is held permanently
+    burst = 1
 
     def __init__(self, causal_lm: Any, stop_ids: frozenset[int], max_concurrent: int) -> None:
         self.model = causal_lm
         self.stop_ids = stop_ids
         self.max_concurrent = max_concurrent
         self.active: list[Response] = []
+        self.parked: dict[Response, Tensor] = {}  # keys and values of finished episodes, without the last token's
         self.stacked: PromptStack | None = None
         config = causal_lm.config.get_text_config()
         weight = head_weight(causal_lm)
@@ -49,17 +58,24 @@ class EagerDecoder:
         return min(self.max_concurrent - len(self.active), sum(1 for _ in waiting))
 
     def start(self, newcomers: Sequence[Response]) -> list[Finished]:
-        """Prefill prompts and draw the first token of each newcomer from its prompt's last hidden state."""
+        """Prefill prompts, and draw the first token of each newcomer from its prompt's last hidden state.
+
+        An episode that goes on draws its next token in the next step, from its last given token.
+        """
         if not newcomers:
             return []
         prompts = list(dict.fromkeys(response.prompt for response in newcomers))
         self._prefill([prompt for prompt in prompts if prompt.cached is None])
-        row = {prompt: i for i, prompt in enumerate(prompts)}
-        rows = torch.tensor([row[response.prompt] for response in newcomers], device=self.device)
-        hidden = torch.stack([prompt.cached.last_hidden for prompt in prompts])
-        self._draw(newcomers, wide_product(hidden, head_weight(self.model).t())[rows])
-        self.active += newcomers
-        return self._collect()
+        self._continue([response for response in newcomers if response.fixed])
+        newcomers = [response for response in newcomers if not response.fixed]
+        if newcomers:
+            prompts = list(dict.fromkeys(response.prompt for response in newcomers))
+            row = {prompt: i for i, prompt in enumerate(prompts)}
+            rows = torch.tensor([row[response.prompt] for response in newcomers], device=self.device)
+            hidden = torch.stack([prompt.cached.last_hidden for prompt in prompts])
+            self._draw(newcomers, wide_product(hidden, head_weight(self.model).t())[rows])
+            self.active += newcomers
+        return self._collect(newcomers)
 
     def advance(self) -> list[Finished]:
         if not self.active:
@@ -76,7 +92,7 @@ class EagerDecoder:
         plan = DecodeAttention(self.cache, stack, lengths_B, [index[response.prompt] for response in self.active])
         hidden = hidden_states(self.model, tokens_B, lengths_B + prompts_B, plan)
         self._draw(self.active, wide_product(hidden, head_weight(self.model).t()))
-        return self._collect()
+        return self._collect(self.active)
 
     def wait(self) -> None:
         pass
@@ -93,6 +109,10 @@ class EagerDecoder:
                 if row < len(self.active):
                     self.cache.move(len(self.active), row, len(last.tokens) - 1)
                     self.active[row] = last
+
+    def unpark(self, responses: Iterable[Response]) -> None:
+        for response in responses:
+            self.parked.pop(response, None)
 
     def free_prompt(self, prompt: SharedPrompt) -> None:
         prompt.cached = None
@@ -137,6 +157,30 @@ class EagerDecoder:
                 last_hidden=hidden[end - 1].clone(),
             )
 
+    def _continue(self, responses: Sequence[Response]) -> None:
+        """Add episodes that go on, with the keys and values of their tokens but the newest, which is not cached yet."""
+        if not responses:
+            return
+        first = len(self.active)
+        self.active += responses
+        self.cache.reserve(len(self.active), max(len(response.tokens) for response in responses))
+        spans = []
+        for slot, response in enumerate(responses, start=first):
+            cached = self.parked.pop(response, None)
+            start = 0 if cached is None else cached.shape[3]
+            if cached is not None:
+                self.cache.storage[:, :, slot, :, :start] = cached
+            spans.append(CacheSpan(response.prompt.cached, slot, start, len(response.tokens) - 1))
+        tokens = [t for r, span in zip(responses, spans, strict=True) for t in r.tokens[span.start : span.end]]
+        positions = [
+            response.prompt.length + i
+            for response, span in zip(responses, spans, strict=True)
+            for i in range(span.start, span.end)
+        ]
+        tokens_T, positions_T = (torch.tensor(values, device=self.device) for values in (tokens, positions))
+        plan = ExtendAttention(self.cache, spans)
+        hidden_states(self.model, tokens_T, positions_T, plan)  # for what the plan stores; the result is not needed
+
     def _stack(self) -> PromptStack:
         """Return the prompts of the active responses, stacked.
 
@@ -158,18 +202,24 @@ class EagerDecoder:
             response.tokens.append(token)
             response.logprobs.append(logprob)
 
-    def _collect(self) -> list[Finished]:
-        """Take the finished responses out of the active rows."""
+    def _collect(self, drawn: Sequence[Response]) -> list[Finished]:
+        """Take the finished ones of the responses that have a new token out of the active rows; park episodes."""
         finished: list[Finished] = []
-        for response in self.active:
+        for response in drawn:
             if reason := self._finish_reason(response):
                 finished.append((response, reason))
+        slots = {response: slot for slot, response in enumerate(self.active)}
+        for response, _ in finished:
+            if response.request.turns:
+                self.parked[response] = self.cache.copy(slots[response], len(response.tokens) - 1)
         self.remove([response for response, _ in finished])
         return finished
 
     def _finish_reason(self, response: Response) -> FinishReason | None:
         if response.tokens[-1] in self.stop_ids:
             return "stop"
-        if response.stop is not None and response.stop.length(response.tokens, len(response.tokens) - 1):
-            return "stop"
-        return "length" if len(response.tokens) >= response.request.params.max_tokens else None
+        if response.stop is not None:
+            turn = response.tokens[response.turn_start :]
+            if response.stop.length(turn, len(turn) - 1):
+                return "stop"
+        return "length" if len(response.tokens) >= response.limit else None

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from dapo.engine.embedded.extend import OwnSpan, PagedExtension
 from dapo.engine.embedded.pages import PageStore, longest_pages, pages_for
 from dapo.engine.embedded.prefill import Prefill
 from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt, drawing
-from dapo.engine.embedded.step import PADDING_ROW, DecodeStep
+from dapo.engine.embedded.step import PADDING_ROW, DecodeStep, RowStatus
 from dapo.errors import ModelError
-from dapo.kernels.draw import DrawState
 from dapo.kernels.piece_attention import PAGE
 from dapo.model.forward import free_memory, head_weight
 from dapo.model.meter import head_size, key_heads
@@ -30,9 +29,8 @@ MAX_CONCURRENT = 1024
 # Batch sizes that a graph is captured for; a batch is padded to the next one.
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, *range(1024, 1 << 16, 512))
 # A finished row takes part until the burst ends. One that has reached its limit then writes its last token to the
-# cache, at index `limit`. If that index began a page that the row does not have, `limit` would be a multiple of PAGE,
-# and so of BURST. Then the row finished in the last step of its burst, and nothing more is written.
-assert PAGE % BURST == 0
+# cache, at index `limit`. If that index begins a page that the row does not have, its table names page 0, which belongs
+# to padding.
 _REASONS: dict[int, FinishReason] = {1: "stop", 2: "length"}
 
 
@@ -41,14 +39,17 @@ class _Row:
     """Device row and cache pages of one active response."""
 
     index: int
-    pages: list[int]  # of the response alone; its prompt's pages are shared
+    pages: list[int]  # of the response alone; the pages of its prompt are shared
 
 
 class PagedDecoder:
     """Schedules responses on a paged key/value cache: who is in the batch, who has which row and which pages.
 
-    The active responses, oldest first, are the first positions of the batch. The rest of a bucket is padding.
+    The active responses, oldest first, are the first positions of the batch. The rest of a bucket is padding. A
+    finished episode gives its row back but keeps its pages, until it goes on or others need them.
     """
+
+    burst = BURST
 
     def __init__(
         self, causal_lm: Any, stop_ids: frozenset[int], max_concurrent: int, max_length: int, pages: int
@@ -60,17 +61,19 @@ class PagedDecoder:
         self.device = weight.device
         self.store = PageStore(*_cache_shape(causal_lm, pages), dtype=weight.dtype, device=self.device)
         self.prefill = Prefill(causal_lm, self.store)
+        self.extension = PagedExtension(causal_lm, self.store)
         self.decode_step = DecodeStep(causal_lm, self.store, stop_ids, max_concurrent, max_length)
         self.buckets = [bucket for bucket in _BUCKETS if bucket < max_concurrent] + [max_concurrent]
         rows = max_concurrent + 1  # with the padding row
         self.active: dict[Response, _Row] = {}
+        self.parked: dict[Response, list[int]] = {}  # the pages of finished episodes
         self.free_rows = list(range(rows - 1, PADDING_ROW, -1))
         self.preempted: list[Response] = []
         # The host's copy of what the device knows of each row. `status` is refreshed after every burst.
         self.host_table = np.zeros(self.decode_step.table.shape, np.int32)
         self.limits, self.own_pages = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
         self.searched = np.ones(rows, np.int64)  # own tokens in which no stop string was found
-        self.status = _RowStatus(rows, self.device)
+        self.status = RowStatus(rows, self.device)
         # Whether the device's copies of the page table and of the batch are out of date.
         self.table_changed = False
         self.batch_changed = False
@@ -113,6 +116,7 @@ class PagedDecoder:
     def suspend(self) -> None:
         self.decode_step.release()
         self.prefill.release()
+        self.extension.release()
         self.store.release()
 
     @torch.no_grad()
@@ -125,17 +129,17 @@ class PagedDecoder:
     def room(self, waiting: Iterable[Response]) -> int:
         """Count the responses that can start now.
 
-        Each needs a row, a page for its first tokens, and pages for its prompt unless that is cached. One free page per
-        active response is kept back, so that those can grow. An idle decoder always admits one.
+        Each needs a row, pages for its tokens so far, and pages for its prompt unless that is cached. The pages of
+        finished episodes count as free. One free page per active response is kept back, so that those can grow. An idle
+        decoder always admits one.
         """
-        free_pages, free_rows = len(self.store.free) - len(self.active), len(self.free_rows)
-        seen: set[SharedPrompt] = set()
-        count = 0
+        free_pages = len(self.store.free) + sum(map(len, self.parked.values())) - len(self.active)
+        seen, count = set[SharedPrompt](), 0
         for response in waiting:
-            needed = 1
+            needed = pages_for(response.fixed + 1)
             if response.prompt.cached is None and response.prompt not in seen:
                 needed += pages_for(response.prompt.length - 1)
-            if count == free_rows or (needed > free_pages and (self.active or count)):
+            if count == len(self.free_rows) or (needed > free_pages and (self.active or count)):
                 break
             free_pages -= needed
             seen.add(response.prompt)
@@ -143,20 +147,25 @@ class PagedDecoder:
         return count
 
     def start(self, newcomers: Sequence[Response]) -> list[Finished]:
-        """Prefill the newcomers' prompts, add the newcomers to the batch, and start the next burst.
+        """Compute the newcomers' prompts and given tokens, add them to the batch, and start the next burst.
 
         Always returns an empty list: `advance` reports what finished.
         """
         self.store.restore()
+        kept = [response for response in newcomers if response in self.parked]
+        for response in newcomers:  # active from here on, so that making room does not free its prompt
+            length = response.prompt.length + response.limit
+            assert length <= self.max_length + 1, f"a sequence of {length} tokens, longer than max_length"
+            self.active[response] = _Row(self.free_rows.pop(), self.parked.pop(response, []))
         prompts = [prompt for prompt in dict.fromkeys(r.prompt for r in newcomers) if prompt.cached is None]
         for prompt in prompts:
-            prompt.cached = self.store.take(pages_for(prompt.length - 1))
+            prompt.cached = self._take(pages_for(prompt.length - 1))
         self.prefill(prompts)
         for response in newcomers:
-            length = response.prompt.length + response.request.params.max_tokens
-            assert length <= self.max_length + 1, f"a sequence of {length} tokens, longer than max_length"
-            self.active[response] = _Row(self.free_rows.pop(), self.store.take(1))
+            pages = self.active[response].pages
+            pages += self._take(max(0, pages_for(response.fixed + 1) - len(pages)))
         self._write_rows(newcomers)
+        self.extension([self._span(r, is_kept=r in kept) for r in newcomers if r.fixed])
         if self.active and not self.is_computing:
             self._start_burst()
             # While the burst runs, take the pages that the next one needs. `status` may be from before or after the
@@ -175,13 +184,12 @@ class PagedDecoder:
             for response, row in self.active.items()
             if self.status.finished[row.index] or response in stopped
         ]
-        if not done:  # all that finished were cancelled
-            return []
+        if not done:
+            return []  # all that finished were cancelled
         rows = np.array([row.index for _, row in done])
         lengths = self.status.own_lengths[rows] - 1  # without the last prompt token
         lengths = np.array([stopped.get(response, length) for (response, _), length in zip(done, lengths, strict=True)])
-        index = torch.from_numpy(rows).to(self.device)
-        state = self.decode_step.draw_state
+        index, state = torch.from_numpy(rows).to(self.device), self.decode_step.draw_state
         tokens, logprobs = (
             values[index, 1 : 1 + lengths.max()].cpu().numpy() for values in (state.tokens, state.logprobs)
         )
@@ -193,6 +201,8 @@ class PagedDecoder:
             response.switches = [switch for switch in response.switches if switch < lengths[i]]
             reason = "stop" if response in stopped else _REASONS[int(self.status.finished[row.index])]
             finished.append((response, reason))
+            if response.request.turns:
+                self.parked[response], row.pages = row.pages, []
         self.remove([response for response, _ in done])
         return finished
 
@@ -212,10 +222,13 @@ class PagedDecoder:
         if not len(chosen):
             return {}
         tokens = self._fetch_tokens(rows[chosen, None], np.arange(1, own[chosen].max())[None])
-        lengths = {
-            watched[i][0]: watched[i][2].length(tokens[k, : own[i] - 1], searched[i] - 1) for k, i in enumerate(chosen)
-        }
-        return {response: length for response, length in lengths.items() if length is not None}
+        found: dict[Response, int] = {}
+        for k, i in enumerate(chosen):
+            response, _, stop = watched[i]
+            first = response.turn_start
+            if length := stop.length(tokens[k, first : own[i] - 1], searched[i] - 1 - first):
+                found[response] = first + length
+        return found
 
     def _fetch_tokens(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         index = [torch.from_numpy(each).to(self.device) for each in (rows, columns)]
@@ -238,6 +251,11 @@ class PagedDecoder:
             self.store.give_back(row.pages)
             self.free_rows.append(row.index)
         self.batch_changed |= bool(responses)
+
+    def unpark(self, responses: Iterable[Response]) -> None:
+        for response in filter(self.parked.__contains__, [*responses]):
+            self.store.give_back(self.parked.pop(response))
+            self._free_unused_prompt(response.prompt)
 
     def free_prompt(self, prompt: SharedPrompt) -> None:
         self.store.give_back(prompt.cached or ())
@@ -270,29 +288,35 @@ class PagedDecoder:
         """Write the initial state of new responses to their rows, on the device and in the host's copies."""
         if not newcomers:
             return
-        homes = [self.active[response] for response in newcomers]
-        rows = torch.tensor([row.index for row in homes], device=self.device)
-        state = self.decode_step.draw_state
-        columns: tuple[tuple[Tensor, list[int]], ...] = (
-            (self.decode_step.prompt_lengths, [response.prompt.length - 1 for response in newcomers]),
-            (state.own_lengths, [1] * len(newcomers)),  # the last prompt token
-            (state.limits, [response.request.params.max_tokens for response in newcomers]),
-            (state.finished, [0] * len(newcomers)),
-            (state.keys, [response.key for response in newcomers]),
-        )
-        for column, values in columns:
-            column[rows] = torch.tensor(values, dtype=column.dtype, device=self.device)
-        last = torch.tensor([response.prompt.tokens[-1] for response in newcomers], dtype=torch.int32)
-        state.tokens[rows, 0] = last.to(self.device)
-        for response, row in zip(newcomers, homes, strict=True):
+        self.decode_step.write_rows([self.active[response].index for response in newcomers], newcomers)
+        for response in newcomers:
+            row, own = self.active[response], 1 + response.fixed
             listed = [*response.prompt.cached, *row.pages]
             self.host_table[row.index] = 0
             self.host_table[row.index, : len(listed)] = listed
-            self.limits[row.index] = response.request.params.max_tokens
+            self.limits[row.index] = response.limit
             self.own_pages[row.index] = len(row.pages)
-            self.status.own_lengths[row.index], self.status.finished[row.index] = 1, 0
-            self.searched[row.index] = 1
+            self.status.own_lengths[row.index], self.status.finished[row.index] = own, 0
+            self.searched[row.index] = own
         self.table_changed = self.batch_changed = True
+
+    def _span(self, response: Response, *, is_kept: bool) -> OwnSpan:
+        """Return the own tokens that are not in the cache: all but the newest, or only those since the last turn.
+
+        Own token i is token i - 1 of the response. The last token of a turn is not in the cache when the turn ends.
+        """
+        start = response.given[-1][0] if is_kept else 0
+        own, pages = [response.prompt.tokens[-1], *response.tokens], self.host_table[self.active[response].index]
+        return OwnSpan(own[start : response.fixed], start, response.prompt.length - 1, pages)
+
+    def _make_room(self, count: int) -> None:
+        """Let the episodes that finished last give up their pages, until `count` pages are free."""
+        while count > len(self.store.free) and self.parked:
+            self.unpark([next(reversed(self.parked))])
+
+    def _take(self, count: int) -> list[int]:
+        self._make_room(count)
+        return self.store.take(count)
 
     def _start_burst(self) -> None:
         """Launch the next steps without waiting for them. The GPU is idle here, so the host must be quick."""
@@ -339,6 +363,7 @@ class PagedDecoder:
         for response, missing in zip([*self.active], missing_pages.tolist(), strict=True):
             if missing <= 0 or response not in self.active:  # preempted in favor of an older one
                 continue
+            self._make_room(missing)
             while missing > len(self.store.free) and len(self.active) > 1:
                 if self.is_computing:  # no row can be preempted in mid-burst: do it before the next one
                     self.batch_changed = True
@@ -355,34 +380,17 @@ class PagedDecoder:
             self.table_changed = True
 
     def _preempt(self, response: Response) -> None:
-        """Take an active response out of the batch and free its pages. It will start again from its prompt."""
+        """Take an active response out of the batch and free its pages. It will start its turn again."""
         self.remove([response])
-        if not any(other.prompt is response.prompt for other in self.active):
-            self.free_prompt(response.prompt)  # prefilled again when the response restarts
-        response.switches.clear()
+        self._free_unused_prompt(response.prompt)
+        response.restart()
         self.restarts += 1
         self.preempted.insert(0, response)  # the youngest leaves first, so this keeps the oldest in front
 
-
-class _RowStatus:
-    """The host's copy of each row's length and finish state, fetched from the device after a burst."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self.own, self.done = (torch.zeros(rows, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2))
-        self.own_lengths, self.finished = self.own.numpy(), self.done.numpy()  # views of the same memory
-        self.event = torch.cuda.Event() if is_cuda else None
-
-    def start_copy(self, state: DrawState) -> None:
-        """Queue the copy behind the steps that were launched."""
-        self.own.copy_(state.own_lengths, non_blocking=True)
-        self.done.copy_(state.finished, non_blocking=True)
-        if self.event is not None:
-            self.event.record()
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
+    def _free_unused_prompt(self, prompt: SharedPrompt) -> None:
+        """Free the cache of a prompt unless a response that is cached needs it. It is prefilled again for others."""
+        if not any(other.prompt is prompt for other in (*self.active, *self.parked)):
+            self.free_prompt(prompt)
 
 
 def _cache_shape(causal_lm: Any, pages: int) -> tuple[int, int, int, int]:

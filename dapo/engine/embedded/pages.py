@@ -99,3 +99,29 @@ class PagedAttention:
             query_B, key_B, value_B, keys, values, self.state, scale, cos_sin=cos_sin, split=self.split
         )
         return output_B[None]
+
+
+class ExtendingAttention:
+    """Attention of several new tokens of the same response: stores the keys and values of all, then attends to them.
+
+    In `state`, each token has a row of its own, with the pages of its response and the length up to itself.
+    """
+
+    applies_rotary = False
+
+    def __init__(self, store: PageStore, state: PagedState) -> None:
+        self.storage, self.state = store.storage, state
+        newest_T = state.own_lengths.long() - 1
+        columns_T = newest_T // PAGE + (state.prompt_lengths.long() + PAGE - 1) // PAGE
+        self.pages_T = state.table.gather(1, columns_T[:, None])[:, 0].long()
+        self.offsets_T = newest_T % PAGE
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cos_sin: Tensor | None = None
+    ) -> Tensor:
+        query_T, key_T, value_T = (part[0].transpose(0, 1) for part in (query, key, value))
+        keys, values = self.storage[layer]
+        keys[self.pages_T, :, self.offsets_T] = key_T
+        values[self.pages_T, :, self.offsets_T] = value_T
+        # It stores each token's key and value once more, with the same bits.
+        return decode_attention(query_T, key_T, value_T, keys, values, self.state, scale)[None]

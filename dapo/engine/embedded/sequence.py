@@ -38,6 +38,18 @@ class Response:
     switches: list[int] = field(default_factory=list)  # [i]: tokens drawn when the weights advanced the i-th time
     tokens: list[int] | np.ndarray = field(default_factory=list)
     logprobs: list[float] | np.ndarray = field(default_factory=list)
+    given: list[tuple[int, int]] = field(default_factory=list)  # spans of tokens that an environment gave
+    fixed: int = 0  # tokens of earlier turns and given ones, which a restart must keep
+    limit: int = 0  # greatest number of tokens, given ones included
+
+    @property
+    def turn_start(self) -> int:
+        return self.given[-1][1] if self.given else 0
+
+    def restart(self) -> None:
+        """Forget what was drawn in this turn."""
+        self.tokens, self.logprobs = self.tokens[: self.fixed], self.logprobs[: self.fixed]
+        self.switches = [switch for switch in self.switches if switch < self.fixed]
 
 
 Finished = tuple[Response, FinishReason]
@@ -51,11 +63,22 @@ def drawing(params: SamplingParams) -> SamplingParams:
 class Decoder(Protocol):
     """Decodes a batch of responses."""
 
+    burst: int  # decode steps of one `advance`, at most
+
     @property
     def active(self) -> Collection[Response]: ...
 
     @property
     def cache_bytes(self) -> int: ...
+
+    @property
+    def parked(self) -> Collection[Response]:
+        """The finished episodes whose cache is kept. It may be given up at any time, and is then computed again."""
+        ...
+
+    def unpark(self, responses: Iterable[Response]) -> None:
+        """Give up the cache of finished episodes, where it is kept."""
+        ...
 
     def suspend(self) -> None:
         """Free the cache's memory until it is needed again. Called only when nothing is active."""
@@ -70,7 +93,10 @@ class Decoder(Protocol):
         ...
 
     def start(self, newcomers: Sequence[Response]) -> list[Finished]:
-        """Add responses to the batch. Called after every `advance`, also without newcomers."""
+        """Add responses to the batch. Called after every `advance`, also without newcomers.
+
+        For an episode that goes on, compute those of its fixed tokens that are not in a kept cache.
+        """
         ...
 
     def advance(self) -> list[Finished]:

@@ -6,12 +6,15 @@ finished. A step reads and advances the rows named in `rows_B` without any help 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dapo.engine.embedded.pages import PagedAttention, PageStore, longest_pages
+from dapo.engine.embedded.sequence import Response
 from dapo.kernels.decode_attention import PagedState
 from dapo.kernels.draw import DrawState, draw_and_advance
 from dapo.model.forward import head_weight, hidden_states
@@ -55,6 +58,26 @@ class DecodeStep:
         self.graphs: dict[tuple[int, SamplingParams | None], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self.shared_logits: Tensor | None = None
         self.pool = GraphPool()
+
+    def write_rows(self, indices: Sequence[int], responses: Sequence[Response]) -> None:
+        """Write the initial state of responses to their rows: nothing drawn yet, or the tokens of earlier turns."""
+        rows, state = torch.tensor(indices, device=self.weight.device), self.draw_state
+        owns = [1 + response.fixed for response in responses]  # with the last prompt token
+        columns: tuple[tuple[Tensor, list[int]], ...] = (
+            (self.prompt_lengths, [response.prompt.length - 1 for response in responses]),
+            (state.own_lengths, owns),
+            (state.limits, [response.limit for response in responses]),
+            (state.finished, [0] * len(responses)),
+            (state.keys, [response.key for response in responses]),
+        )
+        for column, values in columns:
+            column[rows] = torch.tensor(values, dtype=column.dtype, device=rows.device)
+        tokens, logprobs = (np.zeros((len(responses), max(owns)), dtype) for dtype in (np.int32, np.float32))
+        for i, (response, own) in enumerate(zip(responses, owns, strict=True)):
+            tokens[i, 0] = response.prompt.tokens[-1]
+            tokens[i, 1:own], logprobs[i, 1:own] = response.tokens, response.logprobs
+        state.tokens[rows, : max(owns)] = torch.from_numpy(tokens).to(rows.device)
+        state.logprobs[rows, : max(owns)] = torch.from_numpy(logprobs).to(rows.device)
 
     def prepare(self, bucket: int, params: SamplingParams) -> None:
         """Capture the graph for a batch of `bucket` positions, unless it exists. Overwrites `rows_B`."""
@@ -117,6 +140,27 @@ class DecodeStep:
         for start in range(0, bucket, size):
             rows = slice(start, start + size)
             draw_and_advance(logits_BV[rows], self.rows_B[:bucket][rows], self.draw_state, params)
+
+
+class RowStatus:
+    """The host's copy of each row's length and finish state, fetched from the device after a burst."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.own, self.done = (torch.zeros(rows, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2))
+        self.own_lengths, self.finished = self.own.numpy(), self.done.numpy()  # views of the same memory
+        self.event = torch.cuda.Event() if is_cuda else None
+
+    def start_copy(self, state: DrawState) -> None:
+        """Queue the copy behind the steps that were launched."""
+        self.own.copy_(state.own_lengths, non_blocking=True)
+        self.done.copy_(state.finished, non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
 
 
 def _is_truncated(params: SamplingParams) -> bool:
