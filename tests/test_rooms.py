@@ -31,14 +31,14 @@ MAY_USE: dict[str, set[str]] = {
     "sampling": {"algorithm", "checkpoint", "config", "data", "engine", "environments", "model", "rewards"},
     "cluster": {"config", "engine", "model", "policy", "rewards", "system"},
     "evaluation": {
-        "algorithm", "checkpoint", "cluster", "config", "data", "engine", "model", "rewards", "sampling", "store",
-        "system", "terminal",
+        "algorithm", "checkpoint", "cluster", "config", "data", "engine", "environments", "model", "rewards",
+        "sampling", "store", "system", "terminal",
     },
     "plan": {"config", "engine", "model"},
     "view": {"algorithm", "store", "system"},
     "training": {
-        "checkpoint", "cluster", "config", "data", "engine", "evaluation", "model", "policy", "rewards", "sampling",
-        "store", "system", "terminal",
+        "checkpoint", "cluster", "config", "data", "engine", "environments", "evaluation", "model", "policy",
+        "rewards", "sampling", "store", "system", "terminal",
     },
     "commands": {
         "checkpoint", "cluster", "config", "data", "engine", "environments", "evaluation", "model", "plan", "policy",

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ from dapo.cluster.assemble import check_samplers
 from dapo.cluster.ray_connection import check_run_dir
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets
+from dapo.environments.build import build_environment
+from dapo.environments.protocol import EnvironmentPool
 from dapo.errors import RewardError
 from dapo.evaluation.evaluate import differences, evaluate
 from dapo.evaluation.parts import SharedParts
 from dapo.evaluation.subjects import Subject, differing_settings, resolve
 from dapo.model.loading import load_tokenizer, resolve_path
 from dapo.rewards.judge import check_columns, columns_seen, judge_kinds
+from dapo.sampling.episodes import Environment
 from dapo.store.database import RunDatabase, versions
 from dapo.system.files import write_text
 from dapo.terminal.evaltable import DifferenceRow, EvalRow, differences_table, models_table, summary
@@ -122,11 +125,22 @@ def comparison_json(comparison: Comparison) -> str:
 
 
 def _evaluate(subject: Subject, parts: SharedParts, console: Console) -> list[Result]:
+    with ExitStack() as opened:
+        environments = build_environment(subject.config)
+        if environments is not None:
+            opened.callback(environments.close)
+        return _evaluate_in(environments, subject, parts, console)
+
+
+def _evaluate_in(
+    environments: EnvironmentPool | None, subject: Subject, parts: SharedParts, console: Console
+) -> list[Result]:
     config, options = subject.config, subject.config.eval
     notes: list[str] = []
     # Before the weights, so that errors in the data or the reward's signature show at once.
-    kinds = judge_kinds(config.reward, None)
-    sets = load_eval_sets(config, load_tokenizer(config.model.path), notes, columns_seen(kinds))
+    kinds, tokenizer = judge_kinds(config.reward, None), load_tokenizer(config.model.path)
+    sets = load_eval_sets(config, tokenizer, notes, columns_seen(kinds), None, environments)
+    environment = Environment.of(config, environments, tokenizer)
     check_columns(kinds, {"data_source"}.union(*(prompt.extra for prompts in sets.values() for prompt in prompts)))
     for note in notes:
         _note(console, note)
@@ -139,7 +153,7 @@ def _evaluate(subject: Subject, parts: SharedParts, console: Console) -> list[Re
             start = time.perf_counter()
             with _progress(console, f"{subject.label}, {name}") as on_sample:
                 # Step 0 for every model: the same question gets the same random numbers, which pairs the models.
-                report = evaluate(engine, judge, prompts, options.k, params, 0, name, on_sample, tags)
+                report = evaluate(engine, judge, prompts, options.k, params, 0, name, on_sample, tags, environment)
             report = replace(report, step=subject.step)
             database.record_eval(report)
             _check_judged(subject.label, report)

@@ -25,7 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 _SHARED_KEYS = (
     "data.max_prompt_length", "data.max_response_length", "data.prompt_template", "data.system_prompt",
     "data.chat_template_kwargs", "rollout.stop", "rollout.engine",
-    *(key for key, _ in leaves() if key.startswith("reward.")),
+    *(key for key, _ in leaves() if key.startswith(("reward.", "environment."))),
 )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ class RunReader:
     def eval_reports(self, step: int | None = None) -> tuple[EvalReport, ...]:
         """Return the evaluations of a step (default: the newest evaluated one) with scores and texts, without tokens.
 
-        Prompts have only their uid, and rollouts only their length in sampled tokens: enough to compare two evaluations.
+        Prompts have only their uid, and rollouts only their sampled tokens' count: enough to compare two evaluations.
         """
         found = list(self.evals())
         wanted = step if step is not None else max((row["step"] for row in found), default=0)

@@ -11,6 +11,7 @@ from dapo.engine.protocol import Engine
 from dapo.errors import ConfigError
 from dapo.evaluation.evaluate import Interrupted, evaluate
 from dapo.rewards.protocol import Judge
+from dapo.sampling.episodes import Environment
 from dapo.training.recorder import Recorder
 from dapo.types import EvalReport, Prompt, SamplingParams
 
@@ -26,10 +27,11 @@ class Evaluator:
         judge: Judge,
         recorder: Recorder,
         is_stopping: Callable[[], bool],
+        environment: Environment | None = None,
     ) -> None:
         self.options, self.sets, self.think_tags = config.eval, sets, config.reward.think_tags
         self.engine, self.judge, self.recorder = engine, judge, recorder
-        self.is_stopping = is_stopping
+        self.is_stopping, self.environment = is_stopping, environment
         options = config.eval
         limit, stop = config.data.max_response_length, config.rollout.stop
         self.params = SamplingParams(options.temperature, options.top_p, options.top_k, limit, stop)
@@ -50,7 +52,16 @@ class Evaluator:
                     raise Interrupted
 
             report = evaluate(
-                self.engine, self.judge, prompts, self.options.k, self.params, step, name, show, self.think_tags
+                self.engine,
+                self.judge,
+                prompts,
+                self.options.k,
+                self.params,
+                step,
+                name,
+                show,
+                self.think_tags,
+                self.environment,
             )
             self.recorder.evaluation(report)
             reports.append(report)

@@ -17,6 +17,7 @@ from dapo.checkpoint.state import TrainerState
 from dapo.cluster.assemble import assemble
 from dapo.config.functions import CustomParts, file_digests
 from dapo.data.dataset import load_run_data
+from dapo.environments.build import build_environment
 from dapo.errors import CheckpointError, ClusterLost, LearnerLost, RunExists, StorageError, TrainingStopped
 from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
@@ -24,6 +25,7 @@ from dapo.model.tokens import token_bytes
 from dapo.policy.build import model_source
 from dapo.rewards.judge import RewardFunctions, build_judge, check_columns, columns_seen, isolation_note, judge_kinds
 from dapo.rewards.protocol import Judge
+from dapo.sampling.episodes import Environment
 from dapo.sampling.inflight import InflightSampler
 from dapo.sampling.strict import DynamicSampler
 from dapo.store.trackers import require_trackers
@@ -210,8 +212,7 @@ class Trainer:
             RunDirectory.of_new_run(self.config) if is_renamed else RunDirectory(self.config, resume=resume)
         )
         self.config = config = self.directory.config  # whose directory is locked from here on
-        self.step, self.version, self.saved_step = 0, 0, 0
-        self.empty_in_a_row = 0
+        self.step, self.version, self.saved_step, self.empty_in_a_row = 0, 0, 0, 0
         self.before: tuple[EvalReport, ...] = ()
         self.stopping, self.is_training = StopRequest(), False
         with ExitStack() as undo:  # if anything below fails, release what was acquired before it
@@ -220,8 +221,9 @@ class Trainer:
             undo.callback(self.recorder.close)
             local = not config.cluster.reward_workers
             judge = build_judge(config.reward, self._arguments.reward_funcs) if local else None
-            if judge is not None:
-                undo.callback(judge.close)
+            self.environments = build_environment(config)
+            for part in filter(None, (judge, self.environments)):
+                undo.callback(part.close)
             # Errors in data or model show here, before anything is written.
             self._build(judge)
             undo.callback(self.engine.close)
@@ -247,7 +249,8 @@ class Trainer:
             self.recorder.disk(config, self.policy.checkpoint_bytes)
             undo.pop_all()
         # Close also if the trainer is only deleted: nothing that is closed here refers to it.
-        self._close = weakref.finalize(self, close_all, self.directory, self.recorder, self.judge, self.engine)
+        parts = self.directory, self.recorder, self.judge, self.environments, self.engine
+        self._close = weakref.finalize(self, close_all, *filter(None, parts))
         # The state after the last whole step, which is saved if the cluster is lost in the middle of the next one.
         self.last_state = self.first_state = self._state()
 
@@ -272,16 +275,16 @@ class Trainer:
         if config.rollout.stop:
             token_bytes(tokenizer)  # raises if the engine could not compare its tokens with a text
         kinds = judge_kinds(config.reward, judge)
-        self.data = load_run_data(config, tokenizer, columns_seen(kinds), self._arguments.rows)
+        self.data = load_run_data(config, tokenizer, columns_seen(kinds), self._arguments.rows, self.environments)
+        environment = Environment.of(config, self.environments, tokenizer)
         check_columns(kinds, self.data.columns())
         self.parts = assemble(config, saved, self.recorder.event, self.stopping.has_signal, self._arguments.parts)
-        self.policy, self.engine = self.parts.policy, self.parts.engine
-        self.tokenizer = self.parts.tokenizer
+        self.policy, self.engine, self.tokenizer = self.parts.policy, self.parts.engine, self.parts.tokenizer
         judge = judge or self.parts.judge
         assert judge is not None
         self.judge = judge
-        sets = self.data.eval_sets
-        self.evaluator = Evaluator(config, sets, self.engine, judge, self.recorder, self.stopping.has_signal)
+        stopping, sets = self.stopping.has_signal, self.data.eval_sets
+        self.evaluator = Evaluator(config, sets, self.engine, judge, self.recorder, stopping, environment)
         build_sampler = InflightSampler if config.rollout.mode == "inflight" else DynamicSampler
         self.sampler = build_sampler(
             config,
@@ -292,6 +295,7 @@ class Trainer:
             on_group=self.callbacks.after(self.reporter.group),
             on_progress=self.reporter.responses,
             parts=self._arguments.parts,
+            environment=environment,
         )
 
     def _evaluate_first(self) -> None:
