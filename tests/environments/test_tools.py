@@ -117,6 +117,7 @@ def test_a_function_that_cannot_be_offered_is_refused(function, reason):
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
         '{"name": "f", "parameters": {"a": 1}}',
         ' <|python_tag|>{"name": "f", "parameters": {"a": 1}} ',
+        '```json\n{"name": "f", "arguments": {"a": 1}}\n```',
         '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
         '{"type": "function", "name": "f", "parameters": {"a": 1}}',
     ],
