@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,9 +13,11 @@ from ray.exceptions import RayError
 
 from dapo.cluster.supervisor import Rules, Supervisor, Worker
 from dapo.errors import EngineError, LearnerLost
-from dapo.types import EventKind, Request, Rollout
+from dapo.types import EventKind, Extension, Request, Rollout
 
 CLOSE_TIMEOUT = 5.0  # seconds that an engine has to close before it is killed
+IMPATIENT_SECONDS = 0.05  # after which `poll(wait=False)` returns
+Key = tuple[int, int | None]  # group serial, and the sample index of an episode's next turn
 
 
 @dataclass(slots=True, eq=False)
@@ -25,22 +28,43 @@ class _Weights:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    request: Request
+    """A group to sample, or the next turn of one of its episodes."""
+
+    work: Request | Extension
     missing: set[int]  # indices of responses that have not arrived
     is_resampled: bool = False  # its first worker was lost; the new one samples all n, also those that had arrived
+
+    @property
+    def request(self) -> Request:
+        return self.work if isinstance(self.work, Request) else self.work.request
+
+    @property
+    def key(self) -> Key:
+        return self.request.serial, None if isinstance(self.work, Request) else self.work.rollout.index
 
 
 @dataclass(slots=True, eq=False)
 class _Worker(Worker):
     version: int = 0  # weight version that it samples with
     weights: _Weights | None = None  # None: those that it started with
-    groups: dict[int, _Group] = field(default_factory=dict)
-    inbox: list[Request] = field(default_factory=list)  # the part of `groups` that has not been sent
+    groups: dict[Key, _Group] = field(default_factory=dict)
+    inbox: list[Request | Extension] = field(default_factory=list)  # the part of `groups` that has not been sent
 
     @property
     def load(self) -> int:
         """Number of unfinished responses."""
         return sum(len(group.missing) for group in self.groups.values())
+
+    def keys(self, serials: Set[int]) -> set[Key]:
+        return {key for key in self.groups if key[0] in serials}
+
+
+@dataclass(slots=True, eq=False)
+class _Home:
+    """The worker that has the cache of a group's episodes, and how many of them have not ended."""
+
+    worker: _Worker
+    left: int
 
 
 class RemoteEngine(Supervisor[_Worker]):
@@ -56,6 +80,7 @@ class RemoteEngine(Supervisor[_Worker]):
 
     role, loss_event, work = "rollout worker", EventKind.WORKER, "sampled"
     own_faults = (EngineError,)
+    is_repeatable = False
     cache_bytes = 0  # unknown here: a learner on a worker's GPU suspends the worker for every update
 
     def __init__(
@@ -75,6 +100,7 @@ class RemoteEngine(Supervisor[_Worker]):
         self.newest: _Weights | None = None  # None: those that a worker starts with
         self.needs_stored_weights = False  # a worker waits for `newest.stored`, which is None
         self.queue: deque[_Group] = deque()
+        self.homes: dict[int, _Home] = {}  # of groups of episodes, by serial
         self.finished: list[Rollout] = []
         self._open_all(count, "Starting")
 
@@ -83,8 +109,30 @@ class RemoteEngine(Supervisor[_Worker]):
             self.queue.extend(_Group(request, set(range(request.n))) for request in requests)
             self._dispatch()
 
-    def poll(self) -> list[Rollout]:
-        self._wait(lambda: self.finished or not (self.queue or any(worker.groups for worker in self.workers)))
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        """Continue episodes before new groups, in the worker that has their cache if it is still there."""
+        with self.changed:
+            self.queue.extendleft(_Group(each, {each.rollout.index}) for each in reversed(extensions))
+            self._dispatch()
+
+    def end(self, episodes: Iterable[tuple[int, int]]) -> None:
+        with self.changed:
+            for serial, index in episodes:
+                if (home := self.homes.get(serial)) is None:
+                    continue
+                home.worker.actor.call.remote("end", [(serial, index)])
+                home.left -= 1
+                if home.left == 0:
+                    del self.homes[serial]
+
+    def poll(self, *, wait: bool = True) -> list[Rollout]:
+        end = float("inf") if wait else time.monotonic() + IMPATIENT_SECONDS
+
+        def is_done() -> bool:
+            is_idle = not self.queue and not any(worker.groups for worker in self.workers)
+            return bool(self.finished) or is_idle or time.monotonic() > end
+
+        self._wait(is_done)
         with self.changed:
             finished, self.finished = self.finished, []
             return finished
@@ -93,13 +141,14 @@ class RemoteEngine(Supervisor[_Worker]):
         gone = set(serials)
         with self.changed:
             # Finish pending calls first: afterwards no rollout of a canceled group can still arrive.
-            self._finish_calls([worker for worker in self.open_workers if gone & worker.groups.keys()])
+            self._finish_calls([worker for worker in self.open_workers if worker.keys(gone)])
             self.queue = deque(group for group in self.queue if group.request.serial not in gone)
             dropped = [rollout for rollout in self.finished if rollout.serial in gone]
             self.finished = [rollout for rollout in self.finished if rollout.serial not in gone]
-            tokens = sum(self._drop_groups(worker, gone & worker.groups.keys()) for worker in self.workers)
+            tokens = sum(self._drop_groups(worker, gone) for worker in self.workers)
+            self.homes = {serial: home for serial, home in self.homes.items() if serial not in gone}
             self._dispatch()
-            return tokens + sum(map(len, dropped))
+            return tokens + sum(rollout.sampled for rollout in dropped)
 
     def sync_weights(self, version: int) -> None:
         """Give every worker the new weights before its next call. Responses in flight continue with them."""
@@ -177,12 +226,12 @@ class RemoteEngine(Supervisor[_Worker]):
                 worker.version, worker.weights = version, self.newest
             self._dispatch()
 
-    def _drop_groups(self, worker: _Worker, serials: set[int]) -> int:
+    def _drop_groups(self, worker: _Worker, serials: Set[int]) -> int:
         """Remove these groups from the worker and return the number of tokens generated for them so far."""
-        sent = serials - {request.serial for request in worker.inbox}
-        worker.inbox = [request for request in worker.inbox if request.serial not in serials]
-        for serial in serials:
-            del worker.groups[serial]
+        groups = [worker.groups.pop(key) for key in worker.keys(serials)]
+        sent = {group.request.serial for group in groups if group.work not in worker.inbox}
+        worker.inbox = [work for work in worker.inbox if all(work is not group.work for group in groups)]
+        sent |= {serial for serial in serials if serial in self.homes and self.homes[serial].worker is worker}
         return self._value_or(worker.actor.call.remote("cancel", sorted(sent)), 0) if sent else 0
 
     def _value_or(self, call: Any, default: Any) -> Any:
@@ -200,15 +249,18 @@ class RemoteEngine(Supervisor[_Worker]):
 
     def _deliver(self, worker: _Worker, rollouts: Iterable[Rollout]) -> None:
         for rollout in rollouts:
-            group = worker.groups.get(rollout.serial)
+            group = worker.groups.get((rollout.serial, rollout.index if rollout.given else None))
             if group is None or rollout.index not in group.missing:
-                continue  # the group was canceled, or this response had arrived from a worker that was lost
+                # The group was canceled, or this response had arrived from a worker that was lost.
+                if rollout.serial in self.homes:
+                    worker.actor.call.remote("end", [(rollout.serial, rollout.index)])
+                continue
             group.missing.remove(rollout.index)
             # Copy the arrays: they are views into Ray's object store and would keep its memory from being freed.
             self.finished.append(replace(rollout, tokens=rollout.tokens.copy(), logprobs=rollout.logprobs.copy()))
             if not group.missing:
-                del worker.groups[rollout.serial]
-                if group.is_resampled:
+                del worker.groups[group.key]
+                if group.is_resampled and not group.request.turns:
                     worker.actor.call.remote("cancel", [rollout.serial])  # stop responses that had arrived before
 
     def _dispatch(self) -> None:
@@ -219,10 +271,17 @@ class RemoteEngine(Supervisor[_Worker]):
         ready = self.open_workers
         while self.queue and ready:
             group, worker = self.queue[0], min(ready, key=lambda worker: (worker.load, worker.slot))
-            if worker.load and worker.load + group.request.n > self.limit:
+            home = self.homes.get(group.request.serial)
+            if isinstance(group.work, Extension):
+                worker = home.worker if home is not None and home.worker in ready else worker
+            elif worker.load and worker.load + group.request.n > self.limit:
                 break
-            worker.groups[group.request.serial] = self.queue.popleft()
-            worker.inbox.append(group.request)
+            if home is not None:
+                home.worker = worker
+            elif group.request.turns:
+                self.homes[group.request.serial] = _Home(worker, group.request.n)
+            worker.groups[group.key] = self.queue.popleft()
+            worker.inbox.append(group.work)
         for worker in ready:
             if worker.groups and not worker.calls:
                 self._send(worker)

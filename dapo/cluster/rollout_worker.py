@@ -13,7 +13,7 @@ from dapo.engine.build import build_engine, saved_weights
 from dapo.engine.packed import unpacked
 from dapo.engine.protocol import Engine
 from dapo.engine.vllm.engine import Transport
-from dapo.types import Request, Rollout
+from dapo.types import Extension, Request, Rollout
 
 Weights = Mapping[str, Any]  # from `dapo.engine.packed`: arrays in memory that all processes of a node share
 
@@ -26,15 +26,19 @@ class RolloutWorker:
     def open(self) -> None:
         self.engine = self.build(lambda: self.weights)
 
-    def step(self, requests: Sequence[Request], versions: Sequence[int], weights: Weights | None) -> list[Rollout]:
-        """Apply new weights, accept requests, and decode until at least one response is finished."""
+    def step(
+        self, work: Sequence[Request | Extension], versions: Sequence[int], weights: Weights | None
+    ) -> list[Rollout]:
+        """Apply new weights, accept groups and next turns, and decode until at least one response is finished."""
         if weights is not None:
             self.weights = weights
         for version in versions:
             self.engine.sync_weights(version)
         self.weights = {}  # drop the reference, so that Ray can free the shared memory
-        if requests:
+        if requests := [each for each in work if isinstance(each, Request)]:
             self.engine.submit(requests)
+        if extensions := [each for each in work if isinstance(each, Extension)]:
+            self.engine.extend(extensions)
         return self.engine.poll()
 
     def call(self, name: str, *arguments: Any, **options: Any) -> Any:

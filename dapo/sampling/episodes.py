@@ -208,7 +208,8 @@ class Episodes:
             del self.groups[rollout.serial]
         if reply.score is not None:
             self.scores[key] = reply.score
-        reason = "length" if asked.is_cut_off else rollout.finish_reason
+        # A turn that was cut off at environment.max_turn_tokens has ended like any other.
+        reason = "length" if asked.is_cut_off else "stop"
         return replace(rollout, turns=tuple(group.turns[rollout.index]), finish_reason=reason)
 
 

@@ -123,6 +123,7 @@ def test_an_episode_that_has_no_tokens_left_is_cut_off_and_scored_by_the_environ
 
 def test_a_turn_that_is_too_long_ends_and_the_environment_replies_to_it():
     rollouts, _ = play(Letters(), count=8, max_turn_tokens=5)
+    assert {rollout.finish_reason for rollout in rollouts.values() if len(rollout) < LIMIT - 40} == {"stop"}
     for rollout in rollouts.values():
         bounds = [0, *(at for span in rollout.given for at in span), len(rollout)]
         assert all(end - start <= 5 for start, end in zip(bounds[::2], bounds[1::2], strict=True))

@@ -115,7 +115,10 @@ class EmbeddedEngine:
             rollout, tokens = extension.rollout, extension.tokens
             fixed = len(rollout) + len(tokens)
             assert tokens and fixed < extension.max_tokens, "there must be given tokens, and room for one more"
-            response = self.parked.pop((rollout.serial, rollout.index), None)
+            episode = rollout.serial, rollout.index
+            if episode in self.parked and not np.array_equal(self.parked[episode].tokens, rollout.tokens):
+                self.end([episode])  # sampled anew here, after the worker that had sampled it was lost
+            response = self.parked.pop(episode, None)
             if response is None:
                 response = self._response(extension.request, rollout.index)
                 response.version, response.switches = rollout.weight_version, list(rollout.switches)

@@ -8,7 +8,7 @@ import queue
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +27,11 @@ from dapo.errors import EngineError
 from dapo.kernels.sampler import row_key
 from dapo.model.tokens import ResponseTexts
 from dapo.system.progress import progress
-from dapo.types import Request, Rollout, SamplingParams
+from dapo.types import Extension, Request, Rollout, SamplingParams
 
 SYNC_SECONDS = 600.0  # after which a weight sync counts as hung
 _CLOSE_SECONDS = 15.0
+_IMPATIENT_SECONDS = 0.05  # after which `poll(wait=False)` returns
 
 
 class _Answer(NamedTuple):
@@ -46,6 +47,7 @@ class _Member:
     request: Request
     index: int
     answer: Future[_Answer]
+    extension: Extension | None = None  # of an episode: what comes before this turn
 
 
 class VllmEngine:
@@ -54,6 +56,8 @@ class VllmEngine:
     Model shape and initial weights come from `options.model_dir`. Each sync calls `weights` for the new ones, under the
     tensor names of that directory.
     """
+
+    is_repeatable = False
 
     def __init__(
         self,
@@ -95,23 +99,25 @@ class VllmEngine:
         atexit.register(self.close)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._wake()
         for request in requests:
-            stop = request.params.stop
-            if stop not in self.stops:
-                self.stops[stop] = StopStrings(self.tokenizer, stop)
             for index in range(request.n):
-                self.submitted += 1
-                name = f"{request.phase}/{request.serial}/{index}/{self.submitted}"
-                params = self._params(request, index)
-                answer = self.background.start(self._sample(name, request.prompt, params, self.stops[stop]))
-                member = self.members[name] = _Member(name, request, index, answer)
-                answer.add_done_callback(lambda _, member=member: self.finished.put(member))
+                self._start(request, index)
 
-    def poll(self) -> list[Rollout]:
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        """Sample each next turn as a response to all tokens before it. vLLM's prefix cache has most of them."""
+        for extension in extensions:
+            self._start(extension.request, extension.rollout.index, extension)
+
+    def end(self, episodes: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: vLLM keeps nothing of an episode but its prefix cache."""
+
+    def poll(self, *, wait: bool = True) -> list[Rollout]:
         found: list[tuple[_Member, _Answer]] = []
         while self.members and not found:
-            arrived = [self.finished.get()]
+            try:
+                arrived = [self.finished.get(timeout=None if wait else _IMPATIENT_SECONDS)]
+            except queue.Empty:
+                break
             while not self.finished.empty():
                 arrived.append(self.finished.get())
             # A member that was cancelled in the meantime is no longer in `members`.
@@ -243,7 +249,24 @@ class VllmEngine:
                     await self.llm.abort(name)  # a last output follows, with the versions of the weights
         return _Answer(output, length)
 
-    def _params(self, request: Request, index: int) -> Any:
+    def _start(self, request: Request, index: int, extension: Extension | None = None) -> None:
+        self._wake()
+        stop = request.params.stop
+        if stop not in self.stops:
+            self.stops[stop] = StopStrings(self.tokenizer, stop)
+        prompt, max_tokens, turn = request.prompt, request.params.max_tokens, 0
+        if extension is not None:
+            prompt = (*prompt, *extension.rollout.tokens.tolist(), *extension.tokens)
+            max_tokens = extension.max_tokens - (len(prompt) - len(request.prompt))
+            turn = 1 + len(extension.rollout.given)
+        params = self._params(request, index, max_tokens, turn)
+        self.submitted += 1
+        name = f"{request.phase}/{request.serial}/{index}/{self.submitted}"
+        answer = self.background.start(self._sample(name, prompt, params, self.stops[stop]))
+        member = self.members[name] = _Member(name, request, index, answer, extension)
+        answer.add_done_callback(lambda _, member=member: self.finished.put(member))
+
+    def _params(self, request: Request, index: int, max_tokens: int, turn: int) -> Any:
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import SamplingParams as VllmParams  # pyright: ignore[reportMissingImports]
 
@@ -252,8 +275,9 @@ class VllmEngine:
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
-            max_tokens=params.max_tokens,
-            seed=row_key(self.options.seed, request.phase, request.serial, index) & (2**63 - 1),
+            max_tokens=max_tokens,
+            # Each turn of an episode has its own random numbers.
+            seed=(row_key(self.options.seed, request.phase, request.serial, index) + turn) & (2**63 - 1),
             stop_token_ids=self.stop_ids,
             ignore_eos=True,  # only the stop ids end a response
             logprobs=0,  # only of the drawn token
@@ -284,7 +308,7 @@ class VllmEngine:
         steps = zip(spans[1:], versions, versions[1:], strict=False)
         switches = [span.start for span, old, new in steps for _ in range(new - old)]
         tokens = np.asarray(output.token_ids, dtype=np.int32)[:length]
-        return Rollout(
+        rollout = Rollout(
             serial=member.request.serial,
             index=member.index,
             tokens=tokens,
@@ -294,6 +318,22 @@ class VllmEngine:
             text=self.texts([tokens])[0],
             switches=tuple(switch for switch in switches if switch < len(tokens)),
         )
+        return rollout if member.extension is None else _joined(member.extension, rollout)
+
+
+def _joined(extension: Extension, turn: Rollout) -> Rollout:
+    """Return an episode with its newest turn, which was sampled as a response of its own."""
+    before, start = extension.rollout, len(extension.rollout) + len(extension.tokens)
+    version = before.weight_version + len(before.switches)  # of the last token before this turn
+    switches = [start] * (turn.weight_version - version) + [start + switch for switch in turn.switches]
+    return replace(
+        turn,
+        tokens=np.concatenate([before.tokens, np.array(extension.tokens, np.int32), turn.tokens]),
+        logprobs=np.concatenate([before.logprobs, np.zeros(len(extension.tokens), np.float32), turn.logprobs]),
+        weight_version=before.weight_version,
+        switches=(*before.switches, *switches),
+        given=(*before.given, (len(before), start)),
+    )
 
 
 def open_vllm(
