@@ -88,7 +88,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
             {
                 k: v
                 for k, v in step.items()
-                if not k.startswith(("timing_s/", "throughput/", "time_share/")) and k != "time"
+                if not k.startswith(("timing_s/", "throughput/", "time_share/", "time/")) and k != "time"
             }
             for step in database.steps()
         ]
