@@ -14,6 +14,7 @@ from dapo.config import Config
 from dapo.config.functions import CustomParts
 
 if TYPE_CHECKING:
+    from dapo.environments.environment import End
     from dapo.errors import DapoError
     from dapo.evaluation.judging import Judgment, judge
     from dapo.training.callbacks import Callback
@@ -25,6 +26,7 @@ __all__ = [
     "Config",
     "CustomParts",
     "DapoError",
+    "End",
     "EvalReport",
     "Group",
     "Judgment",
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "Callback": "dapo.training.callbacks",
     "DapoError": "dapo.errors",
+    "End": "dapo.environments.environment",
     "EvalReport": "dapo.types",
     "Group": "dapo.types",
     "Judgment": "dapo.evaluation.judging",

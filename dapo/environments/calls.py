@@ -3,7 +3,7 @@
 - Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them. A list of such
   objects inside the tags counts too (SmolLM2), and the last closing tag may be missing (a stop text).
 - Llama 3 and Mistral: the whole turn is JSON, `{"name": ..., "parameters": {...}}`, or a list of objects with
-  `arguments`.
+  `arguments`. A code fence around it is ignored (Qwen2.5-Coder).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from typing import Any, NamedTuple
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 _MARKS = ("<|python_tag|>", "[TOOL_CALLS]")
 _FORM = '{"name": ..., "arguments": {...}}'
 
@@ -33,6 +34,8 @@ def find_calls(text: str) -> list[Wanted]:
     body = text.strip()
     for mark in _MARKS:
         body = body.removeprefix(mark).strip()
+    if fenced := _FENCE.fullmatch(body):
+        body = fenced[1]
     if not body.startswith(("{", "[")):
         return []
     try:

@@ -11,21 +11,27 @@ LARGEST = 16
 
 
 class Guess:
-    """Begins with the row's own prompt; the row's answer is the number."""
+    """Begins with the row's own prompt; the row's answer is the number.
+
+    The score is 1 if the number is found, else half the share of guesses that the hints before them allowed: without
+    that part, a model that never finds a number learns nothing.
+    """
 
     def __init__(self, row: dict[str, Any]) -> None:
         answer = row["answer"]
         if str(answer) not in map(str, range(1, LARGEST + 1)):
             raise ValueError(f"the row's answer is {answer!r:.50}; guess needs a whole number from 1 to {LARGEST}")
-        self.number, self.low, self.high, self.guesses = int(answer), 1, LARGEST, 0
+        self.number, self.low, self.high = int(answer), 1, LARGEST
+        self.guesses = self.allowed = 0
 
     def reply(self, text: str) -> str | End:
         self.guesses += 1
         found = re.search("[0-9]+", text)
-        guess = int(found[0][:9]) if found else None
+        guess = int(found[0][:9]) if found else 0
         if guess == self.number:
             return End(1.0, acc=True, guesses=self.guesses)
-        if guess is None or not 1 <= guess <= LARGEST:
+        self.allowed += self.low <= guess <= self.high
+        if not 1 <= guess <= LARGEST:
             hint = "That is no such number."
         elif guess < self.number:
             hint, self.low = "Higher.", max(self.low, guess + 1)
@@ -35,4 +41,4 @@ class Guess:
         return f"{hint} The number is {choices}. Answer with one number."
 
     def cut_off(self) -> End:
-        return End(0.0, acc=False, guesses=self.guesses)
+        return End(0.5 * self.allowed / max(1, self.guesses), acc=False, guesses=self.guesses)

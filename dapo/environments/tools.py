@@ -173,14 +173,19 @@ class PythonTool:
         """
         left = self.deadline - time.monotonic()
         if self.cpu <= 0 or left <= 0:
-            raise ToolError(f"timeout: the programs of this turn used more than {self.timeout:g} s")
+            raise self._timed_out()
         ending = self.sandbox.run_script(find_program(code) or "", "", 0, self.cpu, left)
         self.cpu -= ending.cpu
         output = ending.output.decode(errors="replace").rstrip("\n")
+        if ending.reason == "timeout":  # what it printed until then depends on the machine's speed
+            raise self._timed_out()
         if ending.reason is not None:
             reason = ending.detail if ending.reason == "raised" else f"{ending.reason}: {ending.detail}"
             raise ToolError("\n".join(filter(None, [reason, output])))
         return output or "(The program printed nothing. Use print.)"
+
+    def _timed_out(self) -> ToolError:
+        return ToolError(f"timeout: the programs of a turn may use {self.timeout:g} s")
 
 
 def python_maker(timeout: float, memory_gb: float, *, is_unsafe_allowed: bool) -> Maker:

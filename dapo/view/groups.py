@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dapo.errors import CheckpointError
-from dapo.store.encoding import from_json, messages_from_json, switches_from_json, to_json
+from dapo.store.encoding import from_json, messages_from_json, switches_from_json, to_json, turns_from_json
 from dapo.view.source import Run, placeholders
 
 SEARCH_S = 0.5
@@ -78,6 +78,9 @@ class Response:
     error: str | None
     extracted: str | None
     extras: Mapping[str, Any]
+    turns: tuple[
+        Mapping[str, Any], ...
+    ]  # of an episode: the model's text, what the environment gave, and calls of tools
     has_tokens: bool
 
     @property
@@ -191,7 +194,7 @@ def group(run: Run, serial: int) -> GroupDetail:
             raise CheckpointError(f"{run.path}: there is no group {serial} (it may have been undone by a resume)")
         responses = database.execute(
             "SELECT sample, text, score, acc, reward, advantage, trains, length, finish_reason, weight_version,"
-            "   switches, error, extracted, extras, EXISTS (SELECT 1 FROM rollout_tokens AS stored"
+            "   switches, error, extracted, extras, turns, EXISTS (SELECT 1 FROM rollout_tokens AS stored"
             "   WHERE (stored.serial, stored.sample) = (rollouts.serial, rollouts.sample)) AS has_tokens"
             f" FROM rollouts WHERE serial = ? ORDER BY sample LIMIT {_MAX_ROWS}",
             (serial,),
@@ -250,6 +253,7 @@ def _response(row: sqlite3.Row) -> Response:
         "trains": bool(row["trains"]),
         "switches": tuple(switches_from_json(row["switches"])),
         "extras": from_json(row["extras"], dict),
+        "turns": tuple(turns_from_json(row["turns"])),
         "has_tokens": bool(row["has_tokens"]),
     }
     return Response(**{**dict(row), **decoded})
@@ -277,8 +281,17 @@ class _TextSearch:
             self.by_prompt[uid] = any(self.needle in content.lower() for content in contents)
         in_prompt = {row["serial"] for row in chunk if self.by_prompt.get(row["prompt_uid"])}
         others = [row["serial"] for row in chunk if row["serial"] not in in_prompt]
-        responses = self._select("serial, text FROM rollouts WHERE serial", others)
-        return in_prompt | {serial for serial, text in responses if self.needle in text.lower()}
+        responses = self._select("serial, text, turns FROM rollouts WHERE serial", others)
+        return in_prompt | {serial for serial, text, turns in responses if self._is_in(text, turns)}
+
+    def _is_in(self, text: str, turns: str) -> bool:
+        if self.needle in text.lower():
+            return True
+        for turn in turns_from_json(turns):  # the text of an episode is its last turn
+            said = [turn["text"], *(str(message.get("content", "")) for message in turn["messages"])]
+            if any(self.needle in each.lower() for each in said):
+                return True
+        return False
 
     def _select(self, columns: str, keys: Sequence[Any]) -> sqlite3.Cursor:
         return self.database.execute(f"SELECT {columns} IN ({placeholders(keys)})", keys)

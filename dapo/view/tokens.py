@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from dapo.algorithm.ratio import LossConfig, clip_marks, importance_ratio, surrogates
 from dapo.errors import CheckpointError
-from dapo.store.encoding import FLOATS, TOKENS, switches_from_json
+from dapo.store.encoding import FLOATS, TOKENS, given_from_json, switches_from_json
 from dapo.types import token_versions
 from dapo.view.source import Run, configuration, number_option, read_configuration
 
@@ -32,6 +32,7 @@ class ResponseTokens:
     length: int  # tokens in the whole response
     ids: np.ndarray  # int32 [count]
     pieces: tuple[str, ...]
+    given: np.ndarray  # bool [count], whether an environment gave the token: the values below mean nothing there
     versions: np.ndarray  # int64 [count], version of the weights that sampled each token
     sampler_logprobs: np.ndarray  # float32 [count]
     advantage: float | None
@@ -51,7 +52,7 @@ def tokens(
     """
     with run.snapshot() as database:
         row = database.execute(
-            "SELECT weight_version, switches, advantage, tokens, sampler_logprobs, policy_logprobs, entropy"
+            "SELECT weight_version, switches, given, advantage, tokens, sampler_logprobs, policy_logprobs, entropy"
             " FROM rollouts LEFT JOIN rollout_tokens USING (serial, sample) WHERE serial = ? AND sample = ?",
             (serial, sample),
         ).fetchone()
@@ -89,11 +90,15 @@ def _tokens(row: sqlite3.Row, config: LossConfig | None, decode: Decode, part: s
         raise ValueError("a response's token ids and log-probabilities do not match")
     switches = switches_from_json(row["switches"])
     positions_T = np.arange(part.start, part.start + len(ids_T))
+    given_T = np.zeros(len(ids_T), bool)
+    for first, end in given_from_json(row["given"]):
+        given_T |= (positions_T >= first) & (positions_T < end)
     return ResponseTokens(
         start=part.start,
         length=len(row["tokens"]) // np.dtype(TOKENS).itemsize,  # the column counts only what the model sampled
         ids=ids_T,
         pieces=tuple(decode(int(token)) for token in ids_T),
+        given=given_T,
         versions=token_versions(row["weight_version"], switches, positions_T),
         sampler_logprobs=sampler_T,
         advantage=row["advantage"],

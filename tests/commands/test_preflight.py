@@ -77,3 +77,18 @@ def test_a_run_that_exists_is_missing_only_under_a_name_that_was_given_and_can_b
 def test_a_part_of_the_algorithm_that_cannot_be_loaded_is_missing(tmp_path):
     config = runs.load(tmp_path, f"algorithm.loss={tmp_path}/none.py:loss")
     assert any("algorithm.loss" in sentence and "none.py" in sentence for sentence in check_run(config).missing)
+
+
+def test_the_environment_is_loaded_and_begins_the_episodes(tmp_path):
+    recipe = runs.recipe(tmp_path)
+    found = check_run(Config.load(recipe, ["environment.use=python", "model.path=someone/somewhere"]))
+    assert found.missing == [] and "environment: python, with the tools python" in found.notes
+    (missing,) = check_run(Config.load(recipe, ["environment.use=python"])).missing
+    assert missing.startswith("environment.use offers tools, but the model's chat template does not read them")
+    (missing,) = check_run(Config.load(recipe, [f"environment.use={tmp_path}/nothing.py:Guess"])).missing
+    assert missing.startswith(f"environment.use: there is no file {tmp_path}/nothing.py")
+    (tmp_path / "refuses.py").write_text("def start(row):\n    raise ValueError('no')\ndef reply(messages, row): ...\n")
+    for model in ([], ["model.path=someone/somewhere"]):
+        options = [f"environment.use={tmp_path}/refuses.py:reply", *model]
+        (missing,) = check_run(Config.load(recipe, options)).missing
+        assert missing == f"{tmp_path}/data.jsonl, line 1: environment.use: ValueError: no (refuses.py:2)"

@@ -12,6 +12,7 @@ from dapo.view import groups as read
 from dapo.view.groups import GroupDetail, GroupFilter, GroupPage, Response
 from dapo.view.page.frame import Live, ask, button, column, fill, grid, link, number_column, offer, pager, share_column
 from dapo.view.page.text import display_text, format_number
+from dapo.view.page.turns import show_turns
 from dapo.view.source import Run
 
 PAGE = 25  # groups
@@ -195,6 +196,8 @@ def _response(run: Run, found: GroupDetail, response: Response) -> None:
         ("ended by", display_text(response.finish_reason, _NAME)),
         ("weights", f"version {response.weight_version}"),
     ]
+    if response.turns:
+        rows.append(("turns", str(len(response.turns))))
     if response.error is not None:
         rows.append(("not judged because", display_text(response.error, 500)))
     if not response.trains:
@@ -211,6 +214,9 @@ def _response(run: Run, found: GroupDetail, response: Response) -> None:
                 ui.label(name).classes("quiet")
                 ui.label(value)
         ui.separator()
+        if response.turns:
+            show_turns(response.turns)
+            return
         thought, reply = response.parts
         if thought:
             with ui.expansion("thought" if reply is not None else "thought, without an end").classes("w-full quiet"):

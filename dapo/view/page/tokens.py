@@ -67,7 +67,7 @@ def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run
         if found is not None:
             values, scale = color_values(found, choice.value)
             body.set_content(tokens_html(found, values, scale))
-            legend.set_content(legend_html(scale, found.clips is not None))
+            legend.set_content(legend_html(scale, found.clips is not None, bool(found.given.any())))
 
     async def refresh() -> None:
         nonlocal found
@@ -109,24 +109,28 @@ def tokens_html(found: ResponseTokens, values: np.ndarray | None, scale: Scale) 
     """Return the tokens as HTML. This is the only HTML made from a model's text: every piece is escaped here."""
     parts = []
     for index, piece in enumerate(found.pieces):
-        style = "" if values is None else _background(float(values[index]), scale)
+        is_given = bool(found.given[index])
+        style = "" if values is None or is_given else _background(float(values[index]), scale)
         clip = found.clips[index] if found.clips else None
-        mark = f' class="clip-{clip}"' if clip else ""
+        mark = ' class="given"' if is_given else f' class="clip-{clip}"' if clip else ""
         tip = html.escape(_tip(found, index), quote=True)
         text = html.escape(visible(piece).replace("\n", "⏎\n") or "∅")
         parts.append(f'<span{mark} style="{style}" data-tip="{tip}">{text}</span>')
     return "".join(parts)
 
 
-def legend_html(scale: Scale, has_clips: bool) -> str:
+def legend_html(scale: Scale, has_clips: bool, has_given: bool = False) -> str:
     ends = [_rgba(scale.low_color, 0.7), "transparent"] if scale.low_color else ["transparent"]
     colors = ",".join([*ends, _rgba(scale.high_color, 0.7)])
     clips = "".join(
         f'<span class="clip-{name}" style="margin-left:14px">{name} clip</span>' for name in ("low", "high", "dual")
     )
+    given = '<span class="given" style="margin-left:14px">given by the environment</span>' if has_given else ""
     return (
         f'{html.escape(scale.low)} <span style="display:inline-block;width:110px;height:12px;vertical-align:middle;'
-        f'background:linear-gradient(90deg,{colors})"></span> {html.escape(scale.high)}' + (clips if has_clips else "")
+        f'background:linear-gradient(90deg,{colors})"></span> {html.escape(scale.high)}'
+        + (clips if has_clips else "")
+        + given
     )
 
 
@@ -145,6 +149,8 @@ def _tip(found: ResponseTokens, index: int) -> str:
     def at(values: np.ndarray | None) -> str:
         return format_number(None if values is None else float(values[index]), 4)
 
+    if found.given[index]:
+        return f"token {found.start + index} (id {found.ids[index]})\ngiven by the environment, not trained on"
     clip = found.clips[index] if found.clips else None
     rows = [
         ("token", f"{found.start + index} (id {found.ids[index]})"),
@@ -166,6 +172,8 @@ def _summary(found: ResponseTokens) -> str:
         parts.append(f"{found.start:,} to {found.start + len(found.ids) - 1:,} shown")
     if found.advantage is not None:
         parts.append(f"advantage {found.advantage:+.3f}")
+    if found.given.any():
+        parts.append(f"{int(found.given.sum()):,} of those shown given by the environment")
     if found.ratio is None:
         parts.append("not trained on, so it has no ratio and no entropy")
     elif found.clips is not None:
