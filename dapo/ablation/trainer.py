@@ -78,9 +78,9 @@ class ArmTrainer(Trainer):
             reports.append(replace(found, samples=samples))
         return reports
 
-    def _save(self, state: TrainerState | None = None) -> None:
+    def save_checkpoint(self, state: TrainerState | None = None, *, in_background: bool = False) -> None:
         if self.task.keeps_checkpoint or not self.is_finished:
-            super()._save(state)
+            super().save_checkpoint(state, in_background=in_background)
 
 
 class BudgetReporter(ConsoleReporter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from dapo.cluster.assemble import assemble
 from dapo.config.functions import CustomParts, file_digests
 from dapo.data.dataset import load_run_data
 from dapo.environments.build import build_environment
-from dapo.errors import CheckpointError, ClusterLost, LearnerLost, RunExists, StorageError, TrainingStopped
+from dapo.errors import CheckpointError, RunExists, TrainingStopped
 from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
 from dapo.model.tokens import token_bytes
@@ -35,6 +35,7 @@ from dapo.training import signals
 from dapo.training.arguments import ConfigLike, resolve
 from dapo.training.callbacks import CallbackLike, Callbacks
 from dapo.training.evaluator import Evaluator
+from dapo.training.faults import faults_handled
 from dapo.training.recorder import Recorder
 from dapo.training.result import RunResult, close_all, environment, step_metrics, trained_model
 from dapo.training.run_directory import RunDirectory
@@ -129,7 +130,7 @@ class Trainer:
             if not self._close.alive:  # the caller has closed it
                 return
             if self.step > self.saved_step:
-                self._save()
+                self.save_checkpoint()
             self.callbacks.save(self.saver.collect(wait=True))
             kind = EventKind.FINISHED if self.is_finished else EventKind.INTERRUPTED
             self.recorder.event(kind, f"after step {self.step}")
@@ -157,14 +158,14 @@ class Trainer:
 
     def _whole_step(self) -> StepReport | None:
         """Train one step, evaluate and save as configured. Return None if the step was lost and undone."""
-        with self._faults_handled():
+        with faults_handled(self):
             report = self.train_step()
             self.callbacks.save(self.saver.collect(wait=False))
             self.callbacks.step(report)
             if self.is_finished or self._is_due(self.config.eval.every):
                 self._evaluate()
             if self.evaluator.is_best(self.step) or self._is_due(self.config.run.save_every):
-                self._save(in_background=not self.is_finished and not self.stopping)
+                self.save_checkpoint(in_background=not self.is_finished and not self.stopping)
             return report
         return None
 
@@ -191,7 +192,7 @@ class Trainer:
         self.step, self.seconds = step, self.seconds + end - start
         found_nothing = not sampled.batch and not self.sampler.carried
         self.empty_in_a_row = self.empty_in_a_row + 1 if found_nothing else 0
-        self.last_state = self._state()
+        self.last_state = self.state()
         self._stop_if_pointless(sampled.stop or update.stop)
         return report
 
@@ -232,7 +233,7 @@ class Trainer:
             self._build(judge)
             undo.callback(self.engine.close)
             if self.directory.state:
-                self._restore(self.directory.saved, self.directory.state)
+                self.restore(self.directory.saved, self.directory.state)
                 if self.is_finished:  # by run.epochs; RunDirectory has checked run.steps
                     raise CheckpointError(
                         f"{config.run_dir}: has already finished {self.data.stream.epochs:.4g} epochs; raise "
@@ -256,7 +257,7 @@ class Trainer:
         owned = self.directory, self.recorder, self.judge, self.environments, self.engine, self.saver
         self._close = weakref.finalize(self, close_all, *filter(None, owned))
         # The state after the last whole step, which is saved if the cluster is lost in the middle of the next one.
-        self.last_state = self.first_state = self._state()
+        self.last_state = self.first_state = self.state()
 
     def _begin(self) -> None:
         """Open the run again if it ended early before; refuse if it is being trained, or has finished."""
@@ -329,49 +330,11 @@ class Trainer:
                 "the reward is wrong"
             )
         if stop is not None:
-            self._save()
+            self.save_checkpoint()
             self.recorder.event(EventKind.STOPPED, stop)
             raise TrainingStopped(stop)
 
-    @contextmanager
-    def _faults_handled(self) -> Iterator[None]:
-        """Recover from a lost learner. Before a fault that ends the run, save and record what is still possible."""
-        try:
-            yield
-        except LearnerLost as lost:
-            self._restart_from_checkpoint(lost)
-        except StorageError as fault:
-            with suppress(StorageError):  # the database may be on the same failing disk
-                self.recorder.event(EventKind.STOPPED, str(fault))
-            raise
-        except ClusterLost as lost:  # the learner still has the weights of the last whole step
-            if self.step > self.saved_step:
-                self._save(self.last_state)
-            self.recorder.event(EventKind.STOPPED, str(lost))
-            raise
-        except Exception as error:
-            if error is self.callbacks.failure:  # the weights are those of the last whole step
-                if self.step > self.saved_step:
-                    self._save(self.last_state)
-                self.recorder.event(EventKind.STOPPED, f"a callback raised {type(error).__name__}: {error}")
-            raise
-
-    def _restart_from_checkpoint(self, lost: LearnerLost) -> None:
-        """Restart all learners and everything else from the newest checkpoint, because the weights are lost."""
-        saved = checkpoint.newest(self.directory.checkpoints)
-        try:
-            self.parts.restart(lost, saved)
-        except ClusterLost as end:
-            self.recorder.event(EventKind.STOPPED, str(end))
-            raise
-        self._restore(saved, checkpoint.read_state(saved) if saved else self.first_state)
-        self.engine.metrics()  # discard the metrics of the undone steps
-        undone = self.recorder.rewind(self.step)
-        self.last_state = self._state()
-        message = f"{lost}; all learners start again from step {self.step}, {undone} steps undone"
-        self.recorder.event(EventKind.LEARNERS, message)
-
-    def _state(self) -> TrainerState:
+    def state(self) -> TrainerState:
         return TrainerState(
             step=self.step,
             version=self.version,
@@ -381,7 +344,7 @@ class Trainer:
             best=self.evaluator.best,
         )
 
-    def _restore(self, saved: Path | None, state: TrainerState) -> None:
+    def restore(self, saved: Path | None, state: TrainerState) -> None:
         """Restore the run from `state`, and the optimizer from the checkpoint `saved` if there is one."""
         if saved is not None:
             checkpoint.restore(saved, self.policy)
@@ -393,12 +356,12 @@ class Trainer:
         self.engine.sync_weights(self.version)
         self.sampler.restore(state.sampler, self.version)
 
-    def _save(self, state: TrainerState | None = None, *, in_background: bool = False) -> None:
+    def save_checkpoint(self, state: TrainerState | None = None, *, in_background: bool = False) -> None:
         self.reporter.phase("saving")
         self.callbacks.save(self.saver.collect(wait=True))  # one at a time
         self.recorder.flush()  # a resume can undo steps after the checkpoint, but cannot invent missing ones
         self.directory.require_in_place()
-        self.saver.save(state or self._state(), in_background=in_background)
+        self.saver.save(state or self.state(), in_background=in_background)
         self.saved_step = self.step
         self.callbacks.save(self.saver.collect(wait=not in_background))
 

@@ -147,7 +147,7 @@ def test_a_database_copied_without_its_wal_still_resumes_from_the_checkpoint(tmp
     trainer = Trainer(config)
     for _ in range(2):
         trainer.train_step()
-        trainer._save()
+        trainer.save_checkpoint()
     trainer.recorder.flush()
     assert (config.run_dir / "run.db-wal").stat().st_size > 0
     copy = tmp_path / "runs" / "copy"
@@ -291,7 +291,7 @@ def test_a_lost_configuration_and_an_unreadable_copy_of_it_are_one_sentence(fini
 def test_a_live_run_without_its_lock_is_not_taken_for_a_folder_without_a_database(tmp_path):
     trainer = Trainer(runs.load(tmp_path, "run.name=run", "run.save_every=1"))
     trainer.train_step()
-    trainer._save()
+    trainer.save_checkpoint()
     trainer.recorder.flush()
     (trainer.config.run_dir / ".lock").unlink()
     with pytest.raises(CheckpointError, match="already holds a run"):

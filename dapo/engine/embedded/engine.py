@@ -55,9 +55,9 @@ class EmbeddedEngine:
         self.prompts: dict[tuple[int, ...], SharedPrompt] = {}
         self.decoder: Decoder
         if head_weight(causal_lm).is_cuda:
-            from dapo.engine.embedded.paged import PagedDecoder
+            from dapo.engine.embedded.sized import sized_decoder
 
-            self.decoder = PagedDecoder.sized(
+            self.decoder = sized_decoder(
                 causal_lm, stop_ids, max_concurrent, max_length or _MAX_LENGTH, kv_memory_fraction, reserved
             )
         else:

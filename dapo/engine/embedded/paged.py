@@ -18,15 +18,12 @@ from dapo.engine.embedded.pages import PageStore, longest_pages, pages_for
 from dapo.engine.embedded.prefill import Prefill
 from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt, drawing
 from dapo.engine.embedded.step import PADDING_ROW, DecodeStep, RowStatus
-from dapo.errors import ModelError
 from dapo.kernels.piece_attention import PAGE
-from dapo.model.forward import free_memory, head_weight
-from dapo.model.memory import cache_room, sampling_bytes
+from dapo.model.forward import head_weight
 from dapo.model.meter import head_size, key_heads
 from dapo.types import FinishReason, SamplingParams
 
 BURST = 8  # steps per burst: with more, finished rows idle for longer; with fewer, the GPU waits for the host
-MAX_CONCURRENT = 1024
 # Batch sizes that a graph is captured for; a batch is padded to the next one.
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, *range(1024, 1 << 16, 512))
 # A finished row takes part until the burst ends. One that has reached its limit then writes its last token to the
@@ -61,7 +58,7 @@ class PagedDecoder:
         self.max_length = max_length
         weight = head_weight(causal_lm)
         self.device = weight.device
-        self.store = PageStore(*_cache_shape(causal_lm, pages), dtype=weight.dtype, device=self.device)
+        self.store = PageStore(*cache_shape(causal_lm, pages), dtype=weight.dtype, device=self.device)
         self.prefill = Prefill(causal_lm, self.store)
         self.extension = PagedExtension(causal_lm, self.store)
         self.decode_step = DecodeStep(causal_lm, self.store, stop_ids, max_concurrent, max_length)
@@ -86,35 +83,6 @@ class PagedDecoder:
         self.is_computing, self.burst_steps, self.tokens_before = False, 0, 0
         self.ended_tokens = self.ended = 0.0  # the latest responses that finished, and their tokens
         self._reset_counters()
-
-    @classmethod
-    def sized(
-        cls, causal_lm: Any, stop_ids: frozenset[int], max_concurrent: int, max_length: int, fraction: float,
-        reserved: int,
-    ) -> PagedDecoder:  # fmt: skip
-        """Build a decoder whose cache holds `max_concurrent` of the longest sequences, or as many as memory allows.
-
-        The cache takes at most `fraction` of the free memory after `reserved` bytes, and leaves room to compute.
-        """
-        weight = head_weight(causal_lm)
-        layers, _, kv_heads, head_dim = _cache_shape(causal_lm, 0)
-        longest = longest_pages(max_length)
-        max_concurrent = max_concurrent or MAX_CONCURRENT
-        left = max(0, free_memory(weight.device) - reserved)
-        config, width = causal_lm.config.get_text_config(), weight.dtype.itemsize
-        room, prompts = cache_room(config, width, left, fraction, max_concurrent, max_length)
-        # One page more than the sequences need: page 0 belongs to padding.
-        page = PageStore.page_bytes(layers, kv_heads, head_dim, weight.dtype)
-        pages = min(1 + max_concurrent * longest, room // page)
-        if pages < 1 + longest:
-            raise ModelError(
-                f"the key/value cache would hold {max(0, pages - 1) * PAGE} tokens, fewer than one sequence of "
-                f"{max_length}; raise rollout.kv_memory_fraction, or lower data.max_response_length"
-            )
-        decoder = cls(causal_lm, stop_ids, max_concurrent, max_length, pages)
-        decoder.prefill.max_tokens = prompts
-        decoder.working_bytes = sampling_bytes(config, width, max_concurrent, prompts)
-        return decoder
 
     @property
     def cache_bytes(self) -> int:
@@ -419,7 +387,7 @@ class PagedDecoder:
             self.free_prompt(prompt)
 
 
-def _cache_shape(causal_lm: Any, pages: int) -> tuple[int, int, int, int]:
+def cache_shape(causal_lm: Any, pages: int) -> tuple[int, int, int, int]:
     """Return layers, pages, key/value heads and head size."""
     config = causal_lm.config.get_text_config()
     return config.num_hidden_layers, pages, key_heads(config), head_size(config)

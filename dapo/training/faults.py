@@ -1,0 +1,54 @@
+"""Faults during training: start again after a lost learner; before others end the run, save what is still possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from dapo.checkpoint import folder as checkpoint
+from dapo.errors import ClusterLost, LearnerLost, StorageError
+from dapo.types import EventKind
+
+if TYPE_CHECKING:
+    from dapo.training.trainer import Trainer
+
+
+@contextmanager
+def faults_handled(trainer: Trainer) -> Iterator[None]:
+    """Recover from a lost learner. Before a fault that ends the run, save and record what is still possible."""
+    try:
+        yield
+    except LearnerLost as lost:
+        _restart_from_checkpoint(trainer, lost)
+    except StorageError as fault:
+        with suppress(StorageError):  # the database may be on the same failing disk
+            trainer.recorder.event(EventKind.STOPPED, str(fault))
+        raise
+    except ClusterLost as lost:  # the learner still has the weights of the last whole step
+        if trainer.step > trainer.saved_step:
+            trainer.save_checkpoint(trainer.last_state)
+        trainer.recorder.event(EventKind.STOPPED, str(lost))
+        raise
+    except Exception as error:
+        if error is trainer.callbacks.failure:  # the weights are those of the last whole step
+            if trainer.step > trainer.saved_step:
+                trainer.save_checkpoint(trainer.last_state)
+            trainer.recorder.event(EventKind.STOPPED, f"a callback raised {type(error).__name__}: {error}")
+        raise
+
+
+def _restart_from_checkpoint(trainer: Trainer, lost: LearnerLost) -> None:
+    """Restart all learners and everything else from the newest checkpoint, because the weights are lost."""
+    saved = checkpoint.newest(trainer.directory.checkpoints)
+    try:
+        trainer.parts.restart(lost, saved)
+    except ClusterLost as end:
+        trainer.recorder.event(EventKind.STOPPED, str(end))
+        raise
+    trainer.restore(saved, checkpoint.read_state(saved) if saved else trainer.first_state)
+    trainer.engine.metrics()  # discard the metrics of the undone steps
+    undone = trainer.recorder.rewind(trainer.step)
+    trainer.last_state = trainer.state()
+    message = f"{lost}; all learners start again from step {trainer.step}, {undone} steps undone"
+    trainer.recorder.event(EventKind.LEARNERS, message)
