@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +68,9 @@ class Workload:
         shape = self.prompts * self.n, self.turns
         return np.random.default_rng(0).integers(self.turn_tokens - half, self.turn_tokens + half + 1, shape)
 
-    def requests(
-        self, limits: Sequence[int], prompt_tokens: int | None = None, *, turns: bool = False
-    ) -> list[Request]:
+    def requests(self, limits: Iterable[int], *, turns: bool = False) -> list[Request]:
         """Return one request per episode, since a request has one limit for all its responses."""
-        prompts = random_prompts(self.prompts, prompt_tokens or self.prompt_tokens, self.shape.vocab_size)
+        prompts = random_prompts(self.prompts, self.prompt_tokens, self.shape.vocab_size)
         return [
             Request(i, prompts[i // self.n], 1, SamplingParams(max_tokens=int(limit)), turns=turns)
             for i, limit in enumerate(limits)

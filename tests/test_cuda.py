@@ -241,13 +241,7 @@ def test_episodes_that_give_their_cache_up_on_the_gpu_go_on_with_the_same_tokens
     found = []
     for drops_cache in (False, True):
         engine = engine_for(tiny_llama().to(torch.bfloat16), max_concurrent=11)
-        if suspends:
-            take = engine.decoder.store.take
-            engine.decoder.store.take = lambda count, e=engine, t=take: (
-                e.decoder.unpark([*e.decoder.parked]),
-                t(count),
-            )[1]
-        rollouts = play(engine, requests)
+        rollouts = play(engine, requests, drops_cache=drops_cache)
         found.append({(rollout.serial, rollout.index): rollout.tokens.tolist() for rollout in rollouts})
     assert found[0] == found[1]
 
