@@ -16,7 +16,7 @@ from dapo.model.loading import load_model
 from dapo.model.products import linear, same_bits_for_any_rows, wide_product
 from dapo.model.trunk import FusedTrunk, PlainTrunk, trunk_of
 from dapo.policy.policy import Policy
-from dapo.types import Prompt, Request, SamplingParams, Score
+from dapo.types import Extension, Prompt, Request, SamplingParams, Score
 from tests import plain
 from tests.policy.test_update import config, packed_gradients, random_groups
 from tests.tiny import EOS_ID, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3, tiny_smollm3, tiny_tokenizer
@@ -199,6 +199,51 @@ def test_in_bf16_sampler_and_trainer_compute_the_same_bits(build, how):
         policy.captured = None
     mean, largest = gap(policy, PROMPTS, rollouts)
     assert mean < 1e-6 and largest < 1e-5  # only float32 sums over the vocabulary differ
+
+
+def play(engine, requests, turns=3, given=tuple(range(20, 90)), limit=330, *, drops_cache=False):
+    """Play episodes: after each turn but the last, some tokens are given, up to more than a page of the cache."""
+    engine.submit(requests)
+    found = []
+    while rollouts := engine.poll():
+        if drops_cache:
+            engine.decoder.unpark([*engine.decoder.parked])
+        extensions = []
+        for rollout in rollouts:
+            part = given[: 1 + (rollout.serial * 31 + rollout.index * 7 + 40 * len(rollout.given)) % len(given)]
+            if len(rollout.given) == turns - 1 or len(rollout) + len(part) + 5 > limit:
+                found.append(rollout)
+                engine.end([(rollout.serial, rollout.index)])
+            else:
+                end = min(limit, len(rollout) + len(part) + 60)
+                extensions.append(Extension(requests[rollout.serial], rollout, part, end))
+        engine.extend(extensions)
+    return found
+
+
+@pytest.mark.parametrize("how", ["captured", "eager"])
+@pytest.mark.parametrize("build", FUSED)
+def test_in_bf16_episodes_have_the_same_bits_in_sampler_and_trainer(build, how):
+    model = build().to(torch.bfloat16)
+    engine = engine_for(model, max_concurrent=11)
+    if how == "eager":
+        engine.decoder.extension.can_capture = False
+    params = SamplingParams(max_tokens=60)
+    rollouts = play(engine, [Request(i, p, 5, params, turns=True) for i, p in enumerate(PROMPTS)])
+    assert len(rollouts) == 5 * len(PROMPTS) and any(len(rollout.given) == 2 for rollout in rollouts)
+    assert bool(engine.decoder.extension.captured) == (how == "captured")
+    mean, largest = gap(Policy(model, config()), PROMPTS, rollouts)
+    assert mean < 1e-6 and largest < 1e-5
+
+
+def test_episodes_that_give_their_cache_up_on_the_gpu_go_on_with_the_same_tokens():
+    requests = [Request(i, p, 5, SamplingParams(max_tokens=60), turns=True) for i, p in enumerate(PROMPTS)]
+    found = []
+    for drops_cache in (False, True):
+        engine = engine_for(tiny_llama().to(torch.bfloat16), max_concurrent=11)
+        rollouts = play(engine, requests, drops_cache=drops_cache)
+        found.append({(rollout.serial, rollout.index): rollout.tokens.tolist() for rollout in rollouts})
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("rows", [1, 17, 96, 250, 700])

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
-from benchmarks import accuracy_curves, gpu_common, gpu_rollout, gpu_step, gpu_update, time_to_accuracy
+from benchmarks import accuracy_curves, gpu_common, gpu_episodes, gpu_rollout, gpu_step, gpu_update, time_to_accuracy
 from benchmarks.gpu_common import Row
 from dapo.config import Config
 from dapo.data.dataset import load_eval_sets
@@ -56,6 +56,14 @@ def test_rollouts_are_measured_and_compared_with_their_floor():
     (row,) = gpu_rollout.rollout_rows(workload, model, repeats=1, max_length=workload.max_length)
     assert row.verdict == "pass" and "30 tokens" in row.note
     assert 0 < row.share_of_floor < 1
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_episodes_are_compared_with_one_turn_and_the_prefill(spread):
+    workload = gpu_episodes.Workload("tiny", TINY, 2, 3, 4, 3, 4, 5, spread=spread)
+    model = gpu_common.random_model(TINY, CPU, torch.float32)
+    row = gpu_episodes.episode_row(workload, model, repeats=1)
+    assert row.measured > 0 and row.unit == "x" and "in one turn" in row.note
 
 
 def test_log_normal_lengths_have_their_median_and_limit_and_share_prompts():

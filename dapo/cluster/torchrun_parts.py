@@ -20,7 +20,7 @@ from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import ConfigError
 from dapo.policy.build import build_policy
 from dapo.policy.sharding import uninitialized_copy
-from dapo.types import Request, Rollout
+from dapo.types import Extension, Request, Rollout
 
 _POLL_DIVISOR = 4  # `poll` returns when a quarter of a rank's responses is finished: all ranks wait for the slowest
 
@@ -44,13 +44,21 @@ class TorchrunRank(LearnerRank):
             self.policy.cache_bytes = self.engine.cache_bytes
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self.engine.submit([r for r in requests if r.serial % self.policy.ranks == self.policy.rank])
+        self.engine.submit([request for request in requests if self._is_mine(request)])
 
-    def poll(self) -> list[Rollout]:
-        """Decode until a quarter of this rank's responses is finished.
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        self.engine.extend([extension for extension in extensions if self._is_mine(extension.request)])
+
+    def _is_mine(self, request: Request) -> bool:
+        return request.serial % self.policy.ranks == self.policy.rank
+
+    def poll(self, wait: bool) -> list[Rollout]:
+        """Decode until a quarter of this rank's responses is finished, or only for a few steps if not `wait`.
 
         Counts decide, never the clock: the order of results must not depend on the speed of a rank.
         """
+        if not wait:
+            return self.engine.poll(wait=False)
         enough = (len(self.engine.active) + len(self.engine.waiting)) // _POLL_DIVISOR
         finished = self.engine.poll()
         while len(finished) < enough:
@@ -76,15 +84,21 @@ class TorchrunRank(LearnerRank):
 class TorchrunEngine:
     """The engine protocol over all ranks: rank r of n samples the groups whose serial mod n is r."""
 
-    def __init__(self, channel: Channel, cache_bytes: int) -> None:
+    def __init__(self, channel: Channel, own: EmbeddedEngine) -> None:
         self.channel = channel
-        self.cache_bytes = cache_bytes
+        self.cache_bytes, self.is_repeatable = own.cache_bytes, own.is_repeatable
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.channel.call("submit", list(requests))
 
-    def poll(self) -> list[Rollout]:
-        return [rollout for rollouts in self.channel.call_each("poll") for rollout in rollouts]
+    def extend(self, extensions: Sequence[Extension]) -> None:
+        self.channel.call("extend", list(extensions))
+
+    def end(self, episodes: Iterable[tuple[int, int]]) -> None:
+        self.channel.call("sample", "end", list(episodes))
+
+    def poll(self, *, wait: bool = True) -> list[Rollout]:
+        return [rollout for rollouts in self.channel.call_each("poll", wait) for rollout in rollouts]
 
     def cancel(self, serials: Iterable[int]) -> int:
         return sum(self.channel.call_each("sample", "cancel", list(serials)))
@@ -124,5 +138,5 @@ def torchrun_parts(config: Config, saved: Path | None, channel: Channel, custom:
         )
     channel.own = own = TorchrunRank()
     channel.call("open", config.model_dump_json(), saved.absolute() if saved else None)
-    engine = TorchrunEngine(channel, own.engine.cache_bytes)
+    engine = TorchrunEngine(channel, own.engine)
     return Parts(RemoteLearner(channel), engine, own.tokenizer, own.stop_ids)

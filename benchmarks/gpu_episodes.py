@@ -1,0 +1,147 @@
+"""python -m benchmarks.gpu_episodes: the cost of episodes of several turns, in bf16 with random weights.
+
+An episode of four turns is compared with the same number of sampled tokens in one turn, plus the prefill of what the
+environment gave. The environment replies at once, so only the engine is measured. `--only NAME` selects workloads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import PretrainedConfig
+
+from benchmarks.gpu_common import (
+    QWEN2_1_5B,
+    SMOLLM2_135M,
+    Row,
+    default_device,
+    print_rows,
+    random_model,
+    random_prompts,
+    timed,
+    word_tokenizer,
+)
+from benchmarks.gpu_rollout import drain
+from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.types import Extension, Request, SamplingParams
+
+MUST, AIM = 1.1, 1.0  # times the cost of one turn and of the prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`prompts` x `n` episodes of `turns` turns of `turn_tokens`, with `given_tokens` between two turns.
+
+    With `spread`, the turns have random lengths between half and one and a half of `turn_tokens`, so that episodes end
+    their turns at different times.
+    """
+
+    name: str
+    shape: PretrainedConfig
+    prompts: int
+    n: int
+    prompt_tokens: int
+    turns: int
+    turn_tokens: int
+    given_tokens: int
+    spread: bool = False
+
+    @property
+    def what(self) -> str:
+        length = f"{'about ' * self.spread}{self.turn_tokens}"
+        return f"{self.name}, {self.prompts} x {self.n}, {self.turns} turns of {length}, {self.given_tokens} given"
+
+    @property
+    def max_length(self) -> int:
+        return self.prompt_tokens + self.turns * 2 * self.turn_tokens + (self.turns - 1) * self.given_tokens
+
+    def lengths(self) -> np.ndarray:
+        """Return the lengths of the turns, [episodes, turns]."""
+        half = self.turn_tokens // 2 if self.spread else 0
+        shape = self.prompts * self.n, self.turns
+        return np.random.default_rng(0).integers(self.turn_tokens - half, self.turn_tokens + half + 1, shape)
+
+    def requests(self, limits: Iterable[int], *, turns: bool = False) -> list[Request]:
+        """Return one request per episode, since a request has one limit for all its responses."""
+        prompts = random_prompts(self.prompts, self.prompt_tokens, self.shape.vocab_size)
+        return [
+            Request(i, prompts[i // self.n], 1, SamplingParams(max_tokens=int(limit)), turns=turns)
+            for i, limit in enumerate(limits)
+        ]
+
+
+WORKLOADS = (
+    Workload("135m", SMOLLM2_135M, 16, 16, 128, 4, 64, 32),
+    Workload("135m-spread", SMOLLM2_135M, 16, 16, 128, 4, 64, 32, spread=True),
+    Workload("1.5b", QWEN2_1_5B, 16, 16, 128, 4, 64, 32),
+    Workload("1.5b-spread", QWEN2_1_5B, 16, 16, 128, 4, 64, 32, spread=True),
+    Workload("1.5b-long", QWEN2_1_5B, 16, 16, 128, 4, 64, 256, spread=True),
+)
+
+
+def play(engine: EmbeddedEngine, workload: Workload) -> int:
+    """Play all episodes to their end, and return how many tokens they have."""
+    lengths = workload.lengths()
+    requests = workload.requests(lengths[:, 0], turns=True)
+    given = random_prompts(1, workload.given_tokens, workload.shape.vocab_size, seed=1)[0]
+    engine.submit(requests)
+    tokens = 0
+    while rollouts := engine.poll():
+        extensions = []
+        for rollout in rollouts:
+            turn = len(rollout.given) + 1
+            if turn == workload.turns:
+                tokens += len(rollout)
+                engine.end([(rollout.serial, rollout.index)])
+            else:
+                limit = len(rollout) + len(given) + int(lengths[rollout.serial, turn])
+                extensions.append(Extension(requests[rollout.serial], rollout, given, limit))
+        engine.extend(extensions)
+    return tokens
+
+
+def episode_row(workload: Workload, model: Any, repeats: int) -> Row:
+    episodes = workload.prompts * workload.n
+    tokenizer = word_tokenizer(workload.shape.vocab_size)
+    engine = EmbeddedEngine(model, tokenizer, frozenset(), 0, episodes, max_length=workload.max_length)
+    sampled, given = workload.lengths().sum(1), (workload.turns - 1) * workload.given_tokens
+    assert play(engine, workload) == int(sampled.sum()) + episodes * given
+    one_turn = timed(lambda: drain(engine, workload.requests(sampled)), model.device, repeats).best
+    # Every episode is given its own tokens, so they are prefilled as prompts of their own, with one decode step each.
+    alone = Workload("", workload.shape, episodes, 1, given, 1, 1, 0)
+    prefill = timed(lambda: drain(engine, alone.requests([1] * episodes)), model.device, repeats).best
+    several = timed(lambda: play(engine, workload), model.device, repeats).best
+    engine.close()
+    note = f"{several:.3f} s, against {one_turn:.3f} s in one turn and {prefill:.3f} s of prefill"
+    return Row(workload.what, several / (one_turn + prefill), "x", MUST, AIM, lower_is_better=True, note=note)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", choices=[workload.name for workload in WORKLOADS])
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    device = default_device()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    console, rows = Console(width=140), []
+    for workload in WORKLOADS:
+        if not arguments.only or workload.name in arguments.only:
+            model = random_model(workload.shape, device, dtype)
+            row = episode_row(workload, model, arguments.repeats)
+            rows.append(row)
+            # Print each row at once, so that a later failure does not lose it.
+            console.print(f"{row.what}: {row.measured:.3f} {row.unit}; {row.note}", highlight=False, soft_wrap=True)
+            del model
+            gc.collect()  # engine and model refer to each other
+    print_rows(console, "episodes of several turns, bf16, random weights", rows)
+
+
+if __name__ == "__main__":
+    main()
