@@ -14,6 +14,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -687,11 +688,12 @@ def test_damage_found_later_is_one_sentence_too(path: Path) -> None:
     with RunDatabase.create(path, config_yaml(), {}) as database:
         record_three_steps(database)
         record_three_more(database)
-    size = path.stat().st_size
-    # The schema fills the first page and a part of the second.
+    with closing(sqlite3.connect(path)) as plain:
+        (page,) = plain.execute("SELECT rootpage FROM sqlite_master WHERE name = 'steps'").fetchone()
+        (size,) = plain.execute("PRAGMA page_size").fetchone()
     with path.open("r+b") as file:
-        file.seek(8192)
-        file.write(b"\x55" * (size - 8192))
+        file.seek((page - 1) * size)
+        file.write(b"\x55" * size)
     with RunDatabase.open_readonly(path) as reader, pytest.raises(CheckpointError, match=r"run\.db: cannot be read"):
         list(reader.steps())
 
