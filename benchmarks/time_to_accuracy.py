@@ -87,7 +87,11 @@ class Examiner:
         params = SamplingParams(temperature, max_tokens=self.max_tokens)
         # Always step 0, so that every evaluation has the same random numbers.
         k = self.k if temperature else 1
-        report = evaluate(self.trainer.engine, self.trainer.judge, self.questions, k, params, 0, "held_out")
+        trainer = self.trainer
+        environment = trainer.evaluator.environment
+        report = evaluate(
+            trainer.engine, trainer.judge, self.questions, k, params, 0, "held_out", environment=environment
+        )
         return sum(bool(sample.score.acc) for sample in report.samples) / len(report.samples)
 
     def warm_up(self) -> None:

@@ -1,12 +1,14 @@
 """python -m benchmarks.time_to_accuracy_gsm8k: accuracy on held-out GSM8K questions over seconds of training.
 
-Trains `recipes/gsm8k.yaml` in several arms, each a list of changed options, from the same model with the same seed. The
-clock stops for evaluations: 500 questions that are held out of the training file, two samples each at temperature 1,
-with the same random numbers every time. Compilation happens before the clock starts, on weights that are thrown away.
+Trains `recipes/gsm8k.yaml` in several arms, each a list of changed options, from the same model with the same seed. An
+arm may name another recipe: `recipe=gsm8k_python` is the one with a tool that runs programs. The clock stops for
+evaluations: 500 questions that are held out of the training file, two samples each at temperature 1, with the same
+random numbers every time. Compilation happens before the clock starts, on weights that are thrown away.
 
     dapo data prepare gsm8k
     python -m benchmarks.time_to_accuracy_gsm8k --model Qwen/Qwen2.5-1.5B-Instruct
     python -m benchmarks.time_to_accuracy_gsm8k --arm 'hot: optim.lr=3e-6' --arm 'strict: rollout.mode=strict'
+    python -m benchmarks.time_to_accuracy_gsm8k --arm 'without:' --arm 'with: recipe=gsm8k_python'
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from benchmarks.gpu_common import StepMetrics, default_device, machine
 from benchmarks.time_to_accuracy import Examiner, our_points
 from dapo.config import Config
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "gsm8k.yaml"
+RECIPES = Path(__file__).parent.parent / "recipes"
 HELD_OUT, SAMPLES = 500, 2
 LEVELS = (0.60, 0.65, 0.70)
 ARMS = {
@@ -59,7 +61,9 @@ def arm_config(overrides: Sequence[str], name: str, arguments: argparse.Namespac
         f"run.dir={arguments.out}", f"run.name={name}", f"run.steps={arguments.steps}", "run.save_every=0",
         f"run.seed={arguments.seed}", "run.store_tokens=none",
     ]  # fmt: skip
-    return Config.load(RECIPE, [*fixed, *overrides])
+    recipes = [text.removeprefix("recipe=") for text in overrides if text.startswith("recipe=")] or ["gsm8k"]
+    changes = [text for text in overrides if not text.startswith("recipe=")]
+    return Config.load(RECIPES / f"{recipes[-1]}.yaml", [*fixed, *changes])
 
 
 def first_reaching(points: Sequence[Point], level: float) -> Point | None:
