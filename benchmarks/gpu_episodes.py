@@ -40,7 +40,8 @@ class Workload:
     """`prompts` x `n` episodes of `turns` turns of `turn_tokens`, with `given_tokens` between two turns.
 
     With `spread`, the turns have random lengths between half and one and a half of `turn_tokens`, so that episodes end
-    their turns at different times.
+    their turns at different times. With `slots`, so many are decoded at once and others take the places of those that
+    wait for a reply; by default all are.
     """
 
     name: str
@@ -52,11 +53,15 @@ class Workload:
     turn_tokens: int
     given_tokens: int
     spread: bool = False
+    slots: int = 0
 
     @property
     def what(self) -> str:
         length = f"{'about ' * self.spread}{self.turn_tokens}"
-        return f"{self.name}, {self.prompts} x {self.n}, {self.turns} turns of {length}, {self.given_tokens} given"
+        slots = f" on {self.slots} slots" * bool(self.slots)
+        return (
+            f"{self.name}, {self.prompts} x {self.n}{slots}, {self.turns} turns of {length}, {self.given_tokens} given"
+        )
 
     @property
     def max_length(self) -> int:
@@ -79,10 +84,11 @@ class Workload:
 
 WORKLOADS = (
     Workload("135m", SMOLLM2_135M, 16, 16, 128, 4, 64, 32),
-    Workload("135m-spread", SMOLLM2_135M, 16, 16, 128, 4, 64, 32, spread=True),
+    Workload("135m-spread", SMOLLM2_135M, 64, 16, 128, 4, 64, 32, spread=True, slots=256),
     Workload("1.5b", QWEN2_1_5B, 16, 16, 128, 4, 64, 32),
-    Workload("1.5b-spread", QWEN2_1_5B, 16, 16, 128, 4, 64, 32, spread=True),
-    Workload("1.5b-long", QWEN2_1_5B, 16, 16, 128, 4, 64, 256, spread=True),
+    Workload("1.5b-spread", QWEN2_1_5B, 64, 16, 128, 4, 64, 32, spread=True, slots=256),
+    Workload("1.5b-alone", QWEN2_1_5B, 16, 16, 128, 4, 64, 32, spread=True),
+    Workload("1.5b-long", QWEN2_1_5B, 64, 16, 128, 4, 64, 256, spread=True, slots=256),
 )
 
 
@@ -110,7 +116,8 @@ def play(engine: EmbeddedEngine, workload: Workload) -> int:
 def episode_row(workload: Workload, model: Any, repeats: int) -> Row:
     episodes = workload.prompts * workload.n
     tokenizer = word_tokenizer(workload.shape.vocab_size)
-    engine = EmbeddedEngine(model, tokenizer, frozenset(), 0, episodes, max_length=workload.max_length)
+    slots = workload.slots or episodes
+    engine = EmbeddedEngine(model, tokenizer, frozenset(), 0, slots, max_length=workload.max_length)
     sampled, given = workload.lengths().sum(1), (workload.turns - 1) * workload.given_tokens
     assert play(engine, workload) == int(sampled.sum()) + episodes * given
     one_turn = timed(lambda: drain(engine, workload.requests(sampled)), model.device, repeats).best

@@ -60,7 +60,7 @@ def test_rollouts_are_measured_and_compared_with_their_floor():
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_episodes_are_compared_with_one_turn_and_the_prefill(spread):
-    workload = gpu_episodes.Workload("tiny", TINY, 2, 3, 4, 3, 4, 5, spread=spread)
+    workload = gpu_episodes.Workload("tiny", TINY, 2, 3, 4, 3, 4, 5, spread=spread, slots=4 * spread)
     model = gpu_common.random_model(TINY, CPU, torch.float32)
     row = gpu_episodes.episode_row(workload, model, repeats=1)
     assert row.measured > 0 and row.unit == "x" and "in one turn" in row.note

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NotRequired
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from dapo.types import FinishReason, Group, Prompt, Rollout, Score, Verdict
@@ -84,7 +84,8 @@ class _RolloutData(TypedDict):
     weight_version: int
     text: str
     switches: NotRequired[list[int]]  # missing in checkpoints older than the in-flight mode
-    given: NotRequired[list[list[int]]]  # this and `turns`: missing in checkpoints older than environments
+    # These two are missing in checkpoints older than environments.
+    given: NotRequired[list[Annotated[list[int], Field(min_length=2, max_length=2)]]]
     turns: NotRequired[list[dict[str, Any]]]
 
 

@@ -17,6 +17,7 @@ from dapo import Trainer
 from dapo.errors import CheckpointError, ConfigError
 from dapo.store.database import RunDatabase
 from tests import runs
+from tests.training.test_episodes import load as load_episodes
 
 pytestmark = pytest.mark.slow
 
@@ -101,6 +102,17 @@ def test_two_processes_train_what_one_trains_and_resume_after_one_is_killed(tmp_
     assert_same(one.run_dir, two, step=5)
     with RunDatabase.open_readonly(two / "run.db") as database:
         assert [event["kind"] for event in database.events()].count("resumed") == 1
+
+
+def test_two_processes_train_on_the_episodes_that_one_trains_on(tmp_path):
+    options = ["optim.lr=1e-5", "run.steps=2"]
+    one = load_episodes(tmp_path, "run.name=one", *options)
+    Trainer(one).train()
+    arguments = ["train", str(tmp_path / "recipe.yaml"), "run.name=two", *options, "cluster.learners=2"]
+    code, _, err = finish(launch(*arguments))
+    assert code == 0, err
+    assert_same(one.run_dir, one.run_dir.parent / "two", step=2)
+    assert all(step["turns/mean"] > 1 for step in runs.metrics(one.run_dir) if step["groups/generated"])
 
 
 def test_every_process_loads_the_parts_of_the_update(tmp_path):
