@@ -104,7 +104,8 @@ class Episodes:
                 self.decoding.remove(key)
                 if not rollout.given:
                     self.environment.pool.start(key, group.prompt)
-                is_cut_off = len(rollout) >= group.max_tokens
+                # A turn that ends itself with the last token has ended: only another turn has no room.
+                is_cut_off = rollout.finish_reason == "length" and len(rollout) >= group.max_tokens
                 self._ask(self.environment, rollout, len(rollout.given) + 1, is_cut_off=is_cut_off)
             ended += self._go_on(self.environment, due)
         return ended
@@ -180,6 +181,8 @@ class Episodes:
                 limit = environment.turn_limit(used, group.max_tokens)
                 extensions.append(Extension(group.request, rollout, tokens, limit))
                 self.decoding.add(key)
+        if ended:
+            self.engine.end([(rollout.serial, rollout.index) for rollout in ended])
         if extensions:
             self.engine.extend(extensions)
         return ended
@@ -202,7 +205,6 @@ class Episodes:
     def _end(self, environment: Environment, group: _Group, asked: _Asked, reply: Reply) -> Rollout:
         rollout, key = asked.rollout, (asked.rollout.serial, asked.rollout.index)
         environment.pool.end(key)
-        self.engine.end([key])
         group.running.remove(rollout.index)
         if not group.running:
             del self.groups[rollout.serial]

@@ -121,6 +121,17 @@ def test_an_episode_that_has_no_tokens_left_is_cut_off_and_scored_by_the_environ
         assert not rollout.given or rollout.given[-1][1] < len(rollout)
 
 
+def test_a_turn_that_ends_itself_with_the_last_token_is_not_cut_off():
+    whole, expected = play(Letters(), count=8)
+    several = [key for key, rollout in whole.items() if rollout.finish_reason == "stop" and rollout.given]
+    assert len(several) >= 3
+    for key in several[:3]:
+        length = len(whole[key])
+        rollouts, scores = play(Letters(), count=8, params=replace(PARAMS, max_tokens=length))
+        assert np.array_equal(rollouts[key].tokens, whole[key].tokens) and rollouts[key].finish_reason == "stop"
+        assert scores[key] == expected[key]
+
+
 def test_a_turn_that_is_too_long_ends_and_the_environment_replies_to_it():
     rollouts, _ = play(Letters(), count=8, max_turn_tokens=5)
     assert {rollout.finish_reason for rollout in rollouts.values() if len(rollout) < LIMIT - 40} == {"stop"}
