@@ -13,7 +13,7 @@ LARGEST = 16
 class Guess:
     """Begins with the row's own prompt; the row's answer is the number.
 
-    The score is 1 if the number is found, else half the share of guesses that the hints before them allowed: without
+    The score is 1 if the number is found, else half the share of the other numbers that the guesses ruled out: without
     that part, a model that never finds a number learns nothing.
     """
 
@@ -21,8 +21,7 @@ class Guess:
         answer = row["answer"]
         if str(answer) not in map(str, range(1, LARGEST + 1)):
             raise ValueError(f"the row's answer is {answer!r:.50}; guess needs a whole number from 1 to {LARGEST}")
-        self.number, self.low, self.high = int(answer), 1, LARGEST
-        self.guesses = self.allowed = 0
+        self.number, self.low, self.high, self.guesses = int(answer), 1, LARGEST, 0
 
     def reply(self, text: str) -> str | End:
         self.guesses += 1
@@ -30,7 +29,6 @@ class Guess:
         guess = int(found[0][:9]) if found else 0
         if guess == self.number:
             return End(1.0, acc=True, guesses=self.guesses)
-        self.allowed += self.low <= guess <= self.high
         if not 1 <= guess <= LARGEST:
             hint = "That is no such number."
         elif guess < self.number:
@@ -41,4 +39,5 @@ class Guess:
         return f"{hint} The number is {choices}. Answer with one number."
 
     def cut_off(self) -> End:
-        return End(0.5 * self.allowed / max(1, self.guesses), acc=False, guesses=self.guesses)
+        ruled_out = 1 - (self.high - self.low) / (LARGEST - 1)
+        return End(0.5 * ruled_out, acc=False, guesses=self.guesses)

@@ -21,8 +21,9 @@ def played(number, choose):
 def test_halving_finds_every_number_and_a_fixed_guess_only_one():
     assert [played(n, lambda low, high: (low + high) // 2) for n in range(1, LARGEST + 1)] == [1.0] * LARGEST
     fixed = [played(n, lambda low, high: 7) for n in range(1, LARGEST + 1)]
-    assert fixed == [0.1] * 6 + [1.0] + [0.1] * 9  # only the first of its guesses is one that the hints allow
-    assert played(16, lambda low, high: low) == 0.5  # allowed, but not found
+    assert fixed == pytest.approx([0.5 * 10 / 15] * 6 + [1.0] + [0.5 * 7 / 15] * 9)  # it rules out one side of 7
+    assert played(16, lambda low, high: low) == pytest.approx(0.5 * 5 / 15)
+    assert played(16, lambda low, high: "no") == 0.0
 
 
 def test_it_says_higher_or_lower_and_where_the_number_is():
