@@ -177,8 +177,9 @@ class DynamicSampler:
         """Return how many prompts to submit now, besides those whose groups are still in flight.
 
         Without carry-over a round is always whole, as published. With it, a round is just large enough that it is
-        likely to suffice: a second one would wait for its longest responses once more. While groups are in flight, more
-        are submitted only if those are more likely than not to leave the batch incomplete.
+        likely to suffice: a second one would wait for its longest responses once more. But at most a quarter of a batch
+        is expected to be left over, because that is trained on a step later. While groups are in flight, more are
+        submitted only if those are more likely than not to leave the batch incomplete.
         """
         missing = self.config.data.train_batch_size - len(step.kept)
         limit, size = self.config.algorithm.filter_groups.max_num_gen_batches, self.config.gen_batch_size
@@ -188,7 +189,8 @@ class DynamicSampler:
             known = missing, sum(self.recent), len(self.recent), self.config.largest_round
             if self.pending and len(self.pending) >= groups_needed(*known, confidence=0.5):
                 return 0
-            size = groups_needed(*known) - len(self.pending)
+            enough = math.ceil((missing + self.config.data.train_batch_size / 4) / self._keep_rate())
+            size = min(groups_needed(*known), enough) - len(self.pending)
         return size if limit <= 0 else min(size, limit * self.config.gen_batch_size - step.submitted)
 
     def _tail(self) -> int:

@@ -610,7 +610,7 @@ def test_a_checkpoint_from_before_in_flight_mode_can_be_read(tmp_path):
         for rollout in group["rollouts"]:
             del rollout["switches"]
     path.write_text(json.dumps(document))
-    checkpoint._write_checksums(folder)  # the edit is not damage
+    checkpoint._write_checksums(folder, {})  # the edit is not damage
     state = checkpoint.read_state(folder)
     assert state.sampler.pending == {}
     assert all(rollout.switches == () for group in state.sampler.carried for rollout in group.rollouts)

@@ -83,10 +83,10 @@ def test_batches_and_round_sizes_match_a_recorded_sequence():
         sampler.engine.sync_weights(step)
         flow.append((serials(sampled.batch), serials(sampler.carried)))
     assert flow == [
-        ([1, 2, 4, 5], []), ([7, 8, 10, 11], [13]), ([13, 14, 16, 17], [19, 20]), ([19, 20, 22, 23], [25]),
-        ([25, 26, 28, 29], [31, 32]),
+        ([1, 2, 4, 5], []), ([7, 8, 10, 11], [13]), ([13, 14, 16, 17], [19]), ([19, 20, 22, 23], [25]),
+        ([25, 26, 28, 29], [31]),
     ]  # fmt: skip
-    assert sizes == [7, 7, 7, 5, 7]
+    assert sizes == [7, 7, 6, 6, 6]
 
 
 def test_groups_finish_out_of_order_but_are_kept_in_order():
@@ -209,15 +209,15 @@ def test_the_size_of_a_round_is_bounded_and_exact_where_every_group_is_kept():
 def test_without_a_round_size_one_round_fills_nine_batches_in_ten_and_nothing_becomes_stale():
     rng = np.random.default_rng(5)
     mixed = rng.random(10_000) < 0.4
-    sampler = sampler_for(mixed_when(lambda serial: bool(mixed[serial])), "data.train_batch_size=16")
+    sampler = sampler_for(mixed_when(lambda serial: bool(mixed[serial])), "data.train_batch_size=48")
     rounds, dropped = [], 0
-    for step in range(1, 61):
+    for step in range(1, 46):
         sampled = sampler.fill(step, version=step - 1)
         sampler.engine.sync_weights(step)
-        assert len(sampled.batch) == 16
+        assert len(sampled.batch) == 48
         rounds.append(sampled.rounds)
         dropped += sampled.metrics().get("groups/dropped/stale", 0)
-    assert np.mean(np.array(rounds[5:]) == 1) >= 0.85  # 55 steps: nine in ten, less one and a half standard deviations
+    assert np.mean(np.array(rounds[5:]) == 1) >= 0.85
     assert dropped == 0
 
 
