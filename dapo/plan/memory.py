@@ -12,6 +12,7 @@ from dapo.model.memory import (
     GIB,
     GRADIENT_BYTES,
     MASTER_BYTES,
+    MAX_TOKENS,
     MOMENT_BYTES,
     USABLE,
     Division,
@@ -107,7 +108,8 @@ def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workloa
     beside = sampler + (0.0 if layout.rollout_gpus else fixed + max(state["moments"], division.reserved))
     cache, working, slots = _cache(config, shape, layout, work, gpu, usable(gpu) - beside)
     held = (0.0, 0.0) if division.lends else (cache, working)  # what the sampler keeps during an update
-    split = _micro_batch(config, shape, work, usable(gpu) - training - sum(held), gpu)
+    most = config.update_tokens if layout.shares_weights else MAX_TOKENS
+    split = _micro_batch(config, shape, work, usable(gpu) - training - sum(held), gpu, most)
     # At most what a rank gets of one update, but at least the longest response.
     mine = work.trained_groups / work.updates * (work.n * work.lengths.mean + work.prompt) / layout.learners
     held_tokens = max(float(work.longest), min(split.tokens, mine))
@@ -187,11 +189,11 @@ def _cache(
     return cache, working, min(float(work.concurrent), cache / per_token / average)
 
 
-def _micro_batch(config: Config, shape: Shape, work: Workload, free: float, gpu: Gpu) -> MicroBatch:
+def _micro_batch(config: Config, shape: Shape, work: Workload, free: float, gpu: Gpu, most: int) -> MicroBatch:
     """Return the split of an update. A response is never split."""
     given, may = config.optim.max_tokens_per_micro_batch, config.optim.recompute_activations
     kept, recomputed = (activation_bytes(shape, BYTES, recompute=each) for each in (False, True))
-    found = micro_batch(free, kept, recomputed, given, may_recompute=may != "never", always=may == "always")
+    found = micro_batch(free, kept, recomputed, given, may_recompute=may != "never", always=may == "always", most=most)
     fits = (free - found.head_bytes) / (recomputed if found.recompute else kept)
     least = max(given, work.longest)
     if fits < least:

@@ -193,6 +193,12 @@ def test_the_option_that_limits_decoding_is_the_one_to_raise():
     assert cached.memory.slots < 1000 and "a larger rollout.kv_memory_fraction" in advice(cached)[0]
 
 
+def test_activations_of_an_update_that_fits_as_a_whole_are_computed_once():
+    recipe = ROOT / "recipes" / "guess_five.yaml"
+    assert not planned(recipe, 1, "rtx3060").memory.recomputes
+    assert planned(recipe, 1, "rtx3060", ("data.max_response_length=4096",)).memory.recomputes
+
+
 def test_the_plan_names_what_the_host_must_have_room_for_and_the_time_of_all_steps():
     def text(gpu: str, *overrides: str) -> str:
         return " ".join(printed(Config.load(GSM8K, overrides), PlanOptions(gpu=gpu)).split())
