@@ -12,6 +12,7 @@ import numpy as np
 from dapo import __version__
 from dapo.checkpoint import folder as checkpoint
 from dapo.config import Config, Source
+from dapo.model.gguf import is_converted
 from dapo.store.configuration import recorded_config
 from dapo.store.database import RunDatabase
 from dapo.store.encoding import visible
@@ -38,11 +39,12 @@ def model_card(run: Path, saved: Path, *, adapters: bool) -> str:
         _front_matter(adapters),
         f"# {config.run.name}\n",
         _facts(config, run, step, steps, adapters),
+        *([_loading(config.model.path)] if adapters and is_converted(config.model.path) else []),
         "## Evaluations\n",
         _evaluations(evals),
         "## Training\n",
         _curves(steps),
-        f"<details><summary>The recipe</summary>\n\n{_fenced(config.to_yaml())}\n</details>\n",
+        f"<details><summary>The recipe</summary>\n\n{_fenced(config.to_yaml(), 'yaml')}\n</details>\n",
         _versions(meta),
     ]
     return "\n".join(parts)
@@ -85,6 +87,19 @@ def _facts(config: Config, run: Path, step: int, steps: Sequence[Mapping[str, fl
         "response tokens": f"{_total(steps, 'tokens/generated'):,}, {_total(steps, 'tokens/trained'):,} trained on",
     }
     return _table(("", ""), list(rows.items()))
+
+
+def _loading(base: str) -> str:
+    """Show how to load adapters whose base is neither on the hub nor a Hugging Face directory."""
+    code = (
+        "from dapo.model.loading import resolve_path\n"
+        "from peft import PeftModel\n"
+        "from transformers import AutoModelForCausalLM\n\n"
+        f"base = AutoModelForCausalLM.from_pretrained(resolve_path({base!r}))\n"
+        'model = PeftModel.from_pretrained(base, "adapters")  # this directory\n'
+    )
+    why = "PEFT's Auto classes cannot find this base model, because dapo converts it from a .gguf file. Load it so:"
+    return f"## Use\n\n{why}\n\n{_fenced(code, 'python')}"
 
 
 def _source(source: Source) -> str:
@@ -138,10 +153,10 @@ def _versions(meta: Mapping[str, str]) -> str:
     return visible(f"Trained with {versions}, started {started}; exported by dapo {__version__}.\n")
 
 
-def _fenced(text: str) -> str:
+def _fenced(text: str, language: str) -> str:
     """Put text into a code fence longer than any fence in it: a prompt template may contain one."""
     fence = "`" * (1 + max((len(ticks) for ticks in re.findall("`+", text)), default=2))
-    return f"{fence}yaml\n{text}{fence}\n"
+    return f"{fence}{language}\n{text}{fence}\n"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -22,6 +22,7 @@ from dapo.environments.protocol import EnvironmentPool
 from dapo.errors import DapoError, DataError, RunExists
 from dapo.model.forward import free_memory
 from dapo.model.loading import check_architecture, find_path, load_vocabulary, resolve_device
+from dapo.model.lora import check_targets
 from dapo.model.tokens import token_bytes
 from dapo.model.weights import check_folder
 from dapo.plan.dry_run import on_gpu, planned_checkpoint, training_memory
@@ -141,7 +142,9 @@ def _check_model(found: Findings, config: Config) -> Any:
         if config.rollout.stop:
             token_bytes(tokenizer)
         longest = config.data.max_prompt_length + config.data.max_response_length
-        check_architecture(folder, longest)
+        model = check_architecture(folder, longest)
+        if config.model.lora.rank > 0:
+            check_targets(model, config.model.lora.target_modules)
         found.notes.append(f"model: {config.model.path}, with room for prompts and responses of {longest:,} tokens")
     return tokenizer
 

@@ -80,9 +80,15 @@ def export(
     """Write a checkpoint's model with a model card as a plain Hugging Face directory."""
     with Console().status("exporting"):
         from dapo.checkpoint.export import export_run
+        from dapo.model.gguf import is_converted
+        from dapo.store.configuration import recorded_config
 
         saved = export_run(run, to, which, adapters=adapters)
     Console().print(f"{saved} exported to {to}")
+    if adapters and is_converted(recorded_config(run).model.path):
+        Console().print(
+            f"The base model is converted from a .gguf file; {to / 'README.md'} says how to load it with PEFT"
+        )
 
 
 @cache

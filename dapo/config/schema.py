@@ -125,6 +125,12 @@ class Config(Section):
         return self.optim.ppo_mini_batch_size or self.data.train_batch_size
 
     @property
+    def update_tokens(self) -> int:
+        """The most tokens of prompts and responses that an update trains on."""
+        longest = self.data.max_prompt_length + self.data.max_response_length
+        return self.mini_batch_size * self.rollout.n * longest
+
+    @property
     def run_dir(self) -> Path:
         return Path(self.run.dir) / self.run.name
 

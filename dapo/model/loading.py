@@ -134,8 +134,11 @@ def _check_path(path: str) -> None:
         )
 
 
-def check_architecture(folder: Path, max_length: int) -> None:
-    """Refuse a model for what can be known of it without its weights: its class, its context and its head."""
+def check_architecture(folder: Path, max_length: int) -> PreTrainedModel:
+    """Refuse a model for what can be known of it without its weights: its class, its context and its head.
+
+    Return the model without its weights, on the meta device.
+    """
     with quiet():
         config = _check_config(folder, str(folder))
         try:
@@ -146,6 +149,7 @@ def check_architecture(folder: Path, max_length: int) -> None:
                 f"{folder}: is not a causal language model that transformers knows ({_reason(error)})"
             ) from error
     check_limits(model, max_length)
+    return model
 
 
 def fetch_from_hub(repo: str) -> Path:

@@ -24,8 +24,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
     """Freeze the weights and add adapters, initialized from torch's global random generator."""
     assert config.rank > 0, "rank 0 means no adapters"
     targets = config.target_modules
-    if targets != "all-linear":
-        _check_targets(model, targets)
+    check_targets(model, targets)
     settings = adapter_settings(config, targets if isinstance(targets, str) else list(targets))
     adapted = peft.get_peft_model(model, settings, adapter_name=ADAPTER)
     assert isinstance(adapted, peft.PeftModel)
@@ -128,8 +127,10 @@ def _adapter_tensors(model: peft.PeftModel) -> dict[str, Tensor]:
     return peft.get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
 
 
-def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+def check_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> None:
     """Refuse names that match no layer. PEFT ignores them as long as one name matches."""
+    if targets == "all-linear":
+        return
     head = model.get_output_embeddings()
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D) and part is not head]
     for target in targets:

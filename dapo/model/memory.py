@@ -115,15 +115,23 @@ class MicroBatch:
 
 
 def micro_batch(
-    room: float, kept: float, recomputed: float, given: int, *, may_recompute: bool, always: bool
+    room: float,
+    kept: float,
+    recomputed: float,
+    given: int,
+    *,
+    may_recompute: bool,
+    always: bool,
+    most: float = MAX_TOKENS,
 ) -> MicroBatch:
     """Return how an update uses `room` bytes. `kept` and `recomputed` are bytes of activations per token.
 
-    `given`: the option for the tokens, or 0. Tokens are fewer than 1 where nothing fits.
+    `given`: the option for the tokens, or 0. `most`: tokens of the largest update. Tokens are fewer than 1 where
+    nothing fits.
     """
     head = int(min(HEAD_BYTES, max(LEAST_HEAD_BYTES, room / 8)))
     fits = max(0, int((room - head) / kept))
-    recompute = always or (may_recompute and (given > fits if given else fits < ENOUGH_TOKENS))
+    recompute = always or (may_recompute and (given > fits if given else fits < min(ENOUGH_TOKENS, most)))
     if recompute:
         fits = max(0, int((room - head) / recomputed))
     return MicroBatch(given or min(MAX_TOKENS, fits), recompute, head)

@@ -12,19 +12,30 @@ def advice(plan: Plan) -> list[str]:
     """Return sentences: the bottleneck and its remedy first, then other ways in which GPUs are wasted."""
     share = 100 * plan.critical[plan.bottleneck] / plan.seconds
     first = f"The bottleneck is {plan.bottleneck} ({share:.0f} %), bound by {plan.limit}: {_remedy(plan)}."
-    return [first, *_offloading(plan), *_idle(plan)]
+    return [first, *_host(plan), *_idle(plan)]
 
 
-def _offloading(plan: Plan) -> list[str]:
-    size = plan.memory.offloaded
-    where = f"AdamW's moments ({size / GIB:.1f} GiB) are in the host's memory, and visit the GPU in each update."
-    return [where] if size else []
+def _host(plan: Plan) -> list[str]:
+    """Name what the host's memory and disk must have room for."""
+    memory = plan.memory
+    sizes = {
+        "AdamW's moments ({}) are in the host's memory, and visit the GPU in each update.": memory.offloaded,
+        "The frozen weights beneath the adapters ({}) are in the host's memory.": memory.offloaded_base,
+        "Masters, gradients and moments ({} of each learner) are in the host's memory.": memory.offloaded_shard,
+        "A checkpoint takes {} of disk{}.": memory.checkpoint,
+    }
+    # Learners in other processes write their checkpoints themselves.
+    copied = ", and of the host's memory while it is written in the background" if plan.layout.gpus == 1 else ""
+    return [sentence.format(f"{size / GIB:.1f} GiB", copied) for sentence, size in sizes.items() if size]
 
 
 def _remedy(plan: Plan) -> str:
     fuller = "decode more responses at once per engine, with more groups per round or fewer engines"
-    slots = plan.memory.slots
-    if slots < min(plan.work.concurrent, max(plan.work.rounds) * plan.work.n / plan.layout.engines):
+    slots, concurrent = plan.memory.slots, plan.work.concurrent
+    responses = max(plan.work.rounds) * plan.work.n / plan.layout.engines  # of one engine
+    if concurrent <= slots and concurrent < responses:
+        fuller = f"decode more responses at once, with a larger rollout.max_concurrent (now {concurrent:,})"
+    elif slots < min(concurrent, responses):
         larger = "more tensor parallelism" if plan.layout.is_vllm else "a larger rollout.kv_memory_fraction"
         fuller = f"decode more responses at once; the cache has room for {slots:,.0f}, and {larger} makes room for more"
     tail = "rollout.mode=inflight fills the empty slots with other responses"

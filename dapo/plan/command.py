@@ -60,7 +60,7 @@ def plan_command(console: Console, config: Config, options: PlanOptions) -> None
     if not plans:
         raise next(error for error in found.values() if isinstance(error, DoesNotFit))
     if len(counts) == 1:
-        print_plan(console, config.run.name, plans[0], _assumed(config, plans, options))
+        print_plan(console, config.run.name, plans[0], config.run.steps, _assumed(config, plans, options))
     else:
         print_comparison(console, config.run.name, found, _assumed(config, plans, options))
 

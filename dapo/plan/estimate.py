@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dapo.config import Config
 from dapo.errors import ConfigError
@@ -176,7 +176,7 @@ def _remedy(
 ) -> str:
     """Name what would make the recipe fit: more GPUs (tried by doubling), or optimizer state in the host's memory."""
 
-    def fits(config: Config, count: int) -> bool:
+    def fits(config: Config, count: int, work: Workload = work) -> bool:
         share = rollout_gpus * count // gpus
         return any(isinstance(p, Plan) for p in _plans(config, work, shape, gpu, count, share, tensor_parallel))
 
@@ -190,7 +190,9 @@ def _remedy(
         ways.append("adapters (model.lora.rank=16)")
     if ways:
         return f"; {' or '.join(ways)} would be enough"
-    others = "a smaller data.max_response_length or GPUs with more memory may"
+    others = "GPUs with more memory may"
+    if fits(config, gpus, replace(work, longest=1)):
+        others = f"a smaller data.max_response_length or {others}"
     if not is_vllm(config):
         others += ", and so may rollout.engine=vllm on dedicated GPUs (--rollout-share)"
     return f"; more such GPUs would not help, but {others}"

@@ -51,6 +51,9 @@ _GPUS = (
     Gpu("rtx3060", 12e9, 0.36e12, 16e9, 12.5e9),
 )
 
+MEASURED_GPU = "h200"  # times on other GPUs are scaled from it by their data sheets
+_WITHOUT_BFLOAT16 = ("t4", "v100", "p100", "p40", "rtx2060", "rtx2070", "rtx2080", "rtx2080ti", "gtx1080", "gtx1080ti")
+
 # MEASURED, decoding with the embedded engine: three throughputs (135M with 256 and 1,024 sequences, 1.5B with 256)
 # determine three constants: the share of the bandwidth at which memory is read, the share of the peak at which matrix
 # products run, and the fixed cost of a layer.
@@ -87,8 +90,11 @@ OPTIMIZER_BYTES = 28  # read and written per parameter: master, gradient and two
 def find_gpu(name: str, network: float | None = None) -> Gpu:
     """Return the GPU of this name. `network`: gigabytes per second and GPU between nodes, if known."""
     known = {gpu.name: gpu for gpu in _GPUS}
-    found = known.get(name.lower().replace(" ", "").removeprefix("nvidia").strip("-_"))
+    plain = name.lower().replace(" ", "").removeprefix("nvidia").strip("-_")
+    found = known.get(plain)
     if found is None:
+        if plain.removeprefix("tesla").strip("-_") in _WITHOUT_BFLOAT16:
+            raise ConfigError(f"--gpu {name} has no bfloat16 and is not supported; choose from {', '.join(known)}")
         close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         raise ConfigError(f"--gpu {name} is not known; choose from {', '.join(known)}{hint}")

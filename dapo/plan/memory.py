@@ -12,6 +12,7 @@ from dapo.model.memory import (
     GIB,
     GRADIENT_BYTES,
     MASTER_BYTES,
+    MAX_TOKENS,
     MOMENT_BYTES,
     USABLE,
     Division,
@@ -19,6 +20,7 @@ from dapo.model.memory import (
     activation_bytes,
     adapter_parameters,
     cache_room,
+    checkpoint_bytes,
     divide,
     kv_bytes,
     micro_batch,
@@ -28,6 +30,8 @@ from dapo.plan.decode import BYTES
 from dapo.plan.hardware import FRAGMENTATION, Gpu
 from dapo.plan.shapes import Shape
 from dapo.plan.workload import Workload
+
+_STATE_BYTES = MASTER_BYTES + GRADIENT_BYTES + MOMENT_BYTES
 
 
 class DoesNotFit(ConfigError):
@@ -66,7 +70,10 @@ class Memory:
     micro_tokens: float  # most tokens of a micro-batch
     held_tokens: float  # tokens of the largest micro-batch that the recipe produces
     recomputes: bool  # activations are computed twice instead of being kept
+    checkpoint: float  # bytes of a checkpoint on disk
     offloaded: float = 0.0  # bytes of moments in the host's memory, which visit the GPU in each update
+    offloaded_base: float = 0.0  # bytes of weights beneath adapters in the host's memory
+    offloaded_shard: float = 0.0  # bytes of each learner's masters, gradients and moments, with cluster.offload
 
     @property
     def peak(self) -> tuple[float, float]:
@@ -82,9 +89,11 @@ def usable(gpu: Gpu) -> float:
 def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workload) -> Memory:
     """Return the bytes of each part, divided as a run divides them. Raise DoesNotFit if they exceed the memory."""
     state = _state(config, shape, layout)
-    base = BYTES * shape.num_hidden_layers * shape.layer  # kept beside the weights that adapters are merged into
-    if config.model.lora.rank > 0 and layout.shares_weights and base <= BASE_SHARE * (usable(gpu) - state["weights"]):
-        state["base weights"] = float(base)
+    is_full, base = config.model.lora.rank == 0, 0.0
+    if not is_full and layout.shares_weights:
+        base = float(BYTES * shape.num_hidden_layers * shape.layer)  # beside the weights that adapters are merged into
+        if base <= BASE_SHARE * (usable(gpu) - state["weights"]):
+            state["base weights"], base = base, 0.0
     fixed = sum(size for name, size in state.items() if name not in ("moments", "gradients", "gathered layers"))
     division = Division(lends=True)
     if layout.shares_weights:
@@ -99,7 +108,8 @@ def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workloa
     beside = sampler + (0.0 if layout.rollout_gpus else fixed + max(state["moments"], division.reserved))
     cache, working, slots = _cache(config, shape, layout, work, gpu, usable(gpu) - beside)
     held = (0.0, 0.0) if division.lends else (cache, working)  # what the sampler keeps during an update
-    split = _micro_batch(config, shape, work, usable(gpu) - training - sum(held), gpu)
+    most = config.update_tokens if layout.shares_weights else MAX_TOKENS
+    split = _micro_batch(config, shape, work, usable(gpu) - training - sum(held), gpu, most)
     # At most what a rank gets of one update, but at least the longest response.
     mine = work.trained_groups / work.updates * (work.n * work.lengths.mean + work.prompt) / layout.learners
     held_tokens = max(float(work.longest), min(split.tokens, mine))
@@ -119,17 +129,21 @@ def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workloa
         parts = {name: (s if name in own else 0.0, t) for name, (s, t) in parts.items()}
     sampling, training = (FRAGMENTATION * sum(column) for column in zip(*parts.values(), strict=True))
     parts = {name: pair for name, pair in parts.items() if any(pair)} | {"fragmentation": (sampling, training)}
-    return Memory(parts, slots, split.tokens, held_tokens, split.recompute, offloaded)
+    return Memory(
+        parts, slots, split.tokens, held_tokens, split.recompute,
+        checkpoint=checkpoint_bytes(shape.parameters, shape.parameters if is_full else 0, BYTES),
+        offloaded=offloaded, offloaded_base=base,
+        offloaded_shard=_trained(config, shape, layout) * _STATE_BYTES if config.cluster.offload else 0.0,
+    )  # fmt: skip
 
 
 def _state(config: Config, shape: Shape, layout: Layout) -> dict[str, float]:
     """Return the learner's state by part. Gradients and gathered layers exist only while it trains."""
     share = shape.parameters / layout.learners
     is_full = config.model.lora.rank == 0
-    trained = share if is_full else adapter_parameters(shape, config.model.lora.rank) / layout.learners
     # With FSDP the masters are cast when gathered.
     working = BYTES * share if not is_full or layout.learners == 1 else 0.0
-    held = 0.0 if config.cluster.offload else trained  # offloaded: in the host's memory
+    held = 0.0 if config.cluster.offload else _trained(config, shape, layout)  # offloaded: in the host's memory
     # FSDP gathers embedding and head together, and two layers at a time, each with its float32 gradient.
     largest = 2 * shape.layer + shape.embedding * (1 if shape.tie_word_embeddings else 2)
     return {
@@ -140,6 +154,12 @@ def _state(config: Config, shape: Shape, layout: Layout) -> dict[str, float]:
         "gradients": GRADIENT_BYTES * held,
         "gathered layers": largest * (BYTES + GRADIENT_BYTES) if layout.learners > 1 else 0.0,
     }
+
+
+def _trained(config: Config, shape: Shape, layout: Layout) -> float:
+    """Return the parameters that each learner trains."""
+    rank = config.model.lora.rank
+    return (adapter_parameters(shape, rank) if rank > 0 else shape.parameters) / layout.learners
 
 
 def _cache(
@@ -155,6 +175,11 @@ def _cache(
         room, prompts = cache_room(shape, BYTES, free, config.rollout.kv_memory_fraction, rows, work.longest)
         working = sampling_bytes(shape, BYTES, rows, prompts)
     cache = min(wanted, room)
+    if free <= 0:
+        raise DoesNotFit(
+            f"sampling does not fit: weights and training state take {_gib(usable(gpu) - free)}, but a GPU has "
+            f"{_gib(usable(gpu))} for them"
+        )
     if cache < work.longest * per_token:
         raise DoesNotFit(
             f"sampling does not fit: after {_gib(usable(gpu) - free)} of weights and training state, a GPU has "
@@ -164,11 +189,11 @@ def _cache(
     return cache, working, min(float(work.concurrent), cache / per_token / average)
 
 
-def _micro_batch(config: Config, shape: Shape, work: Workload, free: float, gpu: Gpu) -> MicroBatch:
+def _micro_batch(config: Config, shape: Shape, work: Workload, free: float, gpu: Gpu, most: int) -> MicroBatch:
     """Return the split of an update. A response is never split."""
     given, may = config.optim.max_tokens_per_micro_batch, config.optim.recompute_activations
     kept, recomputed = (activation_bytes(shape, BYTES, recompute=each) for each in (False, True))
-    found = micro_batch(free, kept, recomputed, given, may_recompute=may != "never", always=may == "always")
+    found = micro_batch(free, kept, recomputed, given, may_recompute=may != "never", always=may == "always", most=most)
     fits = (free - found.head_bytes) / (recomputed if found.recompute else kept)
     least = max(given, work.longest)
     if fits < least:

@@ -11,7 +11,7 @@ from rich.table import Table
 from dapo.model.memory import GIB
 from dapo.plan.advice import advice
 from dapo.plan.estimate import Plan
-from dapo.plan.hardware import NODE
+from dapo.plan.hardware import MEASURED_GPU, NODE
 from dapo.plan.memory import DoesNotFit
 
 WIDTH = 100
@@ -22,10 +22,10 @@ _MEASURED = (
 )
 
 
-def print_plan(console: Console, name: str, plan: Plan, assumed: Sequence[str]) -> None:
-    """Print one plan in detail. `assumed`: the assumptions to list at its end."""
+def print_plan(console: Console, name: str, plan: Plan, steps: int | None, assumed: Sequence[str]) -> None:
+    """Print one plan of a run of `steps` steps in detail. `assumed`: the assumptions to list at its end."""
     _say(console, f"{name} on {_machines(plan)}: {_roles(plan)}")
-    _say(console, _step_line(plan))
+    _say(console, _step_line(plan, steps))
     console.print(_phase_table(plan), width=_width(console))
     console.print(_memory_table(plan), width=_width(console))
     for sentence in advice(plan):
@@ -108,15 +108,17 @@ def _options(plan: Plan) -> str:
     return " ".join(f"{name}={value}" for name, value in options.items())
 
 
-def _step_line(plan: Plan) -> str:
+def _step_line(plan: Plan, steps: int | None) -> str:
     work, rounds, updates = plan.work, len(plan.work.rounds), plan.work.updates * plan.work.epochs
     busy = work.generated_tokens / plan.sampling.full
     trained = work.trained_tokens / (plan.reference + plan.learning.seconds)
+    about = "" if plan.gpu.name == MEASURED_GPU else "About "
+    total = "" if steps is None else f" {steps:,} steps take about {_duration(steps * plan.seconds)}."
     return (
-        f"{_seconds(plan.seconds)} s per step of {rounds} {_plural(rounds, 'round')} and {updates} "
+        f"{about}{_seconds(plan.seconds)} s per step of {rounds} {_plural(rounds, 'round')} and {updates} "
         f"{_plural(updates, 'update')}: {work.generated_tokens / plan.sampling.seconds:,.0f} tokens/s sampled "
         f"({busy:,.0f} while all slots are busy), {trained:,.0f} tokens/s trained "
-        f"(MFU {100 * plan.learning.mfu:.0f} %)."
+        f"(MFU {100 * plan.learning.mfu:.0f} %).{total}"
     )
 
 
@@ -162,6 +164,14 @@ def _memory_table(plan: Plan) -> Table:
 
 def _plural(count: int, word: str) -> str:
     return word if count == 1 else f"{word}s"
+
+
+def _duration(seconds: float) -> str:
+    """Return days, hours, minutes or seconds: the largest unit of which there are at least two."""
+    for size, unit in ((86_400, "days"), (3_600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{_seconds(seconds)} s"
 
 
 def _seconds(value: float) -> str:

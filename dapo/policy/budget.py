@@ -40,12 +40,13 @@ class Budget:
     @classmethod
     def of(
         cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, pending_bytes: int, cache_bytes: int = 0,
-        *, lends: bool = False, graph_tokens: int = 0,
+        *, lends: bool = False, graph_tokens: int = 0, most: int = MAX_TOKENS,
     ) -> Budget:  # fmt: skip
         """Return the budget of one process.
 
         `pending_bytes`: what the update will allocate besides activations. `cache_bytes` can be freed if necessary;
-        `lends` says that it will be. Graphs of up to `graph_tokens` get at most a quarter of the memory.
+        `lends` says that it will be. Graphs of up to `graph_tokens` get at most a quarter of the memory. `most`: tokens
+        of the largest update.
         """
         given = config.max_tokens_per_micro_batch
         can_recompute = isinstance(trunk, FusedTrunk)
@@ -60,8 +61,9 @@ class Budget:
         needs_engine_memory = cache_bytes > 0 and (lends or room - HEAD_BYTES < least)
         room += cache_bytes * needs_engine_memory
         split = partial(
-            micro_batch, kept=kept, recomputed=recomputed, given=given, may_recompute=may_recompute, always=always
-        )
+            micro_batch, kept=kept, recomputed=recomputed, given=given, may_recompute=may_recompute, always=always,
+            most=most,
+        )  # fmt: skip
         found = split(room)
         graphs = 0 if found.recompute else max(0, min(graph_tokens, int((room / 4 - found.head_bytes) / kept)))
         beside = split(room - found.head_bytes - graphs * kept)

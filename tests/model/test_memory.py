@@ -121,6 +121,9 @@ def test_a_micro_batch_uses_its_room_and_no_more():
         used = found.head_bytes + found.tokens * (recomputed if found.recompute else kept)
         assert 0.99 * room < used <= room
         assert found.recompute == (room < 40e9)
+    for most, recompute in ((1_000, False), (1_000_000, True)):  # an update that fits as a whole needs no recomputing
+        found = micro_batch(20e9, kept, recomputed, 0, may_recompute=True, always=False, most=most)
+        assert found.recompute is recompute
     assert micro_batch(0, kept, recomputed, 0, may_recompute=True, always=False).tokens == 0
 
 

@@ -20,7 +20,7 @@ from dapo.plan.learn import Learner, update
 from dapo.plan.memory import DoesNotFit
 from dapo.plan.shapes import model_shape
 from dapo.plan.workload import workload
-from tests.plan.test_plan import H200, PUBLISHED, ROOT, planned, printed
+from tests.plan.test_plan import GSM8K, H200, PUBLISHED, ROOT, planned, printed
 
 PAGES = (ROOT / "docs" / "explanation" / "scaling.md", ROOT / "docs" / "tutorial" / "lora.md")
 SHOWN = [block for page in PAGES for block in re.findall(r"```\n\$ dapo (plan .*?)```", page.read_text("utf-8"), re.S)]
@@ -164,7 +164,9 @@ def test_the_memory_table_adds_up():
         (["model.path=acme/rocket"], "model.path acme/rocket: the shape of this model is not known"),
         (["model.dtype=float32"], "plans are for bfloat16 only"),
         (["--gpus", "1"], r"does not fit: .*; 16 such GPUs would be enough$"),
-        (["--gpu", "rtx4090"], "more such GPUs would not help, but a smaller data.max_response_length"),
+        (["--gpu", "rtx4090"], "take 64 GiB, .* more such GPUs would not help, but GPUs with more memory may"),
+        (["--gpu", "T4"], "--gpu T4 has no bfloat16 and is not supported; choose from b200"),
+        (["--gpu", "Tesla V100"], "--gpu Tesla V100 has no bfloat16 and is not supported"),
     ],
 )
 def test_wrong_options_are_refused_with_one_sentence(arguments, sentence):
@@ -173,6 +175,45 @@ def test_wrong_options_are_refused_with_one_sentence(arguments, sentence):
     assert result.exception.exit_code == 2
     assert re.search(sentence, str(result.exception))
     assert "\n" not in str(result.exception)
+
+
+def test_shorter_responses_are_advised_only_if_they_make_the_recipe_fit():
+    long = ("model.path=Qwen/Qwen2.5-0.5B", "data.max_response_length=1000000")
+    with pytest.raises(DoesNotFit, match=r"but a smaller data\.max_response_length or GPUs with more memory may"):
+        planned(gpus=1, gpu="rtx4090", overrides=long)
+    with pytest.raises(DoesNotFit) as refused:
+        planned(GSM8K, 1, "rtx3060", ("model.path=Qwen/Qwen2.5-7B",))
+    assert "max_response_length" not in str(refused.value)
+
+
+def test_the_option_that_limits_decoding_is_the_one_to_raise():
+    few = planned(GSM8K, 1, overrides=("rollout.max_concurrent=32",))
+    assert "a larger rollout.max_concurrent (now 32)" in advice(few)[0]
+    cached = planned(GSM8K, 1, overrides=("rollout.kv_memory_fraction=0.01", "rollout.max_concurrent=1000"))
+    assert cached.memory.slots < 1000 and "a larger rollout.kv_memory_fraction" in advice(cached)[0]
+
+
+def test_activations_of_an_update_that_fits_as_a_whole_are_computed_once():
+    recipe = ROOT / "recipes" / "guess_five.yaml"
+    assert not planned(recipe, 1, "rtx3060").memory.recomputes
+    assert planned(recipe, 1, "rtx3060", ("data.max_response_length=4096",)).memory.recomputes
+
+
+def test_the_plan_names_what_the_host_must_have_room_for_and_the_time_of_all_steps():
+    def text(gpu: str, *overrides: str) -> str:
+        return " ".join(printed(Config.load(GSM8K, overrides), PlanOptions(gpu=gpu)).split())
+
+    full, adapters = text("h200"), text("rtx3060", "model.lora.rank=16", "run.steps=1000")
+    assert "A checkpoint takes 20.1 GiB of disk, and of the host's memory while it is written" in full
+    assert "are in the host's memory" not in full
+    assert "The frozen weights beneath the adapters (2.4 GiB) are in the host's memory." in adapters
+    assert "A checkpoint takes 2.9 GiB of disk" in adapters
+    assert re.search(r" trains [\d.]+ s per step", full), "the H200 was measured"
+    step, days = re.search(r"About (\d+) s per step .* 1,000 steps take about (\d+) days", adapters).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    assert int(days) == round(int(step) * 1000 / 86_400)
+    sharded = planned(gpus=8, overrides=("cluster.learners=8", "cluster.offload=true"))
+    assert sharded.memory.offloaded_shard == 16 * sharded.shape.parameters / 8
+    assert any("of each learner) are in the host's memory" in sentence for sentence in advice(sharded))
 
 
 def test_a_comparison_names_the_numbers_of_gpus_that_do_not_fit():
