@@ -96,11 +96,12 @@ class Worker:
         found = None
         if call["do"] == "reply":
             found = await finished(environment.reply(call["text"]))
-        if call["is_last"] and not isinstance(found, End):
+        is_cut_off = call["is_last"] and not isinstance(found, End)
+        if is_cut_off:
             found = await self._cut_off(environment)
         calls = [call._asdict() for call in take_calls(environment)]
         if isinstance(found, End):
-            return {"score": _score(found), "calls": calls}
+            return {"score": _score(found), "calls": calls, "is_cut_off": is_cut_off}
         return {"messages": to_messages(found), "calls": calls}
 
     async def _begin(self, row: dict[str, Any]) -> tuple[Environment, tuple[Message, ...]]:

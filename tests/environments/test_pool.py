@@ -246,11 +246,12 @@ def test_an_environment_that_never_ends_is_ended_by_the_number_of_turns(pool, fo
     *_, third, last = replies(pool, ["a", "b", "c", "d"])
     assert not third.ended
     assert (last.ended, last.score, last.messages) == (True, Score(0.0, False), ())
+    assert last.is_out_of_turns and not third.is_out_of_turns
     with closing(opened(f"{folder}/faults.py:BadCutOff", max_turns=1)) as other:
         (last,) = replies(other, ["a"])
         assert "cut_off returned float; expected End" in last.score.error
         (last,) = replies(other, ["end"])
-        assert last.score.value == 1.0  # its own end comes first
+        assert last.score.value == 1.0 and not last.is_out_of_turns  # its own end comes first
 
 
 def test_an_episode_without_tokens_left_is_cut_off(pool):
@@ -352,7 +353,7 @@ def test_functions_get_the_conversation_and_cannot_change_it(folder):
         ("faults.py:NoReply", r"the class .*NoReply has no method reply\(self, text\)"),
         ("faults.py:NoRow", r"NoRow must take \(row\)"),
         ("faults.py:one", r"one must take \(messages, row\)"),
-        ("faults.py:Gues", r"has no function 'Gues'; available: .*Faulty"),
+        ("faults.py:Gues", r"has no function or class 'Gues'; available: .*Faulty"),
         ("missing.py:Guess", r"there is no file"),
         ("broken.py:Guess", r"cannot be imported \(ValueError: no\)"),
     ],
