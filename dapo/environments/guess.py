@@ -8,6 +8,8 @@ from typing import Any
 from dapo.environments.environment import End
 
 LARGEST = 16
+# A turn that ends with its only number: "8", "It is 8.", but not "The number is between 8 and".
+_ANSWER = re.compile(r"[^0-9]*([0-9]+)\W*")
 
 
 class Guess:
@@ -25,12 +27,12 @@ class Guess:
 
     def reply(self, text: str) -> str | End:
         self.guesses += 1
-        found = re.search("[0-9]+", text)
-        guess = int(found[0][:9]) if found else 0
+        found = _ANSWER.fullmatch(text)
+        guess = int(found[1][:9]) if found else 0
         if guess == self.number:
             return End(1.0, acc=True, guesses=self.guesses)
         if not 1 <= guess <= LARGEST:
-            hint = "That is no such number."
+            hint = "That is no such number." if found else "That is no answer."
         elif guess < self.number:
             hint, self.low = "Higher.", max(self.low, guess + 1)
         else:
