@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from dapo.environments.environment import End
+from dapo.errors import EpisodeError
 
 LARGEST = 16
 # A turn that ends with its only number: "8", "It is 8.", but not "The number is between 8 and".
@@ -22,7 +23,7 @@ class Guess:
     def __init__(self, row: dict[str, Any]) -> None:
         answer = row["answer"]
         if str(answer) not in map(str, range(1, LARGEST + 1)):
-            raise ValueError(f"the row's answer is {answer!r:.50}; guess needs a whole number from 1 to {LARGEST}")
+            raise EpisodeError(f"the row's answer is {answer!r:.50}; guess needs a whole number from 1 to {LARGEST}")
         self.number, self.low, self.high, self.guesses = int(answer), 1, LARGEST, 0
 
     def reply(self, text: str) -> str | End:

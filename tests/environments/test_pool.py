@@ -21,7 +21,7 @@ TIMEOUT = 1.0
 
 # One environment that can fail in every way. The text of the model's turn chooses how.
 ENVIRONMENT = """
-import asyncio, math, os, random, shutil, signal, sys, time
+import asyncio, json, math, os, random, shutil, signal, sys, time
 from pathlib import Path
 from dapo import End
 
@@ -47,6 +47,7 @@ def lie():
 
 FAULTS = {
     "raise": lambda: 1 / 0,
+    "parse": lambda: json.loads("{"),
     "exit": lambda: sys.exit(3),
     "_exit": lambda: os._exit(3),
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -205,11 +206,12 @@ def test_episodes_do_not_share_state(pool):
     ("text", "reason"),
     [
         ("raise", r"ZeroDivisionError: division by zero \(faults.py:\d+\)"),
+        ("parse", r"JSONDecodeError: .* \(faults.py:\d+\)"),
         ("exit", r"SystemExit: 3"),
         ("_exit", r"the environment's process died \(exit code 3\)"),
         ("killed", r"the environment's process died \(signal 9, Killed\)"),
         ("hang", r"timed out after 1 s"),
-        ("memory", r"MemoryError"),
+        ("memory", r"MemoryError: more than environment.memory_gb allows"),
         ("nothing", r"returned no messages"),
         ("none", r"returned NoneType; expected text, messages, or End"),
         ("number", r"returned int; expected text, messages, or End"),
@@ -231,6 +233,7 @@ def test_a_failure_costs_its_own_episode_and_says_why(pool, text, reason):
     assert pool.reply((2, 1), "a", 1).result(timeout=60).messages
     (failed,) = replies(pool, [text], (2, 0))
     assert failed.ended and failed.score.value is None and re.search(reason, failed.score.error), failed.score.error
+    assert {*re.findall(r"\w+\.py", failed.score.error)} <= {"faults.py"}
     other = pool.reply((2, 1), "end", 2).result(timeout=60)
     assert other.score == Score(2.0, True, extras={"seen": "a end"})
 
