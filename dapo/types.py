@@ -34,6 +34,15 @@ class Verdict(StrEnum):
 FLAT = (Verdict.ALL_WRONG, Verdict.ALL_RIGHT, Verdict.NO_VARIANCE)  # all judged rollouts are the same to the filter
 
 
+class Ending(StrEnum):
+    """Why an episode ended."""
+
+    ENVIRONMENT = "by the environment"
+    NO_TURNS = "no turns left"
+    NO_TOKENS = "no tokens left"
+    FAILED = "with an error"
+
+
 class EventKind(StrEnum):
     """The kinds of events, each with its severity."""
 
@@ -134,7 +143,7 @@ class Rollout:
     switches: tuple[int, ...] = ()  # switches[i]: tokens already there when the weights advanced for the i-th time
     given: tuple[tuple[int, int], ...] = ()  # half-open spans of the tokens that an environment gave
     # For the record, one entry per turn of the model in an environment: `text`, the environment's `messages`, the
-    # `seconds` of its reply, and its `calls` of tools.
+    # `seconds` of its reply, and its `calls` of tools; the last has `ended`, an Ending.
     turns: tuple[Mapping[str, Any], ...] = ()
 
     def __len__(self) -> int:

@@ -63,5 +63,5 @@ class Letters:
         calls = (ToolCall("count", text, str(count), 0.0, count == 0),)
         if count % 2 == 0 or turn == self.max_turns:
             score = None if episode[0] % 2 else Score(float(total), acc=total > 3)
-            return Reply(ended=True, score=score, seconds=0.25, calls=calls)
+            return Reply(ended=True, is_out_of_turns=count % 2 == 1, score=score, seconds=0.25, calls=calls)
         return Reply(({"role": self.role, "content": self.text.format(count=count)},), seconds=0.25, calls=calls)

@@ -30,6 +30,7 @@ from dapo.plan.shapes import find_shape
 from dapo.policy.rules import UpdateRules
 from dapo.rewards.judge import check_columns, check_judges, columns_seen, isolation_note, judge_kinds, judge_specs
 from dapo.rewards.signature import Kind
+from dapo.sampling.episodes import Environment
 from dapo.sampling.rules import group_rules
 from dapo.store.trackers import require_trackers
 from dapo.system.machine import free_disk, memory, size_text
@@ -78,6 +79,9 @@ def check_run(
             _read_data(found, config, kinds, environment)
         elif reads_data:
             _load_data(found, config, tokenizer, kinds, environment)
+        if tokenizer is not None:
+            with found.collecting():
+                Environment.of(config, environment, tokenizer)  # raises if the chat template cannot be continued
     if config.eval.data and config.eval.k == 0:
         found.warnings.append("eval: eval.data is set, but nothing is evaluated, because eval.k is 0")
     for name in config.run.trackers:
@@ -120,7 +124,8 @@ def _check_judges(found: Findings, config: Config) -> list[tuple[str, Kind]]:
             else:
                 kinds += judge_kinds(options, None)
                 isolation_note(options)  # raises if programs cannot be run safely here
-            found.notes.append(f"reward: {spec}")
+            if config.environment.use != "guess":  # it scores every episode itself
+                found.notes.append(f"reward: {spec}")
     return kinds
 
 

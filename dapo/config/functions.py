@@ -150,7 +150,7 @@ def load_function(spec: str, option: str, error: type[DapoError] = PartError) ->
     function = getattr(module, name, None)
     if not callable(function):
         available = ", ".join(key for key, value in vars(module).items() if _is_available(value, module)) or "none"
-        raise error(f"{option}: {path} has no function '{name}'; available: {available}")
+        raise error(f"{option}: {path} has no function or class '{name}'; available: {available}")
     return function
 
 

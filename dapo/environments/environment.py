@@ -115,18 +115,18 @@ def first_messages(found: Any, own: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def to_messages(found: Any, *, is_first: bool = False) -> tuple[Message, ...]:
-    """Validate messages for the model: text, a message, or a list of these. Raises ValueError or TypeError."""
+    """Validate messages for the model: text, a message, or a list of these. Raises EpisodeError."""
     members = [found] if isinstance(found, str | Mapping) else found
     if not isinstance(members, list | tuple):
-        raise TypeError(f"the environment returned {type(found).__name__}; expected text, messages, or End(score)")
+        raise EpisodeError(f"the environment returned {type(found).__name__}; expected text, messages, or End(score)")
     if not members:
-        raise ValueError("the environment returned no messages; expected at least one, or End(score)")
+        raise EpisodeError("the environment returned no messages; expected at least one, or End(score)")
     messages = tuple(_message(member, is_first=is_first) for member in members)
     if is_first and messages[-1]["role"] == "assistant":
-        raise ValueError("the first messages end with one of the assistant, whose turn comes next")
+        raise EpisodeError("the first messages end with one of the assistant, whose turn comes next")
     characters = sum(len(message["content"]) for message in messages)
     if characters > MAX_CHARACTERS:
-        raise ValueError(f"the environment returned {characters:,} characters, more than {MAX_CHARACTERS:,}")
+        raise EpisodeError(f"the environment returned {characters:,} characters, more than {MAX_CHARACTERS:,}")
     return messages
 
 
@@ -134,24 +134,24 @@ def _message(member: Any, *, is_first: bool) -> Message:
     if isinstance(member, str):
         return {"role": "user", "content": member}
     if not isinstance(member, Mapping):
-        raise TypeError(f"the environment returned a list with {type(member).__name__}; expected text or messages")
+        raise EpisodeError(f"the environment returned a list with {type(member).__name__}; expected text or messages")
     role, others = member.get("role"), sorted(map(str, member.keys() - _KEYS))
     if role == "assistant" and not is_first:
-        raise ValueError(
+        raise EpisodeError(
             "the environment returned a message of the assistant, but what the model said cannot be changed; return "
             "only new messages"
         )
     if role not in (*_ROLES, "assistant"):
-        raise ValueError(f"the environment returned a message with role {role!r:.50}; expected {', '.join(_ROLES)}")
+        raise EpisodeError(f"the environment returned a message with role {role!r:.50}; expected {', '.join(_ROLES)}")
     if others:
-        raise ValueError(f"the environment returned a message with '{others[0]}'; it may have role, content and name")
+        raise EpisodeError(f"the environment returned a message with '{others[0]}'; it may have role, content and name")
     for key in member:
         if not isinstance(member[key], str):
-            raise TypeError(
+            raise EpisodeError(
                 f"the environment returned a message whose {key} is {type(member[key]).__name__}; expected text"
             )
     if "content" not in member:
-        raise ValueError("the environment returned a message without content")
+        raise EpisodeError("the environment returned a message without content")
     # Lone surrogates cannot be tokenized or stored.
     return {key: value.encode("utf-8", "replace").decode() for key, value in member.items()}
 

@@ -6,8 +6,11 @@ import re
 from typing import Any
 
 from dapo.environments.environment import End
+from dapo.errors import EpisodeError
 
 LARGEST = 16
+# A turn that ends with its only number: "8", "It is 8.", but not "The number is between 8 and".
+_ANSWER = re.compile(r"[^0-9]*([0-9]+)\W*")
 
 
 class Guess:
@@ -20,17 +23,17 @@ class Guess:
     def __init__(self, row: dict[str, Any]) -> None:
         answer = row["answer"]
         if str(answer) not in map(str, range(1, LARGEST + 1)):
-            raise ValueError(f"the row's answer is {answer!r:.50}; guess needs a whole number from 1 to {LARGEST}")
+            raise EpisodeError(f"the row's answer is {answer!r:.50}; guess needs a whole number from 1 to {LARGEST}")
         self.number, self.low, self.high, self.guesses = int(answer), 1, LARGEST, 0
 
     def reply(self, text: str) -> str | End:
         self.guesses += 1
-        found = re.search("[0-9]+", text)
-        guess = int(found[0][:9]) if found else 0
+        found = _ANSWER.fullmatch(text)
+        guess = int(found[1][:9]) if found else 0
         if guess == self.number:
             return End(1.0, acc=True, guesses=self.guesses)
         if not 1 <= guess <= LARGEST:
-            hint = "That is no such number."
+            hint = "That is no such number." if found else "That is no answer."
         elif guess < self.number:
             hint, self.low = "Higher.", max(self.low, guess + 1)
         else:

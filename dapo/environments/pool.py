@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -205,6 +205,8 @@ class WorkerEnvironments(ProcessPool[_Worker]):
             case [int(number), {"seconds": float(seconds)} as result] if number in worker.calls:
                 call = worker.calls[number]
                 reply = self._reply(result, seconds)
+                if call.do == "reply" and reply.ended:
+                    reply = replace(reply, is_out_of_turns=result.get("is_cut_off") is True)
             case _:
                 raise ValueError
         del worker.calls[number]

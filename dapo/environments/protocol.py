@@ -30,6 +30,7 @@ class Reply:
 
     messages: tuple[Message, ...] = ()  # empty if the episode has ended
     ended: bool = False
+    is_out_of_turns: bool = False  # ended because `environment.max_turns` were used up
     score: Score | None = None  # None at the end: the run's reward judges the text of the last turn
     seconds: float = 0.0  # time of the call
     calls: tuple[ToolCall, ...] = ()

@@ -26,7 +26,7 @@ from dapo.environments.environment import (
 from dapo.environments.guess import Guess
 from dapo.environments.protocol import Message
 from dapo.environments.tools import python_maker, tools_maker
-from dapo.errors import DapoError
+from dapo.errors import DapoError, EpisodeError
 from dapo.rewards.function import explain, to_score
 from dapo.rewards.worker_side import MAX_LINE, Channel, end_worker, limit_memory, memory_hint
 
@@ -77,7 +77,8 @@ class Worker:
             async with clock:
                 result = await self._result(call)
         except (Exception, SystemExit) as error:  # user code may raise anything: it costs this episode
-            result = {"error": f"timed out after {self.timeout:g} s" if clock.expired() else explain(error)}
+            reason = explain(error, "environment.memory_gb")
+            result = {"error": f"timed out after {self.timeout:g} s" if clock.expired() else reason}
         self.channel.send(
             [call["number"], {**result, "seconds": time.monotonic() - start}],
             lambda size: [
@@ -96,11 +97,12 @@ class Worker:
         found = None
         if call["do"] == "reply":
             found = await finished(environment.reply(call["text"]))
-        if call["is_last"] and not isinstance(found, End):
+        is_cut_off = call["is_last"] and not isinstance(found, End)
+        if is_cut_off:
             found = await self._cut_off(environment)
         calls = [call._asdict() for call in take_calls(environment)]
         if isinstance(found, End):
-            return {"score": _score(found), "calls": calls}
+            return {"score": _score(found), "calls": calls, "is_cut_off": is_cut_off}
         return {"messages": to_messages(found), "calls": calls}
 
     async def _begin(self, row: dict[str, Any]) -> tuple[Environment, tuple[Message, ...]]:
@@ -114,12 +116,12 @@ class Worker:
         """Begin an episode, and bring it to where it was when another process was lost."""
         environment, messages = await self._begin(row)
         if list(messages) != list(first):
-            raise ValueError(
+            raise EpisodeError(
                 "the environment begins the same row with other messages than before; derive them from the row"
             )
         for text, given in turns:
             if list(to_messages(await finished(environment.reply(text)))) != given:
-                raise ValueError(
+                raise EpisodeError(
                     "the process of this episode was lost, and the environment replied otherwise when its turns were "
                     "played again"
                 )
@@ -131,7 +133,7 @@ class Worker:
             return End(0.0, acc=False)
         found = await finished(environment.cut_off())
         if not isinstance(found, End):
-            raise TypeError(f"cut_off returned {type(found).__name__}; expected End(score)")
+            raise EpisodeError(f"cut_off returned {type(found).__name__}; expected End(score)")
         return found
 
 

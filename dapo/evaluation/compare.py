@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dapo.cluster.assemble import check_samplers
 from dapo.cluster.ray_connection import check_run_dir
-from dapo.config import Config
+from dapo.config import TOOLS, Config
 from dapo.data.dataset import load_eval_sets
 from dapo.environments.build import build_environment
 from dapo.environments.protocol import EnvironmentPool
@@ -85,11 +85,19 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         if len(results) > 1:
             console.print(differences_table(results[0].subject.label, comparison.differences[name]))
     first = next(iter(comparison.results.values()))[0].subject.config
-    settings = f"judged by {first.reward.use}, at most {first.data.max_response_length:,} tokens per response"
+    settings = f"judged by {_judge(first)}, at most {first.data.max_response_length:,} tokens per response"
     console.print(settings, markup=False, highlight=False)
     for note in comparison.notes:
         console.print(f"note: {note}", style="yellow", markup=False, highlight=False)
     console.print(f"every sample is in {comparison.folder}", markup=False, highlight=False)
+
+
+def _judge(config: Config) -> str:
+    """Return what scores the responses; an environment of the user may leave some episodes to `reward.use`."""
+    use = config.environment.use
+    if use is None or use == "python" or use.startswith(TOOLS):
+        return str(config.reward.use)
+    return use if use == "guess" else f"{use}, or {config.reward.use} where it gives no score"
 
 
 def comparison_json(comparison: Comparison) -> str:

@@ -7,6 +7,8 @@ import copy
 import json
 import math
 import numbers
+import os
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from dapo.errors import RewardError
+from dapo.errors import DapoError
 from dapo.rewards.signature import OURS, TOKENS, TRL, VERL_BATCHED, Signature, kind_of
 from dapo.rewards.thought import split_thought
 from dapo.types import METRIC, Prompt, Rollout, Score
@@ -31,6 +33,12 @@ MAX_VALUE = 1e30  # its square, in the group's standard deviation, stays far bel
 MAX_EXTRAS = 100
 MAX_TEXT = 10_000  # characters of an extra
 MAX_REASON = 500  # characters
+
+# Folders of Python, of packages and of dapo, in which no file of the user is.
+_INSTALLED = tuple(
+    f"{folder}{os.sep}"
+    for folder in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), Path(__file__).parents[1])
+)
 
 
 class Sample(NamedTuple):
@@ -245,19 +253,26 @@ def unjudged(reason: str) -> Score:
     return Score(None, error=_truncate(reason, MAX_REASON))
 
 
-def explain(error: BaseException) -> str:
-    """Return the exception with the file and line that raised it; a RewardError is a sentence by itself."""
-    if isinstance(error, RewardError):
+def explain(error: BaseException, memory_option: str = "reward.memory_gb") -> str:
+    """Return the exception with its place in the user's files; one of ours is a sentence by itself."""
+    if isinstance(error, DapoError):
         return str(error)
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    place = f"{Path(frame.f_code.co_filename).name}:{line}"
+    place = _place(error)
     if isinstance(error, MemoryError):
-        return f"MemoryError: more than reward.memory_gb allows ({place})"
+        return f"MemoryError: more than {memory_option} allows ({place})"
     try:
         message = str(error)
     except Exception:  # __str__ of a user's exception class may raise too
         message = "(its message cannot be shown)"
     return f"{type(error).__name__}: {message[:MAX_REASON]} ({place})"
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost file and line of the user; if there is none, the line that raised."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in places if not file.startswith(("<", *_INSTALLED))]
+    file, line = (own or places)[-1]
+    return f"{Path(file).name}:{line}"
 
 
 def to_score(outcome: Any) -> Score:

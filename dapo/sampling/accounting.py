@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapo.rewards.thought import REPLY_START
-from dapo.types import METRIC, TERM, Event, Group, Score, Verdict
+from dapo.types import METRIC, TERM, Ending, Event, Group, Score, Verdict
 
 MAX_COMPONENTS = 50  # metrics about components of scores, per step
 
@@ -101,6 +101,15 @@ def mean_histogram(groups: Iterable[Group]) -> str:
     return ", ".join(f"{mean}: {count}" for mean, count in sorted(means.items()))
 
 
+def differing_scores(dropped: Iterable[Group]) -> str:
+    """Say how many groups were dropped for equal acc although their scores differ; empty if none."""
+    by_acc = [group for group in dropped if group.verdict in (Verdict.ALL_RIGHT, Verdict.ALL_WRONG)]
+    count = sum(len({score.value for score in group.scores if score.judged}) > 1 for group in by_acc)
+    if not count:
+        return ""
+    return f"; {count} of the dropped groups differ in score: set algorithm.filter_groups.metric to score to keep them"
+
+
 def _staleness_metrics(batch: Sequence[Group], version: int) -> dict[str, float]:
     """Return the mean and maximum age of the tokens to train on, in weight versions."""
     ages = [
@@ -145,6 +154,7 @@ def _episode_metrics(groups: Sequence[Group], wait_seconds: float) -> dict[str, 
     calls = [call for rollout in rollouts for turn in rollout.turns for call in turn["calls"]]
     return {
         "turns/mean": float(np.mean([len(rollout.turns) for rollout in rollouts])),
+        "turns/exhausted": float(np.mean([r.turns[-1].get("ended") == Ending.NO_TURNS for r in rollouts])),
         "tools/calls": len(calls),
         "tools/errors": sum(bool(call["error"]) for call in calls),
         "tokens/given": sum(len(rollout) - rollout.sampled for rollout in rollouts),

@@ -16,7 +16,7 @@ from dapo.engine.protocol import Engine
 from dapo.environments.protocol import EnvironmentPool, Message, Reply
 from dapo.model.template import TurnTemplate
 from dapo.rewards.protocol import Judge
-from dapo.types import Extension, Phase, Prompt, Request, Rollout, SamplingParams, Score
+from dapo.types import Ending, Extension, Phase, Prompt, Request, Rollout, SamplingParams, Score
 
 Key = tuple[int, int]  # group serial and sample index
 
@@ -212,7 +212,16 @@ class Episodes:
             self.scores[key] = reply.score
         # A turn that was cut off at environment.max_turn_tokens has ended like any other.
         reason = "length" if asked.is_cut_off else "stop"
-        return replace(rollout, turns=tuple(group.turns[rollout.index]), finish_reason=reason)
+        *turns, last = group.turns[rollout.index]
+        return replace(rollout, turns=(*turns, {**last, "ended": _ending(asked, reply)}), finish_reason=reason)
+
+
+def _ending(asked: _Asked, reply: Reply) -> Ending:
+    if reply.score is not None and reply.score.error is not None:
+        return Ending.FAILED
+    if asked.is_cut_off:
+        return Ending.NO_TOKENS
+    return Ending.NO_TURNS if reply.is_out_of_turns else Ending.ENVIRONMENT
 
 
 def _record(rollout: Rollout, reply: Reply, messages: Sequence[Message]) -> dict[str, Any]:

@@ -20,12 +20,12 @@ from dapo.engine.protocol import Engine
 from dapo.errors import RewardError
 from dapo.rewards.protocol import Judge
 from dapo.rewards.thought import with_reply_start
-from dapo.sampling.accounting import Sampled, count_tokens, mean_histogram, unjudged_message
+from dapo.sampling.accounting import Sampled, count_tokens, differing_scores, mean_histogram, unjudged_message
 from dapo.sampling.drawing import Drawn, PromptDrawer
 from dapo.sampling.episodes import Environment, Episodes
 from dapo.sampling.round_size import groups_needed
 from dapo.sampling.rules import group_rules
-from dapo.types import Event, EventKind, Group, Prompt, Rollout, SamplingParams, Score, Verdict
+from dapo.types import Ending, Event, EventKind, Group, Prompt, Rollout, SamplingParams, Score, Verdict
 
 Reference = Callable[[Sequence[Group]], Sequence[tuple[np.ndarray, ...]]]  # float32 [L] per rollout
 
@@ -296,8 +296,10 @@ class DynamicSampler:
         if step.first_serial > 0 or len(seen) < self.config.gen_batch_size:
             return
         if not any(score.judged for group in seen for score in group.scores):
-            reason = seen[0].scores[0].error
-            raise RewardError(f"the reward judged none of the first {len(seen)} groups; the first reason: {reason}")
+            rollout, reason = seen[0].rollouts[0], seen[0].scores[0].error
+            is_environment = rollout.turns and rollout.turns[-1]["ended"] == Ending.FAILED
+            who = "the environment scored" if is_environment else "the reward judged"
+            raise RewardError(f"{who} none of the first {len(seen)} groups; the first reason: {reason}")
 
     def _on_exhausted(self, step: StepState, kept: list[Group]) -> tuple[list[Group], list[Group]]:
         """Apply `on_exhausted` to a batch that is not full. Return the groups to train on and those to carry over."""
@@ -307,6 +309,7 @@ class DynamicSampler:
         summary = (
             f"{step.rounds} rounds gave {len(kept)} of {target} groups with something to learn "
             f"(groups by mean acc or score: {mean_histogram([*step.kept, *step.dropped])})"
+            f"{differing_scores(step.dropped)}"
         )
         if rule.on_exhausted == "raise":
             step.stop = f"step {step.number}: {summary}"

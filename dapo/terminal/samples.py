@@ -1,14 +1,17 @@
-"""A few of a step's responses for the terminal: question, response, score and verdict, cut to a few lines."""
+"""A few of a step's responses for the terminal: question, response or turns, score and verdict, cut to a few lines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dapo.store.encoding import to_text, visible
-from dapo.types import Group, Score
+from dapo.types import Ending, Group, Rollout, Score
 
 _LINES = 3  # of a response
 _LABEL = 10  # characters in front of question and response
+_TURN_LABEL = 13  # the same for an episode
+_TURNS = 3  # shown of an episode at its start, and as many at its end
 
 
 def choose(groups: Sequence[Group], count: int) -> list[tuple[Group, int]]:
@@ -33,17 +36,47 @@ def _value(pair: tuple[Group, int]) -> tuple[float, float]:
 
 
 def sample_lines(group: Group, index: int, width: int) -> list[str]:
-    """Return the lines to print: the verdict, the question in one line and the response in at most three."""
+    """Return the lines to print: the verdict, the question in one line, and the response in at most three.
+
+    The turns of an episode take a line each, as do the environment's messages.
+    """
     rollout, score = group.rollouts[index], group.scores[index]
-    cut = ", cut off" if rollout.finish_reason == "length" else ""
-    head = f"{verdict(score)}, {rollout.sampled} tokens{cut}; group {group.serial} {group.verdict.replace('_', ' ')}"
-    room = max(width - _LABEL - 4, 20)
+    head = f"{verdict(score)}, {_length(rollout)}; group {group.serial} {group.verdict.replace('_', ' ')}"
+    label_width = _TURN_LABEL if rollout.turns else _LABEL
+    room = max(width - label_width - 4, 20)
     question = _shortened(group.prompt.messages[-1]["content"], room)
-    response = _shortened(rollout.text, _LINES * room)
+    rows = [("question", question), *(_turn_rows(rollout.turns, room) or _response_rows(rollout.text, room))]
+    return [f"  {head}", *(f"    {label:<{label_width}}{text}" for label, text in rows)]
+
+
+def _length(rollout: Rollout) -> str:
+    if not rollout.turns:
+        return f"{rollout.sampled} tokens" + ", cut off" * (rollout.finish_reason == "length")
+    count, ended = len(rollout.turns), rollout.turns[-1].get("ended")
+    limit = f", {ended}" if ended in (Ending.NO_TURNS, Ending.NO_TOKENS) else ""
+    return f"{rollout.sampled} tokens in {count} turn{'s' * (count > 1)}{limit}"
+
+
+def _response_rows(text: str, room: int) -> list[tuple[str, str]]:
+    response = _shortened(text, _LINES * room)
     parts = [response[at : at + room] for at in range(0, len(response), room)] or ["(empty)"]
-    labels = ["response", *[""] * (len(parts) - 1)]
-    rows = [("question", question), *zip(labels, parts, strict=True)]
-    return [f"  {head}", *(f"    {label:<{_LABEL}}{text}" for label, text in rows)]
+    return [("" if at else "response", part) for at, part in enumerate(parts)]
+
+
+def _turn_rows(turns: Sequence[Mapping[str, Any]], room: int) -> list[tuple[str, str]]:
+    """Return labels and lines of a conversation; the middle of a long one is left out."""
+    hidden = range(_TURNS, len(turns) - _TURNS)
+    rows: list[tuple[str, str]] = []
+    for at, turn in enumerate(turns):
+        if at in hidden:
+            if at == hidden[0]:
+                rows.append(("", f"... {len(hidden)} more turns ..."))
+            continue
+        rows.append(("model", _shortened(turn["text"], room) or "(empty)"))
+        for message in turn["messages"]:
+            label = "tool" if message["role"] == "tool" else "environment"
+            rows.append((label, _shortened(message["content"], room) or "(empty)"))
+    return rows
 
 
 def verdict(score: Score) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 from dapo.commands.preflight import check_run
@@ -10,6 +11,7 @@ from dapo.store.database import RunDatabase
 from dapo.system import machine
 from dapo.training.trainer import Trainer
 from tests import runs
+from tests.tiny import tiny_tokenizer
 
 
 def test_a_disk_without_room_for_two_checkpoints_is_a_warning_and_without_one_is_missing(tmp_path, monkeypatch):
@@ -99,3 +101,28 @@ def test_adapters_on_layers_that_the_model_does_not_have_are_missing(tmp_path):
     (sentence,) = check_run(runs.load(tmp_path, "model.lora.rank=4", targets)).missing
     assert sentence.startswith("model.lora.target_modules: the model has no linear layer 'w_query'; it has ")
     assert check_run(runs.load(tmp_path, "model.lora.rank=4", targets.replace(", w_query", ""))).missing == []
+
+
+def test_a_chat_template_that_rewrites_earlier_turns_is_missing_if_there_can_be_several(tmp_path):
+    recipe = runs.recipe(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}<|{{ m.role }}|>{{ m.content }}\n{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "echo.py").write_text("def reply(messages, row):\n    return 'again'\n")
+    use = f"environment.use={tmp_path}/echo.py:reply"
+    (missing,) = check_run(Config.load(recipe, [use])).missing
+    assert "cannot be continued token by token" in missing and "environment.max_turns" in missing
+    assert check_run(Config.load(recipe, [use, "environment.max_turns=1"])).missing == []
+
+
+def test_a_reward_is_named_unless_the_environment_scores_every_episode(tmp_path):
+    rows = "".join(json.dumps({"prompt": "guess", "answer": i}) + "\n" for i in (1, 2, 3))
+    recipe = runs.recipe(tmp_path)
+    (tmp_path / "data.jsonl").write_text(rows)
+    guess, plain = (check_run(Config.load(recipe, options)) for options in (["environment.use=guess"], []))
+    assert guess.missing == [] and "environment: guess" in guess.notes
+    assert not any(note.startswith("reward:") for note in guess.notes)
+    assert any(note.startswith("reward:") for note in plain.notes)

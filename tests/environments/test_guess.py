@@ -36,10 +36,21 @@ def test_it_says_higher_or_lower_and_where_the_number_is():
     assert isinstance(end, End) and (end.score, end.acc, end.extras) == (1.0, True, {"guesses": 5})
 
 
-@pytest.mark.parametrize("text", ["", "hello", "0", "17", "9" * 5000, "-", "eight"])
-def test_what_is_no_such_number_is_a_guess_that_tells_nothing(text):
+@pytest.mark.parametrize("text", ["9", " 9.\n", "**9**", "The number is 9!"])
+def test_a_turn_that_ends_with_its_only_number_finds_it(text):
+    assert isinstance(Guess({"answer": 9}).reply(text), End)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        *((text, "such number") for text in ("0", "17", "9" * 5000, "It is 99.")),
+        *((text, "answer") for text in ("", "hello", "-", "eight", "9 or 10", "7 8 9", "The number is between 9 and")),
+    ],
+)
+def test_what_is_no_such_number_or_no_answer_is_a_guess_that_tells_nothing(text, what):
     game = Guess({"answer": 9})
-    assert game.reply(text) == "That is no such number. The number is between 1 and 16. Answer with one number."
+    assert game.reply(text) == f"That is no {what}. The number is between 1 and 16. Answer with one number."
     end = game.cut_off()
     assert (end.score, end.acc, end.extras) == (0.0, False, {"guesses": 1})
 

@@ -21,7 +21,7 @@ TIMEOUT = 1.0
 
 # One environment that can fail in every way. The text of the model's turn chooses how.
 ENVIRONMENT = """
-import asyncio, math, os, random, shutil, signal, sys, time
+import asyncio, json, math, os, random, shutil, signal, sys, time
 from pathlib import Path
 from dapo import End
 
@@ -47,6 +47,7 @@ def lie():
 
 FAULTS = {
     "raise": lambda: 1 / 0,
+    "parse": lambda: json.loads("{"),
     "exit": lambda: sys.exit(3),
     "_exit": lambda: os._exit(3),
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -205,11 +206,12 @@ def test_episodes_do_not_share_state(pool):
     ("text", "reason"),
     [
         ("raise", r"ZeroDivisionError: division by zero \(faults.py:\d+\)"),
+        ("parse", r"JSONDecodeError: .* \(faults.py:\d+\)"),
         ("exit", r"SystemExit: 3"),
         ("_exit", r"the environment's process died \(exit code 3\)"),
         ("killed", r"the environment's process died \(signal 9, Killed\)"),
         ("hang", r"timed out after 1 s"),
-        ("memory", r"MemoryError"),
+        ("memory", r"MemoryError: more than environment.memory_gb allows"),
         ("nothing", r"returned no messages"),
         ("none", r"returned NoneType; expected text, messages, or End"),
         ("number", r"returned int; expected text, messages, or End"),
@@ -231,6 +233,7 @@ def test_a_failure_costs_its_own_episode_and_says_why(pool, text, reason):
     assert pool.reply((2, 1), "a", 1).result(timeout=60).messages
     (failed,) = replies(pool, [text], (2, 0))
     assert failed.ended and failed.score.value is None and re.search(reason, failed.score.error), failed.score.error
+    assert {*re.findall(r"\w+\.py", failed.score.error)} <= {"faults.py"}
     other = pool.reply((2, 1), "end", 2).result(timeout=60)
     assert other.score == Score(2.0, True, extras={"seen": "a end"})
 
@@ -246,11 +249,12 @@ def test_an_environment_that_never_ends_is_ended_by_the_number_of_turns(pool, fo
     *_, third, last = replies(pool, ["a", "b", "c", "d"])
     assert not third.ended
     assert (last.ended, last.score, last.messages) == (True, Score(0.0, False), ())
+    assert last.is_out_of_turns and not third.is_out_of_turns
     with closing(opened(f"{folder}/faults.py:BadCutOff", max_turns=1)) as other:
         (last,) = replies(other, ["a"])
         assert "cut_off returned float; expected End" in last.score.error
         (last,) = replies(other, ["end"])
-        assert last.score.value == 1.0  # its own end comes first
+        assert last.score.value == 1.0 and not last.is_out_of_turns  # its own end comes first
 
 
 def test_an_episode_without_tokens_left_is_cut_off(pool):
@@ -352,7 +356,7 @@ def test_functions_get_the_conversation_and_cannot_change_it(folder):
         ("faults.py:NoReply", r"the class .*NoReply has no method reply\(self, text\)"),
         ("faults.py:NoRow", r"NoRow must take \(row\)"),
         ("faults.py:one", r"one must take \(messages, row\)"),
-        ("faults.py:Gues", r"has no function 'Gues'; available: .*Faulty"),
+        ("faults.py:Gues", r"has no function or class 'Gues'; available: .*Faulty"),
         ("missing.py:Guess", r"there is no file"),
         ("broken.py:Guess", r"cannot be imported \(ValueError: no\)"),
     ],

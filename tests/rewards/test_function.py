@@ -238,8 +238,8 @@ def test_rows_become_json_with_arrays_as_lists_and_the_rest_as_text():
         ("reward.py", "expected path/to/file.py:function"),
         ("gone.py:reward", "there is no file gone.py"),
         ("{bad}:reward", "cannot be imported \\(SyntaxError"),
-        ("{good}:rewrad", "no function 'rewrad'; available: other, reward"),
-        ("{good}:number", "no function 'number'"),
+        ("{good}:rewrad", "no function or class 'rewrad'; available: other, reward"),
+        ("{good}:number", "no function or class 'number'"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_refused_in_one_sentence(tmp_path, spec, sentence):

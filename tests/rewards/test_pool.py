@@ -334,7 +334,7 @@ def test_a_response_is_not_blamed_for_a_crash_that_another_one_caused(tmp_path):
         (None, "there is no file"),
         ("def reward(:", r"cannot be imported \(SyntaxError"),
         ("import sys; sys.exit(4)", r"cannot be imported \(SystemExit: 4"),
-        ("def other(completion): ...", "has no function 'reward'; available: other"),
+        ("def other(completion): ...", "has no function or class 'reward'; available: other"),
         ("def reward(text): ...", r"takes \(text\); expected reward\(completion, answer"),
         ("import os; os._exit(4)", r"the judging process died \(exit code 4\)"),
         ("x = bytearray(2**40)", r"cannot be imported \(MemoryError: \); reward.memory_gb is 4, perhaps too little"),

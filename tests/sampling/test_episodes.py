@@ -144,6 +144,17 @@ def test_a_turn_that_is_too_long_ends_and_the_environment_replies_to_it():
     assert any(rollout.given for rollout in rollouts.values())
 
 
+def test_the_last_turn_says_why_the_episode_ended():
+    rollouts, _ = play(Letters(max_turns=2), count=8, params=replace(PARAMS, max_tokens=38))
+    for rollout in rollouts.values():
+        letters = sum(character.isalpha() for character in rollout.text)
+        ended = "no turns left" if letters % 2 else "by the environment"
+        assert rollout.turns[-1]["ended"] == ("no tokens left" if rollout.finish_reason == "length" else ended)
+        assert not any("ended" in turn for turn in rollout.turns[:-1])
+    found = {rollout.turns[-1]["ended"] for rollout in rollouts.values()}
+    assert found == {"by the environment", "no turns left", "no tokens left"}
+
+
 def test_a_template_that_rejects_a_message_costs_the_episode():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
@@ -204,6 +215,7 @@ def test_steps_of_episodes_count_only_the_model_s_own_tokens(kind):
         assert sampled.tokens["tokens/generated"] == sum(rollout.sampled for rollout in rollouts)
         assert metrics["tokens/given"] == sum(end - start for r in rollouts for start, end in r.given) > 0
         assert metrics["turns/mean"] == np.mean([len(rollout.turns) for rollout in rollouts]) > 1
+        assert metrics["turns/exhausted"] == np.mean([r.turns[-1]["ended"] == "no turns left" for r in rollouts])
         assert metrics["tools/calls"] == sum(len(r.turns) for r in rollouts) - sum(
             r.turns[-1]["calls"] == [] for r in rollouts
         )

@@ -260,6 +260,18 @@ def test_on_exhausted_train_partial_trains_on_the_kept_groups_and_records_an_eve
     assert "2 rounds gave 1 of 4 groups" in event.message
 
 
+def test_groups_dropped_for_equal_acc_although_their_scores_differ_are_named_in_the_event():
+    def judge(prompt, rollout):
+        return Score(rollout.index * float(rollout.serial % 2), acc=False)
+
+    limit = "algorithm.filter_groups.max_num_gen_batches=1"
+    (event,) = sampler_for(judge, limit).fill(1, version=0).events
+    advice = "2 of the dropped groups differ in score: set algorithm.filter_groups.metric to score to keep them"
+    assert event.kind == "exhausted" and advice in event.message
+    sampled = sampler_for(judge, limit, "algorithm.filter_groups.metric=score").fill(1, version=0)
+    assert serials(sampled.batch) == [1, 3] and "differ in score" not in sampled.events[0].message
+
+
 def test_on_exhausted_skip_makes_no_batch_and_carries_the_groups_over():
     sampler = sampler_for(
         mixed_when(lambda serial: serial % 4 == 0), "algorithm.filter_groups.max_num_gen_batches=1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 from rich.console import Console
@@ -60,6 +61,33 @@ def test_a_response_is_cut_to_a_few_lines_with_its_end_and_controls_nothing():
         "  unjudged (it raised), 3 tokens; group 7 all wrong",
         "    response  (empty)",
     ]
+
+
+def turn(text: str, *messages: tuple[str, str], **rest: str) -> dict[str, object]:
+    given = [{"role": role, "content": content} for role, content in messages]
+    return {"text": text, "messages": given, "seconds": 0.0, "calls": [], **rest}
+
+
+def episode(*turns: dict[str, object]) -> Group:
+    only = group(7, WRONG)
+    return replace(only, rollouts=(replace(only.rollouts[0], turns=turns),))
+
+
+def test_an_episode_is_shown_as_a_conversation():
+    turns = turn("8", ("user", "Lower.\n\x1b"), ("tool", "")), turn("", ended="no turns left")
+    assert sample_lines(episode(*turns), 0, 80) == [
+        "  wrong, score 0, 3 tokens in 2 turns, no turns left; group 7 all wrong",
+        "    question     a question",
+        "    model        8",
+        "    environment  Lower. ⟨esc⟩",
+        "    tool         (empty)",
+        "    model        (empty)",
+    ]
+    many = [turn("x " * 500, ("user", f"reply {i} " * 50)) for i in range(40)]
+    lines = sample_lines(episode(*many, turn("the end", ended="by the environment")), 0, 80)
+    assert lines[0] == "  wrong, score 0, 3 tokens in 41 turns; group 7 all wrong"
+    assert len(lines) == 14 and all(len(line) <= 80 for line in lines)
+    assert lines[8].strip() == "... 35 more turns ..." and lines[-1] == "    model        the end"
 
 
 def test_a_run_prints_the_samples_of_every_step_and_the_same_ones_again(tmp_path):

@@ -131,7 +131,7 @@ def test_a_file_that_changed_is_reported_on_resume_once(recipe):
 @pytest.mark.parametrize(
     ("option", "value", "sentence"),
     [
-        ("algorithm.loss", "parts.py:lost", "algorithm.loss: parts.py has no function 'lost'; available: "),
+        ("algorithm.loss", "parts.py:lost", "algorithm.loss: parts.py has no function or class 'lost'; available: "),
         ("algorithm.advantage", "gone.py:f", "algorithm.advantage: there is no file gone.py; relative paths start at"),
         ("optim.lr_schedule", "broken.py:f", r"optim.lr_schedule: broken.py cannot be imported \(SyntaxError"),
         ("reward.length_shaping", "odd.py:f", r"reward.length_shaping: odd.py:f raised ValueError: no \(odd.py:2\)"),

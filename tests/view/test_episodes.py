@@ -21,7 +21,7 @@ def recorded(folder: Path, first: str = "Let me see.", given: str = "42", argume
     messages = [{"role": "tool", "name": "python", "content": given}, {"role": "user", "content": "Go on."}]
     turns = (
         {"text": first, "messages": messages, "seconds": 0.5, "calls": [call, failed]},
-        {"text": "It is 42.", "messages": [], "seconds": 0.001, "calls": []},
+        {"text": "It is 42.", "messages": [], "seconds": 0.001, "calls": [], "ended": "no turns left"},
     )
     made = make_group(1, accs=(True, False, True), texts=["single", "It is 42.", "single"])
     rollouts = list(made.rollouts)
@@ -78,6 +78,8 @@ def test_the_page_shows_a_conversation(tmp_path, page: Any, text: str):
         given = page.locator(".given")
         assert given.count() == 2
         assert "python, took 0.250 s" in given.first.inner_text()
-        assert "malformed call, failed after 0.000 s" in given.first.inner_text()
+        assert "malformed call, failed\n" in given.first.inner_text()
         assert "the environment took 0.500 s" in given.first.inner_text()
         assert "Go on." in given.first.inner_text()
+        assert "took" not in given.last.inner_text()  # too short to matter
+        assert page.get_by_text("no turns left", exact=True).count() == 1

@@ -193,7 +193,7 @@ def _response(run: Run, found: GroupDetail, response: Response) -> None:
         ("advantage", format_number(response.advantage)),
         ("extracted answer", "–" if response.extracted is None else display_text(response.extracted, 200)),
         ("length", f"{response.length:,} tokens"),
-        ("ended by", display_text(response.finish_reason, _NAME)),
+        _ending(response),
         ("weights", f"version {response.weight_version}"),
     ]
     if response.turns:
@@ -223,6 +223,14 @@ def _response(run: Run, found: GroupDetail, response: Response) -> None:
                 ui.label(display_text(thought)).classes(f"{_SCROLLS} max-h-96")
         if reply is not None:
             ui.label(display_text(reply)).classes(f"{_SCROLLS} max-h-96")
+
+
+def _ending(response: Response) -> tuple[str, str]:
+    """Return a row that says why the response ended; runs of earlier versions did not record it for episodes."""
+    ended = response.turns[-1].get("ended") if response.turns else None
+    if isinstance(ended, str):
+        return "ended", display_text(ended, _NAME)
+    return "ended by", display_text(response.finish_reason, _NAME)
 
 
 async def _download(run: Run, serial: int) -> None:

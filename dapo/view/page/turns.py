@@ -10,6 +10,7 @@ from nicegui import ui
 from dapo.view.page.text import display_text, format_number
 
 _MOST = 100  # turns shown
+_NOTABLE = 0.01  # seconds
 _SCROLLS = "model-text overflow-auto w-full max-h-96"
 
 
@@ -23,22 +24,27 @@ def show_turns(turns: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _show_given(turn: Mapping[str, Any]) -> None:
-    """Show calls with their results, or the messages if no tool was called, and how long the environment took."""
+    """Show calls with their results, or the messages if no tool was called, and the time if it is notable."""
     calls: Sequence[Mapping[str, Any]] = turn["calls"]
     with ui.column().classes("given gap-1 w-full"):
         for call in calls:
-            state = "failed after" if call.get("error") else "took"
             name = display_text(str(call.get("name", "")), 100) or "malformed call"
-            ui.label(f"{name}, {state} {_seconds(call)}").classes("quiet text-xs" + " error" * bool(call.get("error")))
+            is_failed = bool(call.get("error"))
+            line = ", ".join(filter(None, [name, "failed" if is_failed else "", _time(call)]))
+            ui.label(line).classes("quiet text-xs" + " error" * is_failed)
             ui.label(display_text(str(call.get("arguments", "")))).classes(_SCROLLS)
             ui.label(f"→ {display_text(str(call.get('result', '')))}").classes(_SCROLLS)
         for message in turn["messages"]:
             if not calls or message.get("role") != "tool":
                 ui.label(display_text(str(message.get("role", "")), 100)).classes("quiet text-xs")
                 ui.label(display_text(str(message.get("content", "")))).classes(_SCROLLS)
-        ui.label(f"the environment took {_seconds(turn)}").classes("quiet text-xs")
+        if time := _time(turn):
+            ui.label(f"the environment {time}").classes("quiet text-xs")
 
 
-def _seconds(entry: Mapping[str, Any]) -> str:
+def _time(entry: Mapping[str, Any]) -> str:
+    """Return how long a reply or call took; nothing if that was too short to matter."""
     seconds = entry.get("seconds")
-    return f"{format_number(seconds if isinstance(seconds, int | float) else None)} s"
+    if not isinstance(seconds, int | float) or seconds < _NOTABLE:
+        return ""
+    return f"took {format_number(seconds)} s"
