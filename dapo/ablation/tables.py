@@ -37,7 +37,7 @@ def print_result(console: Console, result: Result) -> None:
         console.print(result_table(result, found))
     if result.trainings:
         console.print(training_table(result))
-    for sentence in (*explanation(result), *(f"note: {note}" for note in result.notes)):
+    for sentence in (*explanation(result), *(f"note: {note}" for note in (*result.notes, *ended_early(result.runs)))):
         console.print(sentence, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
@@ -121,9 +121,19 @@ def explanation(result: Result) -> list[str]:
 def unfinished(runs: Sequence[RunRecord]) -> list[str]:
     """Return a line for each run that is not part of the result."""
     return [
-        f"{run.name}: {run.status}" + (f": {run.failure}" if run.failure else "")
+        f"{run.name}: {run.status}" + (f": {run.reason}" if run.reason else "")
         for run in runs
-        if run.status != Status.FINISHED
+        if not run.status.is_done
+    ]
+
+
+def ended_early(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a line for each run that found nothing left to learn."""
+    return [
+        f"{run.name}: ended early after step {run.training.steps:.0f}, and its last evaluation counts to the end of "
+        f"the budget: {run.reason}"
+        for run in runs
+        if run.status == Status.ENDED_EARLY and run.training
     ]
 
 
@@ -135,7 +145,8 @@ def result_json(result: Result) -> str:
             "arm": run.arm,
             "seed": run.seed,
             "status": run.status,
-            "failure": run.failure,
+            "failure": run.reason if run.status == Status.FAILED else None,
+            "ended_early": run.reason if run.status == Status.ENDED_EARLY else None,
             "training": None if run.training is None else asdict(run.training),
             "evaluations": {
                 name: [{"step": e.step, "seconds": e.seconds, "tokens": e.tokens, "mean": e.mean} for e in found]

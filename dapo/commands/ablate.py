@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def ablate(
     recipe: Annotated[Path, typer.Argument(help="A YAML file, for example recipes/arithmetic.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Options to change in all arms.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Options to change in all arms; an arm's own options win.")
+    ] = None,
     arms: Annotated[
         list[str] | None,
         typer.Option("--arms", help="ladder, leave-one-out, or a YAML file of arms; can be repeated. Default: ladder."),
@@ -89,7 +91,7 @@ def _check_arms(plan: Plan, *, resume: bool) -> None:
     # Reading data can take minutes, and most arms have the same: what is wrong with it, by the options that decide.
     of_data: list[tuple[Any, list[str]]] = []
     statuses = {run.config.run.name: read_status(run.folder) for run in plan.runs} if resume else {}
-    left = [run for run in plan.runs if statuses.get(run.config.run.name) != Status.FINISHED]
+    left = [run for run in plan.runs if not statuses.get(run.config.run.name, Status.MISSING).is_done]
     first = {run.arm: run for run in reversed(left)}
     for arm, run in first.items():
         is_begun = statuses.get(run.config.run.name, Status.MISSING) != Status.MISSING
