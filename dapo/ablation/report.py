@@ -99,7 +99,7 @@ def _charts(result: Result) -> Iterator[dict[str, Any]]:
                 [_evaluation_points(run, found.name, axis, end) for run in result.of_arm(arm.name)]
                 for arm in result.plan.arms
             ]
-            unit = f"{found.metric}, mean over seeds; shaded: lowest to highest seed"
+            unit = f"{found.metric}{' in %' * is_rate(found.metric)}, mean over seeds; shaded: lowest to highest seed"
             yield _chart(result, f"{found.name} by {title}", unit, curves, axis)
     for metric, title, unit in (
         ("entropy", "Entropy", "nats per token"),
@@ -131,7 +131,7 @@ def _evaluation_points(run: RunRecord, name: str, axis: Axis, end: float) -> Poi
     x = np.array([amount(each, axis) for each in found])
     if run.status == Status.ENDED_EARLY and found:  # its last evaluation counts to the end of the budget
         x[-1] = max(x[-1], end)
-    return x, np.array([each.mean for each in found])
+    return x, np.array([each.mean for each in found]) * (100 if is_rate(run.metric[name]) else 1)
 
 
 def band(members: Sequence[Points]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -76,8 +76,10 @@ def difference_text(metric: str, difference: Difference) -> str:
     """Format a difference with its interval, such as `-4.5 [-6.9, -2.1]`; rates are in points."""
     scale, form = (100, "+.1f") if is_rate(metric) else (1, "+.3f")
     if math.isnan(difference.value):
-        return "–"
-    value, low, high = (format(scale * each, form) for each in (difference.value, difference.low, difference.high))
+        return "-"
+    reach = 1.0 if is_rate(metric) else math.inf  # few seeds give intervals wider than a rate can differ
+    ends = max(difference.low, -reach), min(difference.high, reach)
+    value, low, high = (format(scale * each, form) for each in (difference.value, *ends))
     return value if math.isnan(difference.low) else f"{value} [{low}, {high}]"
 
 
@@ -113,6 +115,11 @@ def explanation(result: Result) -> list[str]:
     ]
     if plan.config.rollout.mode == "inflight":
         lines.append("Finishing the responses in flight before an evaluation is not counted in the seconds.")
+    for found in result.sets:
+        asked = {frozenset(last.values) for run in result.runs if run.status.is_done
+                 for last in run.evaluations.get(found.name, ())[-1:]}  # fmt: skip
+        if len(asked) > 1:
+            lines.append(f"{found.name}: the questions differ between seeds; {found.questions} counts all of them.")
     if len(plan.seeds) == 1:
         lines.append("With one seed the intervals cover the choice of questions, not the luck of a seed.")
     return lines

@@ -87,8 +87,8 @@ def count_tokens(
 def unjudged_message(reasons: Counter[str]) -> str:
     """Name the three most common reasons. The database has the reason of every rollout."""
     named = "; ".join(f"{count} x {reason[:200]}" for reason, count in reasons.most_common(3))
-    more = f"; and {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
-    return f"{reasons.total()} rollouts could not be judged: {named}{more}"
+    more = f"; and {len(reasons) - 3} other reason{'s' * (len(reasons) > 4)}" if len(reasons) > 3 else ""
+    return f"{reasons.total()} rollout{'s' * (reasons.total() != 1)} could not be judged: {named}{more}"
 
 
 _WHY_EMPTY = {

@@ -130,7 +130,7 @@ def test_the_report_is_one_page_that_shows_every_arm_and_curve(done, page: Any):
 def test_nothing_starts_if_an_arm_cannot_run(tmp_path: Path):
     recipe = write_recipe(tmp_path)
     cases = {
-        "arm odd: .*missing.py": ["--arm", f"odd: reward.use={tmp_path}/missing.py:f", "--arm", "b: optim.lr=0.1"],
+        "arm 'odd': .*missing.py": ["--arm", f"odd: reward.use={tmp_path}/missing.py:f", "--arm", "b: optim.lr=0.1"],
         "arm 'a': .*optim.lr": ["--arm", "a: optim.lr=no"],
         r"^/.*no/eval.jsonl": ["--arm", "a: optim.lr=0.1", f"eval.data={tmp_path}/no/eval.jsonl"],
     }

@@ -402,7 +402,7 @@ def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
 def test_on_exhausted_raise_records_and_saves_the_step_and_then_stops(tmp_path):
     options = ("algorithm.filter_groups.on_exhausted=raise", "algorithm.filter_groups.max_num_gen_batches=1")
     config = runs.load(tmp_path, *options)
-    with pytest.raises(TrainingStopped, match=r"step 1: 1 rounds gave 0 of 4 groups"):
+    with pytest.raises(TrainingStopped, match=r"step 1: 1 round gave 0 of 4 groups"):
         train(config, reward_funcs=lambda completion, answer: 1.0)
     assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_1").step == 1
 
