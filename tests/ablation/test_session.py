@@ -125,6 +125,10 @@ def test_the_report_is_one_page_that_shows_every_arm_and_curve(done, page: Any):
                   "Holm's correction"):  # fmt: skip
         assert words in text, words
     assert page.locator("svg circle").count() == 3  # the interval of `hot` at three places
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.reload()
+    page.locator(".chart canvas").first.wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390  # tables scroll in their own boxes
 
 
 def test_nothing_starts_if_an_arm_cannot_run(tmp_path: Path):
