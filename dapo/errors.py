@@ -87,6 +87,10 @@ class TrainingStopped(DapoError, RuntimeError):
     exit_code = 3
 
 
+class NothingToLearn(TrainingStopped):
+    """Several batches in a row were empty, although the reward judged the responses."""
+
+
 class ClusterError(DapoError, RuntimeError):
     """The cluster cannot be joined, or has too few resources for the configuration."""
 

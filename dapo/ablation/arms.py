@@ -152,9 +152,11 @@ def published_arm(config: Config, name: str) -> Arm:
     """Return an arm of the ladder or of leave-one-out by its name."""
     known = {arm.name: arm for family in (LADDER, LEAVE_ONE_OUT) for arm in published_arms(config, [family])}
     if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
         raise ConfigError(
             f"--arm '{name}': expected 'NAME: KEY=VALUE ...', for example 'hot: optim.lr=1e-5', or one of "
-            f"{', '.join(known)}"
+            f"{', '.join(known)}{hint}"
         )
     return known[name]
 
@@ -185,21 +187,36 @@ def collect_arms(config: Config, families: Sequence[str], given: Sequence[str]) 
     """
     families = families or (() if given else (LADDER,))
     published = [each for each in families if each in (LADDER, LEAVE_ONE_OUT)]
-    arms = published_arms(config, published) if published else []
+    arms, own = published_arms(config, published) if published else [], []
     for each in families:
         if each not in published:
             if not Path(each).is_file():
                 close = difflib.get_close_matches(each, [LADDER, LEAVE_ONE_OUT], n=1)
                 hint = f"; did you mean '{close[0]}'?" if close else ""
                 raise ConfigError(f"--arms '{each}': is neither {LADDER}, {LEAVE_ONE_OUT} nor a file{hint}")
-            arms += arms_from_file(Path(each))
+            own += arms_from_file(Path(each))
     named = [text for text in given if ":" not in text]
-    arms += [published_arm(config, text) for text in named] + [own_arm(text) for text in given if text not in named]
+    own += [own_arm(text) for text in given if text not in named]
+    _check_names(own)
+    arms += [*(published_arm(config, text) for text in named), *own]
     reference = FULL if published or named else RECIPE
     if reference not in [arm.name for arm in arms]:
         arms.append(published_arm(config, FULL) if reference == FULL else Arm(RECIPE))
     _check(arms)
     return arms, reference
+
+
+def _check_names(own: Iterable[Arm]) -> None:
+    techniques = [technique.name for technique in TECHNIQUES]
+    taken = {FULL, "grpo", *(f"{prefix}{name}" for prefix in ("+", "no-") for name in techniques)}
+    for arm in own:
+        if arm.name in taken:
+            raise ConfigError(f"arm '{arm.name}': a published arm has this name; give yours another one")
+        if not arm.name or arm.name.startswith(".") or set(arm.name) & set("/\\\0"):
+            raise ConfigError(
+                f"arm '{arm.name}': the name becomes that of a folder, so it cannot be empty, start with a dot or "
+                "contain a slash; choose another name"
+            )
 
 
 def _check(arms: Sequence[Arm]) -> None:

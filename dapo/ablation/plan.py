@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -127,10 +127,18 @@ class Plan:
             if not key.startswith("run.") or key == "run.seed":
                 refuse(f"its {key} is", was, is_now)
         for name, overrides in arms.items():
-            if now["arms"].get(name) != overrides:
-                refuse(f"its arm '{name}' has", overrides, now["arms"].get(name, "there"))
-        if missing := set(seeds) - set(now["seeds"]):
-            refuse("it has the seeds", seeds, f"without {sorted(missing)}")
+            if name not in now["arms"]:
+                raise CheckpointError(
+                    f"{self.out}: has the arm '{name}', which this command leaves out; name it too, or choose another "
+                    "--out"
+                )
+            if now["arms"][name] != overrides:
+                refuse(f"its arm '{name}' has", overrides, now["arms"][name])
+        if missing := sorted(set(seeds) - set(now["seeds"])):
+            raise CheckpointError(
+                f"{self.out}: has the seeds {', '.join(map(str, seeds))}, and this command leaves out "
+                f"{', '.join(map(str, missing))}; give --seeds {len(seeds)} or more, or choose another --out"
+            )
 
 
 def make_plan(
@@ -158,17 +166,26 @@ def make_plan(
             "eval.k to the samples per question"
         )
     chosen, reference = collect_arms(config, families, arms)
-    problems, by_arm = [], {}
+    problems: dict[str, list[str]] = {}
+    by_arm = {}
     for arm in chosen:
         try:
             shared = [*overrides, *arm.overrides]
             by_arm[arm.name] = [_run(recipe, shared, arm.name, config.run.seed + i, budget, out) for i in range(seeds)]
         except ConfigError as error:
-            problems.append(f"arm '{arm.name}': {error}")
+            problems.setdefault(str(error), []).append(arm.name)
     if problems:
-        raise NotReady(problems)
+        raise NotReady(by_arms(problems, len(chosen)))
     runs = tuple(by_arm[arm.name][i] for i in range(seeds) for arm in chosen)
     return Plan(recipe.stem, config, budget, reference, tuple(chosen), runs, out)
+
+
+def by_arms(problems: Mapping[str, Sequence[str]], count: int) -> list[str]:
+    """Return each sentence once, after the names of its arms unless it is about all `count` arms."""
+    return [
+        sentence if len(arms) == count else f"arm{'s' * (len(arms) > 1)} {str(list(arms))[1:-1]}: {sentence}"
+        for sentence, arms in problems.items()
+    ]
 
 
 def _run(recipe: Path, overrides: Sequence[str], arm: str, seed: int, budget: Budget, out: Path) -> PlannedRun:

@@ -24,9 +24,14 @@ _TAIL = 0.1  # share of the steps that count as the end of training
 
 class Status(StrEnum):
     FINISHED = "finished"
+    ENDED_EARLY = "ended early"  # nothing left to learn; its last evaluation counts to the end of the budget
     FAILED = "failed"
     UNFINISHED = "unfinished"
     MISSING = "not started"
+
+    @property
+    def is_done(self) -> bool:
+        return self in (Status.FINISHED, Status.ENDED_EARLY)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +70,7 @@ class RunRecord:
     arm: str
     seed: int
     status: Status
-    failure: str | None
+    reason: str | None  # why it failed or ended early
     metric: Mapping[str, str]  # evaluation set -> name of its main metric
     evaluations: Mapping[str, Sequence[Evaluation]]
     training: Training | None
@@ -73,7 +78,10 @@ class RunRecord:
 
 
 def read_status(folder: Path) -> Status:
-    """Return how far a run is. Only its database counts: a run is finished if it says so about its last step."""
+    """Return how far a run is, from its database: finished if it says so about its last step, and has evaluated it.
+
+    A run that ended early says first why it stopped.
+    """
     if not RunDatabase.exists(folder / DATABASE_FILE):
         return Status.MISSING
     with RunDatabase.open_readonly(folder / DATABASE_FILE) as database:
@@ -100,13 +108,14 @@ def _read_run(folder: Path, arm: str, seed: int, failure: str | None) -> RunReco
 
 def _status(database: RunReader) -> tuple[Status, str | None]:
     ends = (EventKind.FINISHED, EventKind.INTERRUPTED, EventKind.STOPPED, EventKind.RESUMED)
-    last = None
-    for event in database.events():
-        if event["kind"] in ends:
-            last = event
+    before, last = [None, None, *(event for event in database.events() if event["kind"] in ends)][-2:]
     if last is not None and last["kind"] == EventKind.STOPPED:
         return Status.FAILED, last["message"]
-    if last is not None and last["kind"] == EventKind.FINISHED and last["step"] == database.last_step():
+    step = database.last_step()
+    is_evaluated = any(row["step"] == step for row in database.evals())
+    if last is not None and last["kind"] == EventKind.FINISHED and last["step"] == step and is_evaluated:
+        if before is not None and before["kind"] == EventKind.STOPPED and before["step"] == step:
+            return Status.ENDED_EARLY, before["message"]
         return Status.FINISHED, None
     return Status.UNFINISHED, None
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from dapo.ablation.records import RunRecord
+from dapo.ablation.records import RunRecord, Status
 from dapo.ablation.results import Axis, Result, SetResult, amount
 from dapo.ablation.tables import (
     TRAINING_HEADINGS,
     columns,
     difference_text,
+    ended_early,
     explanation,
     training_rows,
     unfinished,
@@ -48,7 +49,7 @@ def write_report(result: Result, out: Path) -> str:
             sets=[_set_values(result, found) for found in result.sets],
             training_headings=("arm", *TRAINING_HEADINGS),
             training=list(training_rows(result)),
-            sentences=[*explanation(result), *result.notes],
+            sentences=[*explanation(result), *result.notes, *ended_early(result.runs)],
             arms=[(arm.name, " ".join(arm.overrides) or "as the recipe") for arm in plan.arms],
             unfinished=unfinished(result.runs),
             runs=[(run.name, run.status) for run in result.runs],
@@ -91,11 +92,14 @@ def _set_values(result: Result, found: SetResult) -> dict[str, Any]:
 def _charts(result: Result) -> Iterator[dict[str, Any]]:
     for found in result.sets:
         for axis, title in _AXES.items():
+            done = [run.evaluations[found.name][-1] for run in result.runs
+                    if run.status.is_done and run.evaluations.get(found.name)]  # fmt: skip
+            end = max((amount(each, axis) for each in done), default=0.0)
             curves = [
-                [_evaluation_points(run, found.name, axis) for run in result.of_arm(arm.name)]
+                [_evaluation_points(run, found.name, axis, end) for run in result.of_arm(arm.name)]
                 for arm in result.plan.arms
             ]
-            unit = f"{found.metric}, mean over seeds; shaded: lowest to highest seed"
+            unit = f"{found.metric}{' in %' * is_rate(found.metric)}, mean over seeds; shaded: lowest to highest seed"
             yield _chart(result, f"{found.name} by {title}", unit, curves, axis)
     for metric, title, unit in (
         ("entropy", "Entropy", "nats per token"),
@@ -120,9 +124,14 @@ def _chart(result: Result, title: str, unit: str, curves: Sequence[Sequence[Poin
     return chart
 
 
-def _evaluation_points(run: RunRecord, name: str, axis: Axis) -> Points:
+def _evaluation_points(run: RunRecord, name: str, axis: Axis, end: float) -> Points:
     found = run.evaluations.get(name, ())
-    return np.array([amount(each, axis) for each in found]), np.array([each.mean for each in found])
+    if run.status == Status.ENDED_EARLY and found:
+        found = [*found, found[-1]]
+    x = np.array([amount(each, axis) for each in found])
+    if run.status == Status.ENDED_EARLY and found:  # its last evaluation counts to the end of the budget
+        x[-1] = max(x[-1], end)
+    return x, np.array([each.mean for each in found]) * (100 if is_rate(run.metric[name]) else 1)
 
 
 def band(members: Sequence[Points]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -43,7 +43,7 @@ class ArmResult:
     """One arm on one evaluation set."""
 
     arm: str
-    seeds: list[int]  # of its finished runs
+    seeds: list[int]  # of its finished runs, also those that ended early
     base: float  # the metric before the first step, mean over seeds, as are those below
     values: Mapping[Where, float]
     differences: Mapping[Where, Difference]  # empty for the reference
@@ -70,12 +70,12 @@ class Result:
 
     def of_arm(self, arm: str) -> list[RunRecord]:
         """Return the finished runs of an arm."""
-        return [run for run in self.runs if run.arm == arm and run.status == Status.FINISHED]
+        return [run for run in self.runs if run.arm == arm and run.status.is_done]
 
 
 def compare(plan: Plan, runs: list[RunRecord]) -> Result:
     """Compare the arms by their finished runs."""
-    done = [run for run in runs if run.status == Status.FINISHED]
+    done = [run for run in runs if run.status.is_done]
     names = dict.fromkeys(name for run in done for name in run.evaluations)
     sets = [found for name in names if (found := _compare_set(plan, name, done))]
     by_arm = {arm.name: [run.training for run in done if run.arm == arm.name and run.training] for arm in plan.arms}
@@ -87,7 +87,9 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord]) -> SetResult 
     members = [run for run in runs if run.evaluations.get(name)]
     if not members:
         return None
-    at = {axis: min(amount(run.evaluations[name][-1], axis) for run in members) for axis in ("seconds", "tokens")}
+    # A run that ended early counts with its last evaluation beyond it, so it does not limit where arms are compared.
+    whole = [run for run in members if run.status == Status.FINISHED] or members
+    at = {axis: min(amount(run.evaluations[name][-1], axis) for run in whole) for axis in ("seconds", "tokens")}
     if plan.budget.unit in at:  # every run has spent it, and a part of one step more
         at[plan.budget.unit] = min(at[plan.budget.unit], plan.budget.amount)
     cells: dict[tuple[str, Where], Cells] = {}
@@ -128,13 +130,16 @@ def amount(evaluation: Evaluation, axis: Axis) -> float:
 
 
 def values_at(evaluations: Sequence[Evaluation], axis: Where, at: float) -> Mapping[str, float]:
-    """Return each question's value at a point of an axis, on the line between the evaluations before and after it."""
+    """Return each question's value at a point of an axis, on the line between the evaluations before and after it.
+
+    After the last evaluation, the values stay as they are.
+    """
     if axis == "end":
         return evaluations[-1].values
     after = next((i for i, each in enumerate(evaluations) if amount(each, axis) >= at), len(evaluations) - 1)
     last, first = evaluations[after], evaluations[max(after - 1, 0)]
     reach = amount(last, axis) - amount(first, axis)
-    share = (at - amount(first, axis)) / reach if reach > 0 else 1.0
+    share = min((at - amount(first, axis)) / reach, 1.0) if reach > 0 else 1.0
     common = first.values.keys() & last.values.keys()
     return {key: (1 - share) * first.values[key] + share * last.values[key] for key in last.values if key in common}
 
@@ -172,8 +177,7 @@ def _notes(plan: Plan, trainings: Mapping[str, Training]) -> Any:
             "soft overlong punishment had nothing to act on"
         )
     clips = {arm: configs[arm].algorithm.clip_ratio_high for arm in trainings}
-    lowest = [trainings[arm].clipped for arm in trainings if clips[arm] == min(clips.values())]
-    if len(set(clips.values())) > 1 and max(lowest) == 0:
+    if len(set(clips.values())) > 1 and all(each.clipped == 0 for each in everywhere):
         yield (
             f"no token reached the upper clip of {min(clips.values())}, so clip-higher had nothing to act on; more "
             "updates per batch (optim.ppo_mini_batch_size, optim.ppo_epochs) or a higher optim.lr move ratios further"

@@ -51,13 +51,16 @@ def train_all(
     try:
         for number, run in enumerate(plan.runs, start=1):
             status = read_status(run.folder)
-            if status == Status.FINISHED:
+            if status.is_done:
                 continue
             resume = status != Status.MISSING
             on_run(number, run, "resumes" if resume else "starts")
             base = _base_of(run, plan)
             task = Task(run.config, plan.budget, plan.recipe, resume, base, keep_checkpoints, verbosity)
             outcome, session.signal = worker.train(task)
+            status = Status.FAILED if outcome.failure is not None else read_status(run.folder)
+            if status.is_done and not keep_checkpoints:  # also if a signal came while it finished
+                shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
             if session.signal is not None:
                 break
             if outcome.failure is not None:
@@ -65,8 +68,8 @@ def train_all(
                 _record_failure(run.folder, outcome.failure)
                 on_run(number, run, f"failed: {outcome.failure}")
                 worker.close()
-            elif not keep_checkpoints:
-                shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+            elif status == Status.ENDED_EARLY:
+                on_run(number, run, "ended early: nothing left to learn")
     finally:
         worker.close()
     return session

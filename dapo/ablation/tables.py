@@ -37,7 +37,7 @@ def print_result(console: Console, result: Result) -> None:
         console.print(result_table(result, found))
     if result.trainings:
         console.print(training_table(result))
-    for sentence in (*explanation(result), *(f"note: {note}" for note in result.notes)):
+    for sentence in (*explanation(result), *(f"note: {note}" for note in (*result.notes, *ended_early(result.runs)))):
         console.print(sentence, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
@@ -76,8 +76,10 @@ def difference_text(metric: str, difference: Difference) -> str:
     """Format a difference with its interval, such as `-4.5 [-6.9, -2.1]`; rates are in points."""
     scale, form = (100, "+.1f") if is_rate(metric) else (1, "+.3f")
     if math.isnan(difference.value):
-        return "–"
-    value, low, high = (format(scale * each, form) for each in (difference.value, difference.low, difference.high))
+        return "-"
+    reach = 1.0 if is_rate(metric) else math.inf  # few seeds give intervals wider than a rate can differ
+    ends = max(difference.low, -reach), min(difference.high, reach)
+    value, low, high = (format(scale * each, form) for each in (difference.value, *ends))
     return value if math.isnan(difference.low) else f"{value} [{low}, {high}]"
 
 
@@ -113,6 +115,11 @@ def explanation(result: Result) -> list[str]:
     ]
     if plan.config.rollout.mode == "inflight":
         lines.append("Finishing the responses in flight before an evaluation is not counted in the seconds.")
+    for found in result.sets:
+        asked = {frozenset(last.values) for run in result.runs if run.status.is_done
+                 for last in run.evaluations.get(found.name, ())[-1:]}  # fmt: skip
+        if len(asked) > 1:
+            lines.append(f"{found.name}: the questions differ between seeds; {found.questions} counts all of them.")
     if len(plan.seeds) == 1:
         lines.append("With one seed the intervals cover the choice of questions, not the luck of a seed.")
     return lines
@@ -121,9 +128,19 @@ def explanation(result: Result) -> list[str]:
 def unfinished(runs: Sequence[RunRecord]) -> list[str]:
     """Return a line for each run that is not part of the result."""
     return [
-        f"{run.name}: {run.status}" + (f": {run.failure}" if run.failure else "")
+        f"{run.name}: {run.status}" + (f": {run.reason}" if run.reason else "")
         for run in runs
-        if run.status != Status.FINISHED
+        if not run.status.is_done
+    ]
+
+
+def ended_early(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a line for each run that found nothing left to learn."""
+    return [
+        f"{run.name}: ended early after step {run.training.steps:.0f}, and its last evaluation counts to the end of "
+        f"the budget: {run.reason}"
+        for run in runs
+        if run.status == Status.ENDED_EARLY and run.training
     ]
 
 
@@ -135,7 +152,8 @@ def result_json(result: Result) -> str:
             "arm": run.arm,
             "seed": run.seed,
             "status": run.status,
-            "failure": run.failure,
+            "failure": run.reason if run.status == Status.FAILED else None,
+            "ended_early": run.reason if run.status == Status.ENDED_EARLY else None,
             "training": None if run.training is None else asdict(run.training),
             "evaluations": {
                 name: [{"step": e.step, "seconds": e.seconds, "tokens": e.tokens, "mean": e.mean} for e in found]

@@ -8,6 +8,7 @@ from pathlib import Path
 from dapo.ablation.plan import Budget
 from dapo.checkpoint.state import TrainerState
 from dapo.config import Config
+from dapo.errors import NothingToLearn
 from dapo.store.configuration import DATABASE_FILE
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import ConsoleReporter, Reporter, Verbosity
@@ -31,24 +32,34 @@ class Task:
 class ArmTrainer(Trainer):
     """Trains until the budget is spent, decided between steps: the step in which it runs out is the last.
 
-    If no checkpoint is kept, the last step is not saved: an interrupted run resumes from the checkpoint before it.
+    A run that finds nothing left to learn ends there, finished and evaluated, after the event that says why.
+
+    If no checkpoint is kept, the last step is not saved: an interrupted run resumes from the checkpoint before it. Nor
+    is it saved if a signal interrupted its evaluation.
     """
 
     def __init__(self, task: Task, reporter: Reporter) -> None:
         self.task = task
         self.tokens = 0.0  # generated in all steps
+        self.ends_early = False
         super().__init__(task.config, resume=task.resume, reporter=reporter, recipe=task.recipe)
         assert self.recorder.database
         self.tokens = self.recorder.database.total("tokens/generated")
 
     @property
     def is_finished(self) -> bool:
-        return super().is_finished or self.task.budget.is_spent(self.seconds, self.tokens)
+        return self.ends_early or super().is_finished or self.task.budget.is_spent(self.seconds, self.tokens)
 
     def train_step(self) -> StepReport:
         report = super().train_step()
         self.tokens += report.metrics["tokens/generated"]
         return report
+
+    def _stop_if_pointless(self, stop: str | None) -> None:
+        try:
+            super()._stop_if_pointless(stop)
+        except NothingToLearn:
+            self.ends_early = True
 
     def _evaluate_first(self) -> None:
         if self.step == 0 and not self.recorder.evaluations(0) and (shared := self._shared_reports()):
@@ -79,7 +90,8 @@ class ArmTrainer(Trainer):
         return reports
 
     def save_checkpoint(self, state: TrainerState | None = None, *, in_background: bool = False) -> None:
-        if self.task.keeps_checkpoint or not self.is_finished:
+        is_evaluated = any(report.step == self.step for report in self.evaluator.reports)
+        if not self.is_finished or (self.task.keeps_checkpoint and is_evaluated):
             super().save_checkpoint(state, in_background=in_background)
 
 

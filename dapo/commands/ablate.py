@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def ablate(
     recipe: Annotated[Path, typer.Argument(help="A YAML file, for example recipes/arithmetic.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Options to change in all arms.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Options to change in all arms; an arm's own options win.")
+    ] = None,
     arms: Annotated[
         list[str] | None,
         typer.Option("--arms", help="ladder, leave-one-out, or a YAML file of arms; can be repeated. Default: ladder."),
@@ -56,6 +58,7 @@ def ablate(
     )
     plan.check_folder(resume=resume)
     console = Console()
+    _say(f"checking {len(plan.arms)} arms of {recipe}")
     with console.status("checking all arms"):
         _check_arms(plan, resume=resume)
         from dapo.ablation.tables import plan_table
@@ -64,6 +67,12 @@ def ablate(
         console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if not dry_run:
         _run(plan, console, keep_checkpoints=keep_checkpoints, quiet=quiet)
+
+
+def _say(line: str, style: str = "dim") -> None:
+    from dapo.terminal.output import log_console
+
+    log_console().print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _budget(steps: int | None, seconds: float | None, tokens: int | None) -> Budget | None:
@@ -79,6 +88,7 @@ def _budget(steps: int | None, seconds: float | None, tokens: int | None) -> Bud
 
 def _check_arms(plan: Plan, *, resume: bool) -> None:
     """Check every arm as `dapo train --dry-run` does; raise with one sentence for each problem and its arms."""
+    from dapo.ablation.plan import by_arms
     from dapo.ablation.records import Status, read_status
     from dapo.cluster import torchrun
     from dapo.commands.preflight import check_run
@@ -87,28 +97,24 @@ def _check_arms(plan: Plan, *, resume: bool) -> None:
         raise ConfigError("dapo ablate starts the process of each run itself; start it without torchrun")
     problems: dict[str, list[str]] = {}
     # Reading data can take minutes, and most arms have the same: what is wrong with it, by the options that decide.
-    of_data: list[tuple[Any, list[str]]] = []
+    checked: list[tuple[Any, list[str]]] = []
     statuses = {run.config.run.name: read_status(run.folder) for run in plan.runs} if resume else {}
-    left = [run for run in plan.runs if statuses.get(run.config.run.name) != Status.FINISHED]
+    left = [run for run in plan.runs if not statuses.get(run.config.run.name, Status.MISSING).is_done]
     first = {run.arm: run for run in reversed(left)}
-    for arm, run in first.items():
+
+    def check(run: PlannedRun, *, reads_data: bool) -> list[str]:
         is_begun = statuses.get(run.config.run.name, Status.MISSING) != Status.MISSING
+        return check_run(run.config, resume=is_begun, has_given_name=True, reads_data=reads_data).missing
 
-        def check(reads_data: bool, run: PlannedRun = run, is_begun: bool = is_begun) -> list[str]:
-            return check_run(run.config, resume=is_begun, has_given_name=True, reads_data=reads_data).missing
-
-        sentences, data = check(False), _data_options(run.config)
-        if data not in [options for options, _ in of_data]:
-            of_data.append((data, [sentence for sentence in check(True) if sentence not in sentences]))
-        for sentence in (*sentences, *next(wrong for options, wrong in of_data if options == data)):
-            problems.setdefault(sentence, []).append(arm)
-    if problems:
-        raise NotReady(
-            [
-                sentence if len(arms) == len(first) else f"arm{'s' * (len(arms) > 1)} {', '.join(arms)}: {sentence}"
-                for sentence, arms in problems.items()
-            ]
-        )
+    for reads_data in (False, True):  # what is quick to find in any arm is said first
+        for arm, run in first.items():
+            data = (reads_data, _data_options(run.config) if reads_data else arm)
+            if data not in [options for options, _ in checked]:
+                checked.append((data, check(run, reads_data=reads_data)))
+            for sentence in next(wrong for options, wrong in checked if options == data):
+                problems.setdefault(sentence, []).append(arm)
+        if problems:
+            raise NotReady(by_arms(problems, len(first)))
 
 
 def _data_options(config: Config) -> Any:
@@ -118,21 +124,22 @@ def _data_options(config: Config) -> Any:
 
 
 def _run(plan: Plan, console: Console, *, keep_checkpoints: bool, quiet: bool) -> None:
-    from dapo.ablation.records import read_runs
+    from dapo.ablation.records import read_runs, read_status
     from dapo.ablation.report import write_report
     from dapo.ablation.results import compare
     from dapo.ablation.session import train_all
     from dapo.ablation.tables import print_result, result_json, unfinished
     from dapo.system.files import write_text
-    from dapo.terminal.output import log_console
 
     plan.write()
-    log = log_console()
+    if done := [run.config.run.name for run in plan.runs if read_status(run.folder).is_done]:
+        _say(
+            f"{len(done)} of {len(plan.runs)} runs {'is' if len(done) == 1 else 'are'} done already: {', '.join(done)}"
+        )
 
     def on_run(number: int, run: PlannedRun, what: str) -> None:
         style = "bold red" if what.startswith("failed") else "bold"
-        line = f"run {number} of {len(plan.runs)}: {run.config.run.name} {what}"
-        log.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        _say(f"run {number} of {len(plan.runs)}: {run.config.run.name} {what}", style)
 
     session = train_all(
         plan, keep_checkpoints=keep_checkpoints, verbosity="quiet" if quiet else "normal", on_run=on_run

@@ -81,7 +81,11 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     for name, results in comparison.results.items():
         problems, k = int(results[0].report.metrics["problems"]), results[0].subject.config.eval.k
         rows = [EvalRow(result.subject.label, result.report.metrics, result.seconds) for result in results]
-        console.print(models_table(f"{name}: {problems} problems x {k} samples", rows, console.width))
+        console.print(
+            models_table(
+                f"{name}: {problems} problem{'s' * (problems != 1)} x {k} sample{'s' * (k != 1)}", rows, console.width
+            )
+        )
         if len(results) > 1:
             console.print(differences_table(results[0].subject.label, comparison.differences[name]))
     first = next(iter(comparison.results.values()))[0].subject.config

@@ -87,8 +87,31 @@ def count_tokens(
 def unjudged_message(reasons: Counter[str]) -> str:
     """Name the three most common reasons. The database has the reason of every rollout."""
     named = "; ".join(f"{count} x {reason[:200]}" for reason, count in reasons.most_common(3))
-    more = f"; and {len(reasons) - 3} other reasons" if len(reasons) > 3 else ""
-    return f"{reasons.total()} rollouts could not be judged: {named}{more}"
+    more = f"; and {len(reasons) - 3} other reason{'s' * (len(reasons) > 4)}" if len(reasons) > 3 else ""
+    return f"{reasons.total()} rollout{'s' * (reasons.total() != 1)} could not be judged: {named}{more}"
+
+
+_WHY_EMPTY = {
+    Verdict.ALL_RIGHT: "all responses were right: the task is too easy for this model, or the reward is wrong",
+    Verdict.ALL_WRONG: "all responses were wrong: the task is too hard for this model, or the reward is wrong",
+    Verdict.NO_VARIANCE: "all responses had the same score: the task is too hard or too easy for this model, or the "
+    "reward is wrong",
+    Verdict.UNJUDGED: "fewer than two responses could be judged: the events name the reasons",
+    Verdict.NOTHING_TO_TRAIN: "overlong filtering left no response to train on: all were cut off at "
+    "data.max_response_length",
+    Verdict.STALE: "the responses were older than algorithm.max_staleness allows",
+}
+
+
+def why_empty(verdicts: Counter[str]) -> str:
+    """Name the most common reason why groups were dropped, and count the others."""
+    if not verdicts:
+        return "no group was sampled"
+    (verdict, count), *others = verdicts.most_common()
+    why = _WHY_EMPTY.get(Verdict(verdict)) if verdict in set(Verdict) else None
+    counted = "in each of them" if not others else f"in {count} of {verdicts.total()} groups"
+    more = "".join(f", {number} {other.replace('_', ' ')}" for other, number in others)
+    return f"{counted} {why or f'the verdict was {verdict}'}" + (f" (others:{more[1:]})" if more else "")
 
 
 def mean_histogram(groups: Iterable[Group]) -> str:

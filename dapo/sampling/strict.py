@@ -307,8 +307,8 @@ class DynamicSampler:
         target = self.config.data.train_batch_size
         minimum = math.ceil(rule.min_batch_ratio * target)
         summary = (
-            f"{step.rounds} rounds gave {len(kept)} of {target} groups with something to learn "
-            f"(groups by mean acc or score: {mean_histogram([*step.kept, *step.dropped])})"
+            f"{step.rounds} round{'s' * (step.rounds != 1)} gave {len(kept)} of {target} groups with something to "
+            f"learn (groups by mean acc or score: {mean_histogram([*step.kept, *step.dropped])})"
             f"{differing_scores(step.dropped)}"
         )
         if rule.on_exhausted == "raise":

@@ -50,5 +50,5 @@ def _restart_from_checkpoint(trainer: Trainer, lost: LearnerLost) -> None:
     trainer.engine.metrics()  # discard the metrics of the undone steps
     undone = trainer.recorder.rewind(trainer.step)
     trainer.last_state = trainer.state()
-    message = f"{lost}; all learners start again from step {trainer.step}, {undone} steps undone"
+    message = f"{lost}; all learners start again from step {trainer.step}, {undone} step{'s' * (undone != 1)} undone"
     trainer.recorder.event(EventKind.LEARNERS, message)

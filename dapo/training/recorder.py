@@ -38,7 +38,9 @@ class Recorder:
         if self.directory.resume:
             undone = self.database.rewind(step)
             # `rewind` has recorded this event already, so it is only shown here.
-            what = f"after step {step}" + (f"; {undone} later steps are undone" if undone else "")
+            what = f"after step {step}" + (
+                f"; {undone} later step{'s are' if undone > 1 else ' is'} undone" if undone else ""
+            )
             self.reporter.event(Event(EventKind.RESUMED, what, step))
         if self.directory.changes:
             self.event(EventKind.CONFIGURATION, "changed on resume: " + "; ".join(self.directory.changes))

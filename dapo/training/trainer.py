@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from os import PathLike
@@ -19,13 +20,14 @@ from dapo.cluster.assemble import assemble
 from dapo.config.functions import CustomParts, file_digests
 from dapo.data.dataset import load_run_data
 from dapo.environments.build import build_environment
-from dapo.errors import CheckpointError, RunExists, TrainingStopped
+from dapo.errors import CheckpointError, NothingToLearn, RunExists, TrainingStopped
 from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
 from dapo.model.tokens import token_bytes
 from dapo.policy.build import model_source
 from dapo.rewards.judge import RewardFunctions, build_judge, check_columns, columns_seen, isolation_note, judge_kinds
 from dapo.rewards.protocol import Judge
+from dapo.sampling.accounting import why_empty
 from dapo.sampling.episodes import Environment
 from dapo.sampling.inflight import InflightSampler
 from dapo.sampling.strict import DynamicSampler
@@ -40,7 +42,7 @@ from dapo.training.recorder import Recorder
 from dapo.training.result import RunResult, close_all, environment, step_metrics, trained_model
 from dapo.training.run_directory import RunDirectory
 from dapo.training.signals import StopRequest
-from dapo.types import EvalReport, Event, EventKind, StepReport
+from dapo.types import EvalReport, Event, EventKind, StepReport, Verdict
 
 MAX_EMPTY_BATCHES = 3
 
@@ -192,6 +194,8 @@ class Trainer:
         self.step, self.seconds = step, self.seconds + end - start
         found_nothing = not sampled.batch and not self.sampler.carried
         self.empty_in_a_row = self.empty_in_a_row + 1 if found_nothing else 0
+        verdicts = Counter(group.verdict for group in sampled.groups)
+        self.empty_verdicts = self.empty_verdicts + verdicts if found_nothing else Counter()
         self.last_state = self.state()
         self._stop_if_pointless(sampled.stop or update.stop)
         return report
@@ -218,6 +222,7 @@ class Trainer:
         self.config = config = self.directory.config  # whose directory is locked from here on
         self.step = self.version = self.saved_step = self.empty_in_a_row = 0
         self.seconds = 0.0
+        self.empty_verdicts: Counter[str] = Counter()  # of the empty batches in a row, since the run was opened
         self.before: tuple[EvalReport, ...] = ()
         self.stopping, self.is_training = StopRequest(), False
         with ExitStack() as undo:  # if anything below fails, release what was acquired before it
@@ -323,16 +328,14 @@ class Trainer:
 
     def _stop_if_pointless(self, stop: str | None) -> None:
         """Save and raise if the sampler or the update asked to stop, or if several batches in a row were empty."""
-        if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
-            stop = (
-                f"{MAX_EMPTY_BATCHES} steps in a row found no group to learn from: within each group all responses are "
-                "right, all are wrong, or all have the same score; the task is too hard or too easy for this model, or "
-                "the reward is wrong"
-            )
+        is_empty, verdicts = self.empty_in_a_row >= MAX_EMPTY_BATCHES, self.empty_verdicts
+        if is_empty:
+            stop = f"{self.empty_in_a_row} steps in a row found no group to learn from: {why_empty(verdicts)}"
         if stop is not None:
             self.save_checkpoint()
             self.recorder.event(EventKind.STOPPED, stop)
-            raise TrainingStopped(stop)
+            is_judged = verdicts[Verdict.UNJUDGED] * 2 < verdicts.total()
+            raise (NothingToLearn if is_empty and is_judged else TrainingStopped)(stop)
 
     def state(self) -> TrainerState:
         return TrainerState(

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from dapo.ablation.plan import Budget, Plan
 from dapo.ablation.records import Evaluation, RunRecord, Status, Training
-from dapo.ablation.report import band
-from dapo.ablation.results import compare, values_at
-from dapo.ablation.tables import print_result, result_json
+from dapo.ablation.report import _charts, band
+from dapo.ablation.results import Difference, compare, values_at
+from dapo.ablation.tables import difference_text, explanation, print_result, result_json
 from dapo.algorithm.crossed import contrast
 from tests.ablation.recipes import plan_of, write_recipe
 
@@ -74,12 +74,33 @@ def test_a_budget_of_seconds_is_where_seconds_are_compared(plan: Plan):
 
 def test_a_run_that_is_not_finished_does_not_count(plan: Plan):
     runs = fast_and_slow(plan)
-    runs[0] = replace(runs[0], status=Status.FAILED, failure="the disk is full")
+    runs[0] = replace(runs[0], status=Status.FAILED, reason="the disk is full")
     result = compare(plan, runs)
     fast, full = result.sets[0].arms
     assert (fast.seeds, full.seeds) == ([6], [5, 6])
     assert fast.differences["end"].value == pytest.approx(-0.3)  # against the same seed of the reference
     assert json.loads(result_json(result))["runs"][0]["failure"] == "the disk is full"
+
+
+def test_a_run_that_ended_early_counts_with_its_last_evaluation_to_the_end(plan: Plan):
+    runs = fast_and_slow(plan)
+    runs[::2] = [replace(run, status=Status.ENDED_EARLY, reason="all were right") for run in runs[::2]]
+    result = compare(plan, runs)
+    (found,) = result.sets
+    assert found.at == {"seconds": 100, "tokens": 4000}
+    assert found.arms[0].values == pytest.approx({"end": 0.3, "seconds": 0.3, "tokens": 0.3})
+    assert found.arms[0].differences["seconds"].value == pytest.approx(-0.3)
+    (chart,) = [each for each in _charts(result) if each["title"]["text"] == "held_out by seconds of training"]
+    (fast,) = [each["data"] for each in chart["series"] if each["name"] == "fast"]
+    assert fast[-1] == pytest.approx([100, 30])
+
+
+def test_clip_higher_acted_if_any_arm_reached_its_clip(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "grpo", budget=Budget("steps", 4))
+    evaluations = points((0, 0, 0, 0.1), (4, 10, 4000, 0.3))
+    clipped = {"grpo": 0.0, "full": 0.04}
+    runs = [record(r.arm, r.seed, evaluations, replace(TRAINED, clipped=clipped[r.arm])) for r in plan.runs]
+    assert not any("clip" in note for note in compare(plan, runs).notes)
 
 
 def test_an_arm_without_any_result_is_said_to_have_too_few(plan: Plan):
@@ -134,6 +155,20 @@ def test_the_result_is_printed_in_plain_words(plan: Plan):
     assert "-30.0 [-30.0, -30.0]" in text
     assert "worse" in text and "better" in text
     assert "Holm's correction over the 1 arm of a column" in text
+
+
+def test_questions_that_differ_between_seeds_are_mentioned(plan: Plan):
+    runs = fast_and_slow(plan)
+    assert not any("questions differ" in line for line in explanation(compare(plan, runs)))
+    for run in runs[2:]:
+        found = [replace(e, values={f"own {q}": v for q, v in e.values.items()}) for e in run.evaluations["held_out"]]
+        run.evaluations["held_out"][:] = found  # pyright: ignore[reportIndexIssue]
+    assert "held_out: the questions differ between seeds; 120 counts all of them." in explanation(compare(plan, runs))
+
+
+def test_an_interval_of_a_rate_ends_where_rates_end():
+    assert difference_text("avg@2", Difference(0.1, -0.86, 1.057, 0.6, 0.6)) == "+10.0 [-86.0, +100.0]"
+    assert difference_text("score/mean", Difference(0.1, -0.86, 1.057, 0.6, 0.6)) == "+0.100 [-0.860, +1.057]"
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from dapo.ablation import session
 from dapo.ablation.records import Status, read_status
 from dapo.cli import app
 from dapo.errors import CheckpointError, ConfigError, NotReady, TrainingStopped
 from dapo.store.database import RunDatabase
-from tests.ablation.recipes import write_recipe
+from tests.ablation.recipes import plan_of, write_recipe
 from tests.runs import REWARD, metrics
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,6 +66,42 @@ def test_an_arm_that_fails_is_recorded_and_the_others_are_compared(done):
     assert "broken-s5: failed: " in result.output
 
 
+def test_an_arm_with_nothing_left_to_learn_ends_early_and_counts(tmp_path: Path):
+    recipe, out = write_recipe(tmp_path, eval={"every": 0}), tmp_path / "out"
+    (tmp_path / "solved.py").write_text("def reward(completion, answer):\n    return 1.0\n", encoding="utf-8")
+    arguments = (recipe, "--arm", f"solved: reward.use={tmp_path / 'solved.py'}:reward", "--seeds", 1, "--steps", 5,
+                 "--out", out, "-q", "algorithm.filter_groups.max_num_gen_batches=1")  # fmt: skip
+    first = ablate(*arguments)
+    assert first.exit_code == 0, first.output
+    folder = out / "runs" / "solved-s5"
+    assert read_status(folder) == Status.ENDED_EARLY
+    assert [step for step, _ in evaluations(folder)] == [0, 3]
+    assert not (folder / "checkpoints").exists()
+    assert "solved-s5: ended early after step 3, and its last evaluation counts" in " ".join(first.output.split())
+    found = json.loads((out / "ablation.json").read_text())
+    arms = found["sets"]["held_out"]["arms"]
+    assert (arms["solved"]["seeds"], arms["recipe"]["seeds"]) == ([5], [5])
+    (solved,) = (run for run in found["runs"] if run["arm"] == "solved")
+    assert solved["failure"] is None and "all responses had the same score" in solved["ended_early"]
+    again = ablate(*arguments, "--resume")
+    assert again.exit_code == 0, again.output
+    assert len(metrics(folder)) == 3
+
+
+def test_a_signal_at_the_end_of_a_run_leaves_no_checkpoints(tmp_path: Path, monkeypatch):
+    plan = plan_of(write_recipe(tmp_path, run={"save_every": 1}), "hot: optim.lr=0.01")
+    train = session._Worker.train
+
+    def interrupted(worker: Any, task: Any) -> Any:
+        return train(worker, task)[0], signal.SIGINT
+
+    monkeypatch.setattr(session._Worker, "train", interrupted)
+    ended = session.train_all(plan, keep_checkpoints=False, verbosity="quiet", on_run=lambda *_: None)
+    assert ended.signal == signal.SIGINT
+    assert [read_status(run.folder) for run in plan.runs] == [Status.FINISHED, Status.MISSING]
+    assert not (plan.runs[0].folder / "checkpoints").exists()
+
+
 def test_each_run_is_an_ordinary_run_directory(done):
     out, _ = done
     for command in ("metrics", "report"):
@@ -88,12 +125,16 @@ def test_the_report_is_one_page_that_shows_every_arm_and_curve(done, page: Any):
                   "Holm's correction"):  # fmt: skip
         assert words in text, words
     assert page.locator("svg circle").count() == 3  # the interval of `hot` at three places
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.reload()
+    page.locator(".chart canvas").first.wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390  # tables scroll in their own boxes
 
 
 def test_nothing_starts_if_an_arm_cannot_run(tmp_path: Path):
     recipe = write_recipe(tmp_path)
     cases = {
-        "arm odd: .*missing.py": ["--arm", f"odd: reward.use={tmp_path}/missing.py:f", "--arm", "b: optim.lr=0.1"],
+        "arm 'odd': .*missing.py": ["--arm", f"odd: reward.use={tmp_path}/missing.py:f", "--arm", "b: optim.lr=0.1"],
         "arm 'a': .*optim.lr": ["--arm", "a: optim.lr=no"],
         r"^/.*no/eval.jsonl": ["--arm", "a: optim.lr=0.1", f"eval.data={tmp_path}/no/eval.jsonl"],
     }

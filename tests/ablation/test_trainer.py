@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,22 @@ def test_a_checkpoint_is_kept_if_asked_for(tmp_path: Path):
     plan = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.1", budget=Budget("steps", 1))
     train(task(plan, 0, keeps_checkpoint=True))
     assert [path.name for path in plan.runs[0].folder.glob("checkpoints/step_*")] == ["step_1"]
+
+
+@pytest.mark.parametrize("keeps_checkpoint", [False, True])
+def test_a_run_whose_last_evaluation_was_interrupted_makes_up_for_it_when_resumed(tmp_path: Path, keeps_checkpoint):
+    recipe = write_recipe(tmp_path, run={"save_every": 1}, eval={"every": 0}, rollout={"n": 4, "max_concurrent": 4})
+    plan = plan_of(recipe, "a: optim.lr=0.1")
+    folder = plan.runs[0].folder
+    trainer = ArmTrainer(task(plan, keeps_checkpoint=keeps_checkpoint), Reporter())
+    for report in trainer.steps():
+        if report.step == 1:
+            trainer.callbacks.step = lambda report: setattr(trainer.stopping, "signal", signal.SIGINT)  # in step 2
+    assert len(metrics(folder)) == 2
+    assert read_status(folder) == Status.UNFINISHED
+    train(task(plan, resume=True, keeps_checkpoint=keeps_checkpoint))
+    assert read_status(folder) == Status.FINISHED
+    assert [each.step for each in read_runs(plan, {})[0].evaluations["held_out"]] == [0, 2]
 
 
 def test_nothing_of_a_run_stays_in_memory_for_the_next_one(tmp_path: Path):

@@ -302,7 +302,7 @@ def test_on_exhausted_raise_reports_the_accuracies():
         "algorithm.filter_groups.on_exhausted=raise",
     )  # fmt: skip
     sampled = sampler.fill(1, version=0)
-    assert "1 rounds gave 1 of 4 groups" in sampled.stop
+    assert "1 round gave 1 of 4 groups" in sampled.stop
     assert "0.00: 3, 0.33: 1" in sampled.stop
     assert serials(sampler.carried) == [0]
     assert_tokens_add_up(sampled.tokens)

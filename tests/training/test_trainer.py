@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from random import random
 
 import numpy as np
 import peft
@@ -24,7 +26,7 @@ from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.export import export_run
 from dapo.checkpoint.state import Best
 from dapo.engine.embedded.engine import EmbeddedEngine
-from dapo.errors import CheckpointError, ConfigError, RewardError, TrainingStopped
+from dapo.errors import CheckpointError, ConfigError, NothingToLearn, RewardError, TrainingStopped
 from dapo.model import trunk
 from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
@@ -352,6 +354,24 @@ def test_three_steps_without_anything_to_learn_are_saved_and_stop_the_run(tmp_pa
         assert [event["kind"] for event in database.events()][-1] == "stopped"
 
 
+@pytest.mark.parametrize(
+    ("score", "reason"),
+    [
+        (lambda: {"score": 1.0, "acc": True}, "in each of them all responses were right"),
+        (lambda: {"score": 0.0, "acc": False}, "in each of them all responses were wrong"),
+        (lambda: random(), "overlong filtering left no response to train on: all were cut off at data.max_response_le"),
+        (partial(next, iter([1.0]), None), "in each of them fewer than two responses could be judged"),
+    ],
+)
+def test_a_run_without_anything_to_learn_says_why(tmp_path, score, reason):
+    options = ("algorithm.filter_groups.max_num_gen_batches=1", "data.max_response_length=1")
+    config = runs.load(tmp_path, *options, "algorithm.overlong_filter=true")
+    with pytest.raises(TrainingStopped, match="3 steps in a row found no group to learn from: ") as stopped:
+        train(config, reward_funcs=lambda completion, answer: score())
+    assert reason in str(stopped.value)
+    assert isinstance(stopped.value, NothingToLearn) == ("judged" not in reason)
+
+
 def test_resuming_a_finished_run_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     config = runs.load(tmp_path, "run.steps=1")
     train(config)
@@ -382,7 +402,7 @@ def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
 def test_on_exhausted_raise_records_and_saves_the_step_and_then_stops(tmp_path):
     options = ("algorithm.filter_groups.on_exhausted=raise", "algorithm.filter_groups.max_num_gen_batches=1")
     config = runs.load(tmp_path, *options)
-    with pytest.raises(TrainingStopped, match=r"step 1: 1 rounds gave 0 of 4 groups"):
+    with pytest.raises(TrainingStopped, match=r"step 1: 1 round gave 0 of 4 groups"):
         train(config, reward_funcs=lambda completion, answer: 1.0)
     assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_1").step == 1
 

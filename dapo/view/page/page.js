@@ -38,13 +38,14 @@ globalThis.dapo = (() => {
       return text(params[0].axisId + ' ' + shown(params[0].value[0])) + '<table>' + rows.join('') + '</table>';
     },
 
+    // Ticks are round numbers: digits beyond those that tell neighbors apart are zeros, which are left out.
     tick: value => {
       const size = Math.abs(value);
       return size === 0 ? '0'
-        : size >= 1e6 ? +(value / 1e6).toPrecision(3) + 'M'
-        : size >= 1e3 ? +(value / 1e3).toPrecision(3) + 'k'
+        : size >= 1e6 ? +(value / 1e6).toPrecision(5) + 'M'
+        : size >= 1e3 ? +(value / 1e3).toPrecision(5) + 'k'
         : size < 1e-3 ? value.toExponential(1).replace('.0e', 'e')
-        : String(+value.toPrecision(3));
+        : String(+value.toPrecision(6));
     },
 
     // Save the points drawn, before smoothing, with the bounds of bands.
