@@ -16,7 +16,7 @@ from rich.console import Console
 from dapo.checkpoint.state import Best
 from dapo.config import Config
 from dapo.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, StorageError
-from dapo.evaluation import parts
+from dapo.evaluation import compare, parts
 from dapo.evaluation.compare import comparison_json, evaluate_models, print_comparison
 from dapo.evaluation.subjects import DEFAULT_K, differing_settings, resolve, split_arguments
 from dapo.store.database import RunDatabase
@@ -270,3 +270,18 @@ def test_a_disk_that_is_full_is_one_sentence_with_exit_code_3(run, questions, tm
         evaluate_models([str(run.path)], data=questions, out=tmp_path / "out")
     assert refusal.value.exit_code == 3
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("use", "judge"),
+    [
+        (None, "math"),
+        ("python", "math"),
+        ("tools:tools.py", "math"),
+        ("guess", "guess"),
+        ("game.py:Game", "game.py:Game, or math where it gives no score"),
+    ],
+)
+def test_what_scores_an_episode_is_named(use, judge):
+    sections = {"model": {"path": "tiny"}, "data": {"train": "none"}, "reward": {"use": "math"}}
+    assert compare._judge(Config.parse({**sections, "environment": {"use": use}})) == judge
