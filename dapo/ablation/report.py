@@ -119,6 +119,7 @@ def _chart(result: Result, title: str, unit: str, curves: Sequence[Sequence[Poin
             lines.append(Line(arm.name, x, mean, PALETTE[index % len(PALETTE)], "solid", low, high))
     chart = line_chart(title, unit, lines, Look(), axis=axis)
     chart["grid"]["right"] = 60  # for the name of the axis
+    chart["xAxis"]["axisLabel"][":formatter"] = "dapo.tick"  # the last tick is not round
     for series in chart["series"]:
         series["showSymbol"] = series["name"] in chart["legend"]["data"] and len(series["data"]) < 30
     return chart
