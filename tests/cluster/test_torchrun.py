@@ -152,7 +152,7 @@ from dapo.cluster import torchrun, torchrun_parts
 from dapo.cli import main
 from dapo.errors import ModelError
 
-def poll(self):
+def poll(self, wait=True):
     raise ModelError("there is no room for this")
 
 if os.environ["RANK"] in sys.argv.pop(1):
