@@ -17,6 +17,8 @@ from dapo.ablation.tables import (
     difference_text,
     ended_early,
     explanation,
+    reached_headings,
+    reached_rows,
     training_rows,
     unfinished,
 )
@@ -86,6 +88,8 @@ def _set_values(result: Result, found: SetResult) -> dict[str, Any]:
         "questions": found.questions,
         "headings": [heading for _, heading in places],
         "rows": rows,
+        "reached_headings": ("arm", *reached_headings(found)),
+        "reached": list(reached_rows(found)),
     }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from dapo.ablation.plan import Plan
 from dapo.ablation.records import Evaluation, RunRecord, Status, Training
 from dapo.algorithm.crossed import Cells, Contrast, contrast, holm
+from dapo.terminal.evaltable import is_rate
 
 Axis = Literal["step", "seconds", "tokens"]
 Where = Literal["end", "seconds", "tokens"]  # the last evaluation, or where all runs had spent as much
@@ -38,6 +39,16 @@ class Difference:
         return "better" if self.value > 0 else "worse"
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How many runs of an arm had an evaluation of at least `level`, and what they had spent when they first did."""
+
+    level: float
+    runs: int
+    seconds: float  # mean over the runs; NaN unless all of them reached the level, as are the tokens
+    tokens: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ArmResult:
     """One arm on one evaluation set."""
@@ -47,6 +58,7 @@ class ArmResult:
     base: float  # the metric before the first step, mean over seeds, as are those below
     values: Mapping[Where, float]
     differences: Mapping[Where, Difference]  # empty for the reference
+    reached: list[Reached]  # one per level asked for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,17 +85,17 @@ class Result:
         return [run for run in self.runs if run.arm == arm and run.status.is_done]
 
 
-def compare(plan: Plan, runs: list[RunRecord]) -> Result:
-    """Compare the arms by their finished runs."""
+def compare(plan: Plan, runs: list[RunRecord], levels: Sequence[float] = ()) -> Result:
+    """Compare the arms by their finished runs, and by what they spent to reach each level (in percent for rates)."""
     done = [run for run in runs if run.status.is_done]
     names = dict.fromkeys(name for run in done for name in run.evaluations)
-    sets = [found for name in names if (found := _compare_set(plan, name, done))]
+    sets = [found for name in names if (found := _compare_set(plan, name, done, levels))]
     by_arm = {arm.name: [run.training for run in done if run.arm == arm.name and run.training] for arm in plan.arms}
     trainings = {arm: _mean_training(members) for arm, members in by_arm.items() if members}
     return Result(plan, runs, sets, trainings, list(_notes(plan, trainings)))
 
 
-def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord]) -> SetResult | None:
+def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Sequence[float]) -> SetResult | None:
     members = [run for run in runs if run.evaluations.get(name)]
     if not members:
         return None
@@ -104,6 +116,8 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord]) -> SetResult 
     found = {(arm.name, where): contrast(cells[plan.reference, where], cells[arm.name, where])
              for arm in plan.arms if arm.name != plan.reference for where in WHERE}  # fmt: skip
     corrected = {where: _corrected({arm: each for (arm, at), each in found.items() if at == where}) for where in WHERE}
+    metric = members[0].metric[name]
+    scale = 100 if is_rate(metric) else 1
     arms = []
     for arm in plan.arms:
         of_arm = [run for run in members if run.arm == arm.name]
@@ -114,15 +128,23 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord]) -> SetResult 
                 _mean([run.evaluations[name][0].mean for run in of_arm]),
                 {where: _mean(list(cells[arm.name, where].values())) for where in WHERE},
                 {where: corrected[where][arm.name] for where in WHERE if arm.name in corrected[where]},
+                [_reached([run.evaluations[name] for run in of_arm], level / scale) for level in levels],
             )
         )
     questions = {question for run in members for each in run.evaluations[name] for question in each.values}
-    return SetResult(name, members[0].metric[name], len(questions), at, arms)  # pyright: ignore[reportArgumentType]
+    return SetResult(name, metric, len(questions), at, arms)  # pyright: ignore[reportArgumentType]
 
 
 def _corrected(found: Mapping[str, Contrast]) -> dict[str, Difference]:
     adjusted = holm([each.p for each in found.values()])
     return {arm: Difference(*each, p) for (arm, each), p in zip(found.items(), adjusted, strict=True)}
+
+
+def _reached(runs: Sequence[Sequence[Evaluation]], level: float) -> Reached:
+    first = [next((each for each in evaluations if each.mean >= level), None) for evaluations in runs]
+    found = [each for each in first if each is not None]
+    spent = found if len(found) == len(runs) else []
+    return Reached(level, len(found), _mean([each.seconds for each in spent]), _mean([each.tokens for each in spent]))
 
 
 def amount(evaluation: Evaluation, axis: Axis) -> float:

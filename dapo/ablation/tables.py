@@ -35,6 +35,8 @@ def plan_table(plan: Plan) -> Table:
 def print_result(console: Console, result: Result) -> None:
     for found in result.sets:
         console.print(result_table(result, found))
+        if any(arm.reached for arm in found.arms):
+            console.print(reached_table(found))
     if result.trainings:
         console.print(training_table(result))
     for sentence in (*explanation(result), *(f"note: {note}" for note in (*result.notes, *ended_early(result.runs)))):
@@ -81,6 +83,31 @@ def difference_text(metric: str, difference: Difference) -> str:
     ends = max(difference.low, -reach), min(difference.high, reach)
     value, low, high = (format(scale * each, form) for each in (difference.value, *ends))
     return value if math.isnan(difference.low) else f"{value} [{low}, {high}]"
+
+
+def reached_headings(found: SetResult) -> list[str]:
+    return [number(found.metric, each.level) + " %" * is_rate(found.metric) for each in found.arms[0].reached]
+
+
+def reached_rows(found: SetResult) -> Iterator[list[str]]:
+    """Yield the cells of what each arm had spent when it first reached each level: means over its seeds."""
+    for arm in found.arms:
+        cells = [arm.arm]
+        for each in arm.reached:
+            if math.isnan(each.seconds):
+                cells.append(f"{each.runs} of {len(arm.seeds)} seeds" if each.runs else "not reached")
+            else:
+                cells.append(f"{each.seconds:,.4g} s, {amount_text(each.tokens)} tokens")
+        yield cells
+
+
+def reached_table(found: SetResult) -> Table:
+    table = _table(f"{found.name}: training until an evaluation first had at least")
+    for heading in reached_headings(found):
+        table.add_column(heading, justify="right")
+    for name, *cells in reached_rows(found):
+        table.add_row(escape(name), *cells)
+    return table
 
 
 TRAINING_HEADINGS = ("steps", "seconds", "tokens", "entropy", "length", "dropped", "cut off")
@@ -171,6 +198,7 @@ def result_json(result: Result) -> str:
                 arm.arm: {
                     "seeds": arm.seeds,
                     "base": arm.base,
+                    "reached": [asdict(each) for each in arm.reached],
                     "values": arm.values,
                     "differences": {
                         where: {**asdict(each), "verdict": each.verdict} for where, each in arm.differences.items()

@@ -31,6 +31,10 @@ def ablate(
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps per run; default: as the recipe.")] = None,
     seconds: Annotated[float | None, typer.Option("--seconds", min=0.001, help="Training seconds per run.")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Generated tokens per run.")] = None,
+    reach: Annotated[
+        list[float] | None,
+        typer.Option("--reach", help="Also show when each arm reached this accuracy, in %; can be repeated."),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of all runs; default: ablations/RECIPE.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue; arms and seeds may be added.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all arms, show them, and exit.")] = False,
@@ -66,7 +70,7 @@ def ablate(
     for sentence in warnings(plan):
         console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if not dry_run:
-        _run(plan, console, keep_checkpoints=keep_checkpoints, quiet=quiet)
+        _run(plan, console, levels=sorted(set(reach or ())), keep_checkpoints=keep_checkpoints, quiet=quiet)
 
 
 def _say(line: str, style: str = "dim") -> None:
@@ -123,7 +127,7 @@ def _data_options(config: Config) -> Any:
     return data, config.eval.data, config.model, config.reward.use, config.reward.think_tags, config.run.seed
 
 
-def _run(plan: Plan, console: Console, *, keep_checkpoints: bool, quiet: bool) -> None:
+def _run(plan: Plan, console: Console, *, levels: list[float], keep_checkpoints: bool, quiet: bool) -> None:
     from dapo.ablation.records import read_runs, read_status
     from dapo.ablation.report import write_report
     from dapo.ablation.results import compare
@@ -144,7 +148,7 @@ def _run(plan: Plan, console: Console, *, keep_checkpoints: bool, quiet: bool) -
     session = train_all(
         plan, keep_checkpoints=keep_checkpoints, verbosity="quiet" if quiet else "normal", on_run=on_run
     )
-    result = compare(plan, read_runs(plan, session.failures))
+    result = compare(plan, read_runs(plan, session.failures), levels)
     print_result(console, result)
     for line in unfinished(result.runs):
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -55,6 +55,24 @@ def plan(tmp_path: Path) -> Plan:
     return plan_of(write_recipe(tmp_path), "fast: optim.lr=0.1", seeds=2, budget=Budget("steps", 4))
 
 
+def test_time_to_accuracy_is_that_of_the_first_evaluation_at_the_level(plan: Plan):
+    runs = fast_and_slow(plan)
+    runs[3] = record("recipe", 6, points((0, 0, 0, 0.1), (2, 60, 3000, 0.31), (4, 90, 4000, 0.5), seed=6))
+    result = compare(plan, runs, levels=[9, 29, 55, 90])
+    fast, recipe = result.sets[0].arms
+    assert [(each.level, each.runs) for each in fast.reached] == [(0.09, 2), (0.29, 2), (0.55, 0), (0.9, 0)]
+    assert [(each.seconds, each.tokens) for each in recipe.reached[:2]] == [(0, 0), (55, 2500)]
+    assert recipe.reached[2].runs == 1  # a mean over the one seed that reached it would flatter the arm
+    assert math.isnan(recipe.reached[2].seconds)
+    console = Console(file=StringIO(), width=120)
+    print_result(console, result)
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "55 s, 2,500 tokens" in shown
+    assert "1 of 2 seeds" in shown
+    assert "not reached" in shown
+    assert json.loads(result_json(result))["sets"]["held_out"]["arms"]["fast"]["reached"][1]["tokens"] == 4000
+
+
 def test_an_arm_is_compared_where_all_runs_had_spent_as_much(plan: Plan):
     (found,) = compare(plan, fast_and_slow(plan)).sets
     assert found.at == {"seconds": 10, "tokens": 4000}
