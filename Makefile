@@ -1,4 +1,4 @@
-# make demo: train a real model in a few minutes; make demo VIEW=1: with the page beside it.
+# make demo: train a real model in a minute; make demo VIEW=1: with the page beside it.
 # make test: the tests to run before every commit; make test-all: those that take long, too.  All set up .venv first.
 PYTHON ?= python3
 VENV := .venv

@@ -104,7 +104,8 @@ def plan(
         float | None, typer.Option("--keep-rate", help="Share of the groups that are kept; default: 0.5.")
     ] = None,
     judge_seconds: Annotated[
-        float | None, typer.Option("--judge-seconds", help="Seconds per response and worker; default: 0.0008, as math.")
+        float | None,
+        typer.Option("--judge-seconds", help="Seconds per response and worker; default: 0.00025, as math."),
     ] = None,
     network: Annotated[
         float | None, typer.Option("--network", help="GB/s per GPU between nodes; default: that of the GPU's type.")

@@ -19,7 +19,9 @@ def options_markdown() -> str:
         found = [(sign, getattr(m, key)) for m in info.metadata for key, sign in _BOUNDS if hasattr(m, key)]
         bounds = [f", {sign} {'2^63' if bound == 2**63 else bound}" for sign, bound in found]
         default = "required" if info.is_required() else f"`{_as_yaml(info.default)}`"
-        cells = [f"`{name}`", _type_text(info.annotation) + "".join(bounds), default, info.description]
+        is_fixed = isinstance(info.json_schema_extra, dict) and "fixed" in info.json_schema_extra
+        text = f"{info.description}{' *Fixed.*' * is_fixed}"
+        cells = [f"`{name}`", _type_text(info.annotation) + "".join(bounds), default, text]
         page.append("".join(f"| {cell.replace('|', _ESCAPED_BAR)} " for cell in cells) + "|\n")
     return "".join(page)
 
@@ -29,8 +31,8 @@ _OPTIONS_INTRODUCTION = """\
 
 A YAML file holds the options of a run, by section. `dapo train recipe.yaml optim.lr=1e-5` overrides single options,
 `--print-config` prints the result as YAML, and `--dry-run` checks it. Unknown keys, wrong types and contradictory
-options are refused before a model is loaded. Relative paths start at the working directory. This page is generated
-from `dapo/config/*_options.py`.
+options are refused before a model is loaded. Relative paths start at the working directory. Options marked *fixed*
+cannot change when a run is resumed. This page is generated from `dapo/config/*_options.py`.
 """
 _ESCAPED_BAR = "\\|"
 _BOUNDS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))

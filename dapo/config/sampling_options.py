@@ -138,7 +138,8 @@ class RolloutConfig(Section):
         default=0,
         ge=0,
         le=MOST_PROMPTS,
-        description="Responses decoded at once; 0: 64 on a CPU, on a GPU a whole round, at most 1024.",
+        description="Responses decoded at once; 0: 64 on a CPU; on a GPU gen_batch_size (or "
+        "train_batch_size) times n, at most 1024.",
     )
     kv_memory_fraction: float = Field(
         default=0.5,
@@ -148,8 +149,8 @@ class RolloutConfig(Section):
     )
     mode: Literal["strict", "inflight"] = Field(
         default="strict",
-        description="When the weights change. strict: between rounds. inflight: as soon as a batch is full; unfinished "
-        "responses continue with the new weights, at most algorithm.max_staleness times.",
+        description="When the weights change. strict: when no response is being sampled. inflight: as soon as a batch "
+        "is full; unfinished responses continue with the new weights, at most algorithm.max_staleness times.",
     )
     engine: EngineName = Field(
         default="embedded",

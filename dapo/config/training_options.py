@@ -35,9 +35,14 @@ class FilterGroupsConfig(Section):
         description="path/to/file.py:function that decides about each group instead: it returns `kept`, or the reason "
         "why the group is dropped.",
     )
-    max_num_gen_batches: int = Field(default=10, description="Maximum rounds per step; 0 or less: no limit.")
+    max_num_gen_batches: int = Field(
+        default=10,
+        description="Most prompts per step, as a multiple of gen_batch_size (train_batch_size where that is 0); 0 or "
+        "less: no limit.",
+    )
     on_exhausted: Literal["train_partial", "skip", "pad", "raise"] = Field(
-        default="train_partial", description="What to do when the rounds are used up and the batch is not full."
+        default="train_partial",
+        description="What to do when a step may sample no more prompts and its batch is not full.",
     )
     min_batch_ratio: float = Field(
         default=0.5,

@@ -72,7 +72,7 @@ TRAIN_TRAFFIC = 513
 CAPTURED_LAYER_SECONDS = 33e-3 / 30
 EAGER_LAYER_SECONDS = 108e-3 / 30
 # MEASURED, on two CPU cores: one LaTeX answer judged by `math` in one worker.
-JUDGE_SECONDS = 2 / 2602
+JUDGE_SECONDS = 2 / 8139
 # MEASURED, on two CPU cores (docs/how-to/cluster.md): groups of 16 per second that one driver dispatches and collects.
 CONTROLLER_GROUPS = 20_000 / 60
 

@@ -17,7 +17,7 @@ from dapo.plan.memory import DoesNotFit
 WIDTH = 100
 _MEASURED = (
     "Measured on one H200 (docs/explanation/performance.md): the shares of bandwidth and peak that decoding and "
-    "updates reach, the fixed costs of layers and of vLLM's steps, the judge. "
+    "updates reach, the fixed costs of layers and of vLLM's steps; on two CPU cores: the judge. "
     "From data sheets: memory, bandwidth, FLOPS, links."
 )
 
