@@ -22,7 +22,7 @@ app.command()(runs.metrics)
 app.command()(runs.view)
 app.command()(runs.report)
 app.command("eval")(judging.evaluate)
-app.command()(judging.judge)
+app.command(context_settings={"ignore_unknown_options": True})(judging.judge)  # a response may be -5
 app.command()(ablate.ablate)
 app.command()(training.plan)
 app.command()(training.profile)

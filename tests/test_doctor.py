@@ -50,9 +50,31 @@ def test_the_table_shows_every_finding_and_takes_text_literally() -> None:
 
 
 def test_memory_is_read_from_meminfo(tmp_path: Path) -> None:
-    file = tmp_path / "meminfo"
-    file.write_text("MemTotal:  8 kB\nMemFree:  1 kB\nMemAvailable:  4 kB\n")
-    assert memory(file) == (8 * 1024, 4 * 1024)
+    (tmp_path / "meminfo").write_text("MemTotal:  8 kB\nMemFree:  1 kB\nMemAvailable:  4 kB\n")
+    assert memory(tmp_path, tmp_path / "no_groups") == (8 * 1024, 4 * 1024)
+
+
+GROUPS = {
+    "0::/pod/task": ("pod/task", "memory.max", "memory.current", "inactive_file"),
+    "4:memory:/pod/task": ("memory/pod/task", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "0::/on/the/host": ("", "memory.max", "memory.current", "inactive_file"),  # the container's own group is the root
+}
+
+
+@pytest.mark.parametrize("line", GROUPS)
+def test_a_container_has_the_memory_of_its_group(tmp_path: Path, line: str) -> None:
+    folder, limit, used, cache = GROUPS[line]
+    (tmp_path / "self").mkdir()
+    (tmp_path / "meminfo").write_text("MemTotal:  8000 kB\nMemAvailable:  4000 kB\n")
+    (tmp_path / "self" / "cgroup").write_text(f"7:cpu:/\n{line}\n")
+    group = tmp_path / "groups" / folder
+    group.mkdir(parents=True)
+    (group / limit).write_text("1000000\n")
+    (group / used).write_text("700000\n")
+    (group / "memory.stat").write_text(f"anon 5\n{cache} 100000\n")  # which the system can take back
+    assert memory(tmp_path, tmp_path / "groups") == (1_000_000, 400_000)
+    (group / limit).write_text("max\n")
+    assert memory(tmp_path, tmp_path / "groups") == (8000 * 1024, 4000 * 1024)
 
 
 @pytest.mark.skipif(not hasattr(os, "sysconf"), reason="needs a POSIX system")

@@ -13,7 +13,7 @@ from dapo import __version__
 from dapo.checkpoint import folder as checkpoint
 from dapo.config import Config, Source
 from dapo.model.gguf import is_converted
-from dapo.store.configuration import recorded_config
+from dapo.store.configuration import CHECKPOINTS, DATABASE_FILE, recorded_config
 from dapo.store.database import RunDatabase
 from dapo.store.encoding import visible
 from dapo.terminal.evaltable import heading, with_interval
@@ -31,7 +31,7 @@ def model_card(run: Path, saved: Path, *, adapters: bool) -> str:
     """Write the card from the run's configuration and its database up to the step of the checkpoint `saved`."""
     config = recorded_config(run)
     step = int(saved.name.removeprefix("step_"))
-    with RunDatabase.open_readonly(run / "run.db") as database:
+    with RunDatabase.open_readonly(run / DATABASE_FILE) as database:
         steps = [metrics for metrics in database.steps() if metrics["step"] <= step]
         evals = [evaluation for evaluation in database.evals() if evaluation["step"] <= step]
         meta = database.meta()
@@ -70,7 +70,7 @@ def _facts(config: Config, run: Path, step: int, steps: Sequence[Mapping[str, fl
     trained = f"LoRA adapters of rank {lora.rank}" if lora.rank else "all weights"
     if lora.rank:
         trained += ", not merged: load them on the base model with PEFT" if adapters else ", merged here"
-    marked = checkpoint.best(run / "checkpoints")
+    marked = checkpoint.best(run / CHECKPOINTS)
     planned = config.run.steps
     reached = str(step) if planned is None else f"{step} of {planned}"
     if marked is not None and marked.step == step:

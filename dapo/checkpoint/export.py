@@ -15,7 +15,7 @@ from dapo.checkpoint.weights import ADAPTERS
 from dapo.config import ModelConfig
 from dapo.errors import CheckpointError
 from dapo.model.lora import adapter_settings
-from dapo.store.configuration import recorded_config
+from dapo.store.configuration import CHECKPOINTS, recorded_config
 from dapo.system.files import atomic_folder
 
 _WEIGHTS_AND_SHAPE = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
@@ -24,7 +24,7 @@ _WEIGHTS_AND_SHAPE = ("*.safetensors", "*.safetensors.index.json", "config.json"
 def export_run(run: Path, to: Path, which: str | None = None, *, adapters: bool = False) -> Path:
     """Export the checkpoint that `which` names (best, last or a step; default: the best if marked), and return it."""
     config = recorded_config(run)
-    saved = checkpoints.find(run / "checkpoints", checkpoints.parse_which(which) if which is not None else None)
+    saved = checkpoints.find(run / CHECKPOINTS, checkpoints.parse_which(which) if which is not None else None)
     card = model_card(run, saved, adapters=adapters)
     if adapters:
         export_adapters(saved, to, card, config.model)

@@ -154,7 +154,7 @@ def _reason(error: Exception) -> str:
 def _remedy(folder: Path) -> str:
     found = _all(folder)
     where = f"which continues after step {max(found)}" if found else "which starts from step 0: nothing was saved yet"
-    return f"free some space or repair the disk, then run the same command with --resume, {where}"
+    return f"free some space or repair the disk, then run dapo resume {folder.parent}, {where}"
 
 
 def best(folder: Path) -> Best | None:

@@ -51,7 +51,8 @@ def judge(
     from dapo.evaluation import judging
 
     options = judging.reward_options({}, [f"reward.use={use}", *(overrides or ())])
-    is_file = response.lower().endswith(SUFFIXES)
+    # A response may end with a file's name, but the name of a file hardly holds a space.
+    is_file = response.lower().endswith(SUFFIXES) and (Path(response).exists() or " " not in response)
     if is_file:
         places, responses = judging.read_responses(response, answer)
     else:

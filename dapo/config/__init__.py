@@ -1,6 +1,6 @@
 """The options of a run: `sampling_options`, `training_options`, `schema` (their tree and rules), `loading` (YAML)."""
 
-from dapo.config.base import FIXED, Section, Source
+from dapo.config.base import FIXED, PYTHON, Section, Source
 from dapo.config.loading import apply_override, merge_options, read_yaml
 from dapo.config.sampling_options import (
     AUTO_WORKERS,
@@ -22,6 +22,7 @@ __all__ = [
     "AUTO_WORKERS",
     "ENVIRONMENTS",
     "FIXED",
+    "PYTHON",
     "REWARD_TOKEN",
     "TOOLS",
     "Config",

@@ -18,7 +18,7 @@ MOST_PROCESSES = 2**14
 MOST_TURNS = 2**10
 MOST_SECONDS = 7 * 24 * 3600.0
 
-OBJECT = "python:"  # begins the value of an option whose function was given to the trainer as an object
+PYTHON = "python:"  # begins the value of an option whose function or rows were given to Trainer as an object
 _FILE_FUNCTION = re.compile(r".+\.py:[^\W\d]\w*", re.DOTALL)
 
 FIXED: dict[str, Any] = {"fixed": True}  # marks an option that must not change when a run is resumed
@@ -79,7 +79,7 @@ def built_in_or_file(*names: str) -> AfterValidator:
     """Return the check of an option that names a built-in function, or a function of the user in a file."""
 
     def check(value: str) -> str:
-        if value in names or is_file_function(value) or value.startswith(OBJECT):
+        if value in names or is_file_function(value) or value.startswith(PYTHON):
             return value
         raise ValueError(f"expected {', '.join([*names, ''])}{'or ' * bool(names)}path/to/file.py:function")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dapo.config.base import OBJECT, is_file_function
+from dapo.config.base import PYTHON, is_file_function
 from dapo.config.sampling_options import TOOLS
 from dapo.config.schema import Config
 from dapo.errors import ConfigError, DapoError, PartError
@@ -44,7 +44,7 @@ class UserFunction:
     """A function of the user with the name by which messages refer to it: its option and its place."""
 
     def __init__(self, option: str, spec: str, function: Callable[..., Any]) -> None:
-        self.name = f"{option}: {spec.removeprefix(OBJECT)}"
+        self.name = f"{option}: {spec.removeprefix(PYTHON)}"
         self.function = function
 
     def __call__(self, *arguments: Any) -> Any:
@@ -65,7 +65,7 @@ def load_parts(config: Config, given: CustomParts | None = None) -> CustomParts:
     found: dict[str, UserFunction] = {}
     for name, spec in _specs(config).items():
         option, function = PART_OPTIONS[name], getattr(given, name, None)
-        if function is None and spec.startswith(OBJECT):
+        if function is None and spec.startswith(PYTHON):
             raise PartError(
                 f"{option} is '{spec}': this part of the run was a Python object; pass it to Trainer again, or name it "
                 "as path/to/file.py:function"
@@ -84,7 +84,7 @@ def with_objects(config: Config, given: CustomParts) -> Config:
         if function is not None and not callable(function):
             raise PartError(f"the part {part.name} is a {type(function).__name__}; expected a function")
         if function is not None:
-            changes[PART_OPTIONS[part.name]] = f"{OBJECT}{getattr(function, '__name__', type(function).__name__)}"
+            changes[PART_OPTIONS[part.name]] = f"{PYTHON}{getattr(function, '__name__', type(function).__name__)}"
     for option, spec in changes.items():
         config = _with_option(config, option.split("."), spec)
     try:
@@ -102,7 +102,7 @@ def _with_option(section: Any, names: Sequence[str], value: str) -> Any:
 def objects_for_learners(config: Config, given: CustomParts | None) -> CustomParts | None:
     """Return the parts of an update that are objects and must be sent to other processes; None if there are none."""
     specs = _specs(config)
-    names = [name for name in ("loss", "lr_schedule") if specs.get(name, "").startswith(OBJECT)]
+    names = [name for name in ("loss", "lr_schedule") if specs.get(name, "").startswith(PYTHON)]
     return CustomParts(**{name: getattr(given, name) for name in names}) if names else None
 
 
@@ -137,7 +137,7 @@ def _specs(config: Config) -> dict[str, str]:
     return {
         name: value
         for name, value in values.items()
-        if isinstance(value, str) and (value.startswith(OBJECT) or is_file_function(value))
+        if isinstance(value, str) and (value.startswith(PYTHON) or is_file_function(value))
     }
 
 
@@ -173,16 +173,32 @@ def load_module(path: str, option: str, error: type[DapoError] = PartError) -> M
 @lru_cache
 def _module(path: str, digest: str) -> ModuleType:
     """Import a file, once in each process unless its content changes: several options may name functions in it."""
-    module_spec = importlib.util.spec_from_file_location(f"dapo_user_{Path(path).stem}", path)
+    folder = Path(path).resolve().parent
+    _refuse_other_neighbors(folder)
+    name = f"dapo_user_{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
         raise ImportError("it is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
     # Import as if the file were run from its own folder. Its functions can import files beside it, now and later, and
     # dataclasses find their module.
     sys.modules[module.__name__] = module
-    sys.path.insert(0, str(Path(path).resolve().parent))
+    sys.path.insert(0, str(folder))
+    _USER_FOLDERS.add(folder)
     module_spec.loader.exec_module(module)
     return module
+
+
+_USER_FOLDERS: set[Path] = set()
+
+
+def _refuse_other_neighbors(folder: Path) -> None:
+    """Raise if a file in the folder has the name of a module that a user's file in another folder has imported."""
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "/")
+        is_users = file.parent in _USER_FOLDERS - {folder} and not name.startswith("dapo_user_")
+        if is_users and (folder / file.name).is_file():
+            raise ImportError(f"{file} is imported already, and {folder / file.name} has the same name; rename one")
 
 
 def _digest(path: str, option: str) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dapo.config import Config, Source
+from dapo.config import PYTHON, Config, Source
 from dapo.data.distinct import Distinct, answer_key, columns_key, counted, question_key
 from dapo.data.encode import encode, progress
 from dapo.data.gym import MAX_ATTEMPTS, Gym, GymSource
-from dapo.data.memory import PYTHON, Rows
+from dapo.data.memory import Rows
 from dapo.data.opening import begin_episodes
 from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM, read_rows

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from dapo.config import PYTHON
 from dapo.errors import DataError
-
-PYTHON = "python:"  # in place of a path: the rows were given to Trainer, as the argument that follows
 
 Rows = Collection[Any]  # each row a mapping of columns, which is checked when it is read
 

@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dapo.config import Source
+from dapo.config import PYTHON, Source
 from dapo.data.formats import BATCH_ROWS, SUFFIXES, RawRow, arrow_rows, one_line, read_file
-from dapo.data.memory import PYTHON, Rows, python_rows
+from dapo.data.memory import Rows, python_rows
 from dapo.errors import DataError
 from dapo.system.install import install_hint
 

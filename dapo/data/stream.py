@@ -78,7 +78,7 @@ class PromptStream:
 
     def restore(self, positions: Sequence[int], digest: str) -> None:
         """Continue at the positions of a checkpoint; refuse if the data changed since, which gives them no meaning."""
-        if digest != self.digest():
+        if digest != self.digest:
             raise CheckpointError(
                 "data.train: the questions are not those that the run was trained on so far; restore them, or "
                 "choose another run.name"
@@ -98,8 +98,9 @@ class PromptStream:
         """Passes over the questions so far, by the number of prompts drawn; None if a source is endless."""
         return sum(self.positions) / self.size if self.size else None
 
+    @cached_property
     def digest(self) -> str:
-        """Return a digest of the data that the positions index into, to refuse resuming with another dataset."""
+        """Identifies the data that the positions index into, to refuse resuming with another dataset."""
         identities = "\n".join(source.identity() for source in self.sources)
         return hashlib.blake2b(identities.encode(), digest_size=16).hexdigest()
 

@@ -28,6 +28,7 @@ from dapo.evaluation.subjects import Subject, differing_settings, resolve
 from dapo.model.loading import load_tokenizer, resolve_path
 from dapo.rewards.judge import check_columns, columns_seen, judge_kinds
 from dapo.sampling.episodes import Environment
+from dapo.store.configuration import CONFIG_FILE, DATABASE_FILE
 from dapo.store.database import RunDatabase, versions
 from dapo.system.files import write_text
 from dapo.terminal.evaltable import DifferenceRow, EvalRow, differences_table, models_table, summary
@@ -178,8 +179,8 @@ def _database(config: Config) -> RunDatabase:
     """Create a run directory for the samples, so that every command that reads runs can read it."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     resolved = config.to_yaml()
-    write_text(config.run_dir / "config.yaml", resolved)
-    return RunDatabase.create(config.run_dir / "run.db", resolved, versions())
+    write_text(config.run_dir / CONFIG_FILE, resolved)
+    return RunDatabase.create(config.run_dir / DATABASE_FILE, resolved, versions())
 
 
 def _note(console: Console, text: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from dapo.checkpoint import folder as checkpoint
 from dapo.config import Config, apply_override, leaves, option_names
 from dapo.errors import CheckpointError, ConfigError
-from dapo.store.configuration import is_run, recorded_config
+from dapo.store.configuration import CHECKPOINTS, is_run, recorded_config
 
 DEFAULT_K = 32
 PRESETS: dict[str, dict[str, Any]] = {
@@ -104,13 +104,13 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _run_and_checkpoint(model: str) -> tuple[Path | None, Path | None]:
     """Return the run and checkpoint that RUN, RUN@STEP, RUN@best or RUN@last names; None for a plain model."""
     if is_run(Path(model)):
-        return Path(model), _checked(checkpoint.find(Path(model) / "checkpoints"))
+        return Path(model), _checked(checkpoint.find(Path(model) / CHECKPOINTS))
     name, at, which = model.rpartition("@")
     if not at or not is_run(Path(name)):
         if not Path(model).exists() and _holds_runs(Path(model).parent):  # else it may be the id of a hub model
             raise CheckpointError(f"{model}: there is no such run or model in {Path(model).parent}")
         return None, None
-    return Path(name), _checked(checkpoint.find(Path(name) / "checkpoints", checkpoint.parse_which(which)))
+    return Path(name), _checked(checkpoint.find(Path(name) / CHECKPOINTS, checkpoint.parse_which(which)))
 
 
 def _checked(saved: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlsplit
 
-from dapo.config import RewardConfig
+from dapo.config import PYTHON, RewardConfig
 from dapo.errors import RewardError
 from dapo.rewards.endpoint import MAX_IN_FLIGHT, EndpointJudge
 from dapo.rewards.function import DOES_NOT_APPLY, FunctionJudge, RewardFunction, to_score, unjudged
@@ -29,7 +29,6 @@ from dapo.types import TERM, Prompt, Rollout, Score
 RewardLike = RewardFunction | str
 RewardFunctions = RewardLike | Sequence[RewardLike] | Mapping[RewardLike, float]
 
-PYTHON = "python:"  # in reward.use: a function object that was given to Trainer
 
 AUTO = "auto"
 KINDS = f"{AUTO}, {', '.join(RULES)}, path/to/file.py:function, model:PATH or http://..."

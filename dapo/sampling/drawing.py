@@ -52,7 +52,7 @@ class PromptDrawer:
     def state(self) -> DrawerState:
         return DrawerState(
             positions=list(self.stream.positions),
-            data_digest=self.stream.digest(),
+            data_digest=self.stream.digest,
             considered=self.ledger.considered,
             ledger=self.ledger.state(),
             known=list(self.known),

@@ -9,7 +9,7 @@ from dapo.config import Config
 from dapo.errors import CheckpointError
 from dapo.store.database import RunDatabase
 
-CONFIG_FILE, DATABASE_FILE = "config.yaml", "run.db"
+CONFIG_FILE, DATABASE_FILE, CHECKPOINTS = "config.yaml", "run.db", "checkpoints"
 
 
 def is_run(folder: Path) -> bool:

@@ -270,7 +270,7 @@ def explained(path: Path, doing: str) -> Iterator[None]:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise StorageError(
                 f"{path}: cannot be {doing} ({_reason(error)}); free some space or repair the disk, then run the same "
-                "command again (a run continues with --resume)"
+                "command again (a run continues with dapo resume)"
             ) from error
         raise CheckpointError(f"{path}: cannot be {doing} ({_reason(error)})") from error
 

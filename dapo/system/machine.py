@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -24,15 +25,43 @@ def size_text(count: float) -> str:
     return f"{count / 1000:.0f} kB"
 
 
-def memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
-    """Return total and available bytes; None for what the system does not report."""
+def memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int | None]:
+    """Return total and available bytes, within the limits of a container; None for what the system does not report."""
     try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
         total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-        return total, available
-    except (OSError, KeyError, ValueError):
-        pass  # not Linux
+    except (OSError, KeyError, ValueError):  # not Linux
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), None
+        except (AttributeError, ValueError, OSError):
+            return None, None
+    for limit, used in _group_limits(proc, groups):
+        total, available = min(total, limit), min(available, max(limit - used, 0))
+    return total, available
+
+
+def _group_limits(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
+    """Yield limit and use of each control group that this process is in, from its own up; file caches do not count."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), None
-    except (AttributeError, ValueError, OSError):
-        return None, None
+        lines = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in lines:
+        if controllers == "":  # version 2
+            root, limit_file, used_file, cache = groups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, cache = groups / "memory", "total_inactive_file"
+            limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        # A container may see its own group as the root, under another path than the host's.
+        for each in (folder, *folder.parents) if folder.is_dir() else (root,):
+            try:
+                stat = dict(line.split() for line in (each / "memory.stat").read_text().splitlines())
+                limit, used = (int((each / name).read_text()) for name in (limit_file, used_file))
+                yield limit, used - int(stat.get(cache, 0))
+            except (OSError, ValueError):  # no limit, or not a group
+                pass
+            if each == root:
+                break

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dapo.store.configuration import DATABASE_FILE
 from dapo.store.database import RunDatabase
 from dapo.store.encoding import to_text, visible
 from dapo.terminal.evaltable import summary
@@ -36,14 +37,14 @@ _NEWEST = 5
 def json_lines(run: Path) -> Iterator[str]:
     """Yield one JSON object per step. A metric that is not finite is null, because JSON has no NaN."""
     # Read everything first: the consumer of the lines may be slow, and must not keep the database open.
-    with RunDatabase.open_readonly(run / "run.db") as database:
+    with RunDatabase.open_readonly(run / DATABASE_FILE) as database:
         steps = list(database.steps())
     for step in steps:
         yield json.dumps({name: value if math.isfinite(value) else None for name, value in step.items()})
 
 
 def print_history(console: Console, run: Path) -> None:
-    with RunDatabase.open_readonly(run / "run.db") as database:
+    with RunDatabase.open_readonly(run / DATABASE_FILE) as database:
         steps, evaluations = list(database.steps()), list(database.evals())
         events = [event for event in database.events() if event["kind"] not in _USUAL]
     if steps:

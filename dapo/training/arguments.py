@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.config import Config, Section, merge_options, option_names, read_yaml
+from dapo.config import PYTHON, Config, Section, merge_options, option_names, read_yaml
 from dapo.config.functions import CustomParts, with_objects
 from dapo.config.migration.table import find
-from dapo.data.memory import PYTHON, Rows, collect
+from dapo.data.memory import Rows, collect
 from dapo.errors import CheckpointError, ConfigError
 from dapo.policy.rules import UpdateRules
 from dapo.rewards.judge import RewardFunctions, reward_terms

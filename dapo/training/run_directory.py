@@ -17,11 +17,11 @@ from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import TrainerState
 from dapo.config import FIXED, Config, Source, leaves
 from dapo.errors import DISK_FAULTS, CheckpointError, RunExists, StorageError
-from dapo.store.configuration import CONFIG_FILE, DATABASE_FILE, recorded_config
+from dapo.store.configuration import CHECKPOINTS, CONFIG_FILE, DATABASE_FILE, recorded_config
 from dapo.store.database import RunDatabase
 from dapo.system.files import fsync, write_text
 
-_LOCK, _CHECKPOINTS = ".lock", "checkpoints"
+_LOCK = ".lock"
 _MARKER = b"This folder belongs to a run of dapo.\n"
 # Files that a start killed before its database exists can leave behind. (config.yaml is not proof: others use it, too.)
 _OURS = {_LOCK, *(f"{DATABASE_FILE}{end}" for end in ("", "-wal", "-shm", "-journal"))}
@@ -39,7 +39,7 @@ class RunDirectory:
     def __init__(self, config: Config, *, resume: bool) -> None:
         self.config, self.resume = config, resume
         self.path = config.run_dir
-        self.checkpoints = self.path / _CHECKPOINTS
+        self.checkpoints = self.path / CHECKPOINTS
         self.saved: Path | None = None
         self.state: TrainerState | None = None
         self.changes: list[str] = []
@@ -90,7 +90,7 @@ class RunDirectory:
         if not self._is_in_place(self._lock):
             raise StorageError(
                 f"{self.path}: the run's folder was moved, deleted or replaced while the run was training; move it "
-                "back and continue with --resume"
+                f"back, then continue with dapo resume {self.path}"
             )
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class RunDirectory:
             return
         foreign = set(os.listdir(self.path)) - _OURS
         if self.checkpoints.is_dir() and not os.listdir(self.checkpoints):
-            foreign.discard(_CHECKPOINTS)
+            foreign.discard(CHECKPOINTS)
         if foreign:
             shown = ", ".join(sorted(foreign)[:3]) + (" and others" if len(foreign) > 3 else "")
             raise CheckpointError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dapo.errors import CheckpointError
+from dapo.store.configuration import DATABASE_FILE
 from dapo.view.curves import EvalCurve, evaluations
 from dapo.view.document import TIME, short_text, write_document
 from dapo.view.groups import extremes, group
@@ -23,7 +24,7 @@ _EVENTS = 200
 def write_report(folder: Path, out: Path) -> None:
     """Write the report of the run in `folder` to the file `out`."""
     folder = Path(folder).resolve()
-    if not (folder / "run.db").exists():
+    if not (folder / DATABASE_FILE).exists():
         raise CheckpointError(f"{folder}: there is no run database here; pass the folder of one run, such as runs/my")
     run = find_run(folder, folder.name)
     best, worst = ([group(run, serial) for serial in serials] for serials in extremes(run, GROUPS))

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dapo.errors import CheckpointError
+from dapo.store.configuration import CONFIG_FILE, DATABASE_FILE
 from dapo.store.encoding import to_text
 from dapo.types import EventKind
 from dapo.view.curves import read_curve, thinned
@@ -23,11 +24,10 @@ from dapo.view.source import Run, number_option, placeholders, read_configuratio
 Status = Literal["running", "finished", "stopped", "crashed"]
 
 REWARD = "reward/mean"
-_DATABASE = "run.db"
 _SUMMARY_SECONDS = 2.0  # limit per run: the page shows no line before it has them all
 _THREADS = 8
 _MAX_TEXT = 1_000  # characters
-_RUN_FILES = (_DATABASE, "config.yaml", ".lock")  # a folder with any of these is listed as a run
+_RUN_FILES = (DATABASE_FILE, CONFIG_FILE, ".lock")  # a folder with any of these is listed as a run
 _LOCKS = Path("/proc/locks")
 
 # Status of a run that no process holds, by the last of these events.
@@ -58,7 +58,7 @@ class RunSummary:
 
 def run_names(root: Path) -> list[str]:
     """Return the names of the runs in `root`, sorted. If `root` is itself a run's folder, return only its name."""
-    if os.path.lexists(root / _DATABASE):
+    if os.path.lexists(root / DATABASE_FILE):
         return [Path(os.path.realpath(root)).name]
     try:
         with os.scandir(root) as entries:
@@ -72,11 +72,11 @@ def find_run(root: Path, name: str) -> Run:
     if name in ("", ".", "..") or any(character in name for character in ("/", "\\", "\0")):
         raise CheckpointError(f"'{to_text(name)}' is not the name of a run")
     home = Path(os.path.realpath(root))
-    is_itself = os.path.lexists(home / _DATABASE)
+    is_itself = os.path.lexists(home / DATABASE_FILE)
     if is_itself and name != home.name:
         raise CheckpointError(f"{root}: holds the run '{home.name}', not '{to_text(name)}'")
     folder = home if is_itself else home / name
-    database = folder / _DATABASE
+    database = folder / DATABASE_FILE
     if not os.path.lexists(database):
         raise CheckpointError(f"{to_text(str(folder))}: there is no run database here")
     real = os.path.realpath(database)

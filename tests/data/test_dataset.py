@@ -156,8 +156,8 @@ def test_size_takes_the_first_rows_and_changes_the_digest(tmp_path):
     path = write(tmp_path / "d.jsonl", questions("a", "b", "c"))
     whole, part = (load_train_stream(config({"path": path, **size}), TOKENIZER) for size in ({}, {"size": 2}))
     assert texts(part.questions()) == ["a", "b"]
-    assert whole.digest() != part.digest()
-    assert whole.digest() == load_train_stream(config(path, seed=5), TOKENIZER).digest()
+    assert whole.digest != part.digest
+    assert whole.digest == load_train_stream(config(path, seed=5), TOKENIZER).digest
 
 
 def test_a_prompt_of_far_too_many_characters_is_never_tokenized(tmp_path):

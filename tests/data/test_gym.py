@@ -78,13 +78,13 @@ def test_phase_evaluation_set_seed_and_source_index_give_different_items():
 
 def test_the_digest_depends_on_task_parameters_and_seed():
     one = stream("gym:chain_sum")
-    assert one.digest() == stream("gym:chain_sum").digest()
+    assert one.digest == stream("gym:chain_sum").digest
     others = [
         stream("gym:chain_sum", seed=1),
         stream("gym:gcd"),
         stream({"path": "gym:chain_sum", "params": {"max_terms": 3}}),
     ]
-    assert len({one.digest(), *(other.digest() for other in others)}) == 4
+    assert len({one.digest, *(other.digest for other in others)}) == 4
 
 
 def test_an_endless_task_has_no_list_of_questions():

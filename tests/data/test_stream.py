@@ -74,11 +74,11 @@ def test_the_source_furthest_behind_is_drawn_and_the_first_one_on_a_tie():
 
 
 def test_the_digest_depends_on_all_questions_and_their_order():
-    one = stream((1.0, 1.0)).digest()
-    assert one == stream((1.0, 3.0), seed=4, positions=[3, 9]).digest()
-    assert one != stream((1.0,)).digest()
+    one = stream((1.0, 1.0)).digest
+    assert one == stream((1.0, 3.0), seed=4, positions=[3, 9]).digest
+    assert one != stream((1.0,)).digest
     swapped = PromptStream([ShuffledSource(prompts("b", 3), 0), ShuffledSource(prompts("a", 7), 0)], (1.0, 1.0))
-    assert one != swapped.digest()
+    assert one != swapped.digest
 
 
 def test_questions_lists_all_prompts_in_file_order():

@@ -145,3 +145,10 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_sentence(tmp_path, content
     done = run(tmp_path / "r.jsonl")
     assert isinstance(done.exception, DapoError)
     assert sentence in str(done.exception)
+
+
+def test_a_response_may_be_a_negative_number_or_end_with_a_file_name():
+    assert "correct" in run("--use", "integer", "--answer", "-5", "-5").output
+    assert '"see notes.json"' in run("--use", "exact", "--answer", "3", "see notes.json").output
+    missing = run("--use", "exact", "--answer", "3", "notes.jsonl")
+    assert "no such file" in str(missing.exception)

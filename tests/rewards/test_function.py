@@ -1,5 +1,6 @@
 import asyncio
 import functools
+import inspect
 import re
 import threading
 from fractions import Fraction
@@ -274,3 +275,22 @@ def test_a_function_with_another_signature_is_refused():
 def test_the_reward_of_guess_five(text, value):
     function = load_function(f"{RECIPES / 'guess_five.py'}:reward", "reward.use")
     assert function(text, 5) == pytest.approx(value)
+
+
+def test_files_of_two_folders_keep_their_own_functions_and_neighbors(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(f"def reward(completion):\n    return '{folder}'\n")
+    for folder in ("a", "b"):
+        function = load_function(f"{tmp_path / folder / 'mine.py'}:reward", "reward.use")
+        assert function("x") == folder
+        assert inspect.getmodule(function) is not None
+        assert inspect.getmodule(function).reward is function
+    for folder in ("a", "b"):
+        (tmp_path / folder / "shared_name.py").write_text(f"NAME = '{folder}'\n")
+        (tmp_path / folder / "other.py").write_text(
+            "from shared_name import NAME\n\n\ndef reward(completion):\n    return NAME\n"
+        )
+    assert load_function(f"{tmp_path / 'a' / 'other.py'}:reward", "reward.use")("x") == "a"
+    with pytest.raises(RewardError, match=r"a/shared_name.py is imported already, and .*b/shared_name.py has the same"):
+        load_function(f"{tmp_path / 'b' / 'other.py'}:reward", "reward.use", RewardError)

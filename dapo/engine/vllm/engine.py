@@ -200,7 +200,7 @@ class VllmEngine:
             self.close()
             raise EngineError(
                 f"vLLM did not load the weights of version {version} within {self.sync_seconds:g} seconds and was "
-                "stopped; one of its processes is hung or was never reached: continue with --resume"
+                "stopped; one of its processes is hung or was never reached: continue with dapo resume"
             ) from None
         except Exception as error:
             self.close()
@@ -294,14 +294,14 @@ class VllmEngine:
             self.close()
             raise EngineError(
                 f"vLLM ended or failed while it was sampling ({one_line(error)}); see its messages above, and "
-                "continue with --resume"
+                "continue with dapo resume"
             ) from error
 
     def _rollout(self, member: _Member, output: Any, length: int | None) -> Rollout:
         is_stopped = length is not None or output.finish_reason == "stop"
         if not is_stopped and output.finish_reason != "length":
             self.close()
-            raise EngineError(f"vLLM gave up a response ({output.finish_reason}); continue with --resume")
+            raise EngineError(f"vLLM gave up a response ({output.finish_reason}); continue with dapo resume")
         spans = output.weight_versions
         versions = [int(span.version) for span in spans]
         # One entry per version, including versions between two spans that drew no token.
