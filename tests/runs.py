@@ -69,6 +69,15 @@ def recipe(folder: Path, reward: str = REWARD, **sections: dict[str, Any]) -> Pa
     return path
 
 
+def eval_sets(folder: Path) -> dict[str, str]:
+    """Write two evaluation sets; the second contains two of the training questions."""
+    rows = {"easy": ["other", "another"], "hard": ["question x", "question xx", "yet another"]}
+    for name, prompts in rows.items():
+        lines = [json.dumps({"prompt": prompt, "answer": i}) for i, prompt in enumerate(prompts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return {name: str(folder / f"{name}.jsonl") for name in rows}
+
+
 def load(folder: Path, *overrides: str, **sections: dict[str, Any]) -> Config:
     return Config.load(recipe(folder, **sections), overrides)
 

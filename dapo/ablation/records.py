@@ -107,8 +107,7 @@ def _read_run(folder: Path, arm: str, seed: int, failure: str | None) -> RunReco
 
 
 def _status(database: RunReader) -> tuple[Status, str | None]:
-    ends = (EventKind.FINISHED, EventKind.INTERRUPTED, EventKind.STOPPED, EventKind.RESUMED)
-    before, last = [None, None, *(event for event in database.events() if event["kind"] in ends)][-2:]
+    before, last = [None, None, *database.endings()][-2:]
     if last is not None and last["kind"] == EventKind.STOPPED:
         return Status.FAILED, last["message"]
     step = database.last_step()

@@ -553,17 +553,8 @@ def test_nothing_depends_on_the_clock_or_on_hash_randomization(tmp_path):
     assert_same_run(tmp_path / "runs" / "one", tmp_path / "runs" / "two", step=3)
 
 
-def sets(folder: Path) -> dict[str, str]:
-    """Write two evaluation sets; the second contains two of the training questions."""
-    rows = {"easy": ["other", "another"], "hard": ["question x", "question xx", "yet another"]}
-    for name, prompts in rows.items():
-        lines = [json.dumps({"prompt": prompt, "answer": i}) for i, prompt in enumerate(prompts)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return {name: str(folder / f"{name}.jsonl") for name in rows}
-
-
 def test_every_set_is_evaluated_and_its_questions_are_never_trained_on(tmp_path):
-    config = runs.load(tmp_path, "run.steps=3", eval={"k": 2, "every": 2, "data": sets(tmp_path)})
+    config = runs.load(tmp_path, "run.steps=3", eval={"k": 2, "every": 2, "data": runs.eval_sets(tmp_path)})
     result = train(config)
     assert [report.name for report in result.before] == [report.name for report in result.after] == ["easy", "hard"]
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
@@ -576,7 +567,7 @@ def test_every_set_is_evaluated_and_its_questions_are_never_trained_on(tmp_path)
 
 
 def test_the_best_checkpoint_by_best_metric_is_kept_besides_the_newest_two(tmp_path):
-    options = {"k": 4, "every": 1, "data": sets(tmp_path), "best_metric": "hard/reward/mean"}
+    options = {"k": 4, "every": 1, "data": runs.eval_sets(tmp_path), "best_metric": "hard/reward/mean"}
     config = runs.load(tmp_path, "run.steps=7", "run.save_every=1", "optim.lr=1e-9", eval=options)
     train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
@@ -590,7 +581,7 @@ def test_the_best_checkpoint_by_best_metric_is_kept_besides_the_newest_two(tmp_p
 
 
 def test_an_unknown_best_metric_stops_the_run_before_its_first_step_and_lists_the_metrics(tmp_path):
-    config = runs.load(tmp_path, eval={"k": 2, "data": sets(tmp_path), "best_metric": "hard/avg@3"})
+    config = runs.load(tmp_path, eval={"k": 2, "data": runs.eval_sets(tmp_path), "best_metric": "hard/avg@3"})
     with pytest.raises(ConfigError, match=r"there is no 'hard/avg@3'; the metrics are: .*hard/avg@2"):
         train(config)
 
