@@ -216,7 +216,7 @@ def main() -> None:
             console.print(f"{name}: {time.perf_counter() - start:.0f} s in all", highlight=False)
             table += rows(name, result, is_limited=is_limited) if result else []
             failed += [] if result else [name]
-    print_rows(console, "training within a limit on memory, bf16", table)
+    print_rows("training within a limit on memory, bf16", table)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

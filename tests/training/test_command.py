@@ -186,7 +186,8 @@ from dapo.training.trainer import Trainer
 from tests.training.test_command import Interrupts
 
 step, recipe, *options = sys.argv[1:]
-Trainer(Config.load(recipe, options), resume=step == "0", reporter=Interrupts(int(step), signal.SIGKILL, "hard")).train()
+killer = Interrupts(int(step), signal.SIGKILL, "hard")
+Trainer(Config.load(recipe, options), resume=step == "0", reporter=killer).train()
 """
 
 
