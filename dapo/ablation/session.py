@@ -22,6 +22,7 @@ from dapo.errors import DapoError
 from dapo.store.configuration import DATABASE_FILE
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Verbosity
+from dapo.training.signals import handler
 from dapo.types import Event, EventKind
 
 # Passes this process's import path on. With -m, the working directory would come first in it.
@@ -150,15 +151,5 @@ def _signals_passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         with suppress(ProcessLookupError):
             process.send_signal(number)
 
-    previous: dict[int, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks for
-                previous[number] = signal.signal(number, pass_on)
-    except ValueError:
-        pass  # not in the main thread, which handles signals itself
-    try:
+    with handler(pass_on):
         yield received
-    finally:
-        for number, former in previous.items():
-            signal.signal(number, former)
