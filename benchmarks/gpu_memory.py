@@ -73,18 +73,18 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one arm took. Bytes are those of the whole process, CUDA's context included."""
+    """Memory and time of one arm. Bytes are those of the whole process, CUDA's context included."""
 
     predicted: float
     reserved: float  # by torch at its peak, and the context
     allocated: float  # in tensors at the peak, and the context
     seconds: list[float]
-    plan: str  # what the run said of its memory
+    plan: str  # the run's message about how it divides memory
     notes: list[str]  # events about memory, and metrics of the last step
 
 
 class _Steps(StepMetrics):
-    """A reporter that also keeps what went wrong with memory."""
+    """A reporter that also keeps the warnings about memory."""
 
     def __init__(self) -> None:
         super().__init__()

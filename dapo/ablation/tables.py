@@ -42,7 +42,7 @@ def print_result(console: Console, result: Result) -> None:
 
 
 def columns(result: Result, found: SetResult) -> list[tuple[Where, str]]:
-    """Return the places where arms are compared, with their headings. The end of equal budgets is said once."""
+    """Return where arms are compared, with headings. With a budget of seconds or tokens, the end is that column."""
     headings: dict[Where, str] = {
         "end": f"after {result.plan.budget}",
         "seconds": f"at {found.at['seconds']:,.4g} s",
@@ -108,8 +108,8 @@ def explanation(result: Result) -> list[str]:
     """Say how the comparison was made, and what it leaves out."""
     plan, compared = result.plan, len(result.plan.arms) - 1
     lines = [
-        f"Each interval is for one comparison, paired by question and seed. The words apply Holm's correction over the "
-        f"{compared} arm{'s' * (compared != 1)} of a column, not over the columns.",
+        "Each interval is for one comparison, paired by question and seed. The verdicts apply Holm's correction over "
+        f"the {compared} arm{'s' * (compared != 1)} of a column, not over the columns.",
         "Between two evaluations a straight line is assumed. Seconds are those of training steps, without evaluation "
         "and saving.",
     ]
@@ -121,7 +121,7 @@ def explanation(result: Result) -> list[str]:
         if len(asked) > 1:
             lines.append(f"{found.name}: the questions differ between seeds; {found.questions} counts all of them.")
     if len(plan.seeds) == 1:
-        lines.append("With one seed the intervals cover the choice of questions, not the luck of a seed.")
+        lines.append("With one seed the intervals cover the choice of questions, not the differences between seeds.")
     return lines
 
 
@@ -145,7 +145,7 @@ def ended_early(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def result_json(result: Result) -> str:
-    """Return everything but the samples. What is not finite is null, because JSON has no NaN."""
+    """Return everything but the samples. NaN and infinity become null, because JSON has neither."""
     runs = [
         {
             "name": run.name,

@@ -343,7 +343,7 @@ def test_given_tokens_are_computed_by_replayed_graphs(monkeypatch):
 
 
 def test_a_stop_string_ends_a_turn_only_within_it():
-    """What was given may hold a part of a stop string, or a whole one."""
+    """The environment's tokens may contain a stop string, or a part of one, which must not end the turn."""
     model = tiny_llama()
     model.set_attn_implementation(ATTENTION_NAME)
     requests = [
