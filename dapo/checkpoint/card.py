@@ -1,4 +1,4 @@
-"""The model card (README.md) of an exported model: what it was trained from, how, and what the run measured."""
+"""The model card (README.md) of an exported model: its base model and data, the recipe, and the run's results."""
 
 from __future__ import annotations
 
