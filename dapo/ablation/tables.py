@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -16,9 +14,8 @@ from rich.table import Table
 from dapo.ablation.plan import Plan
 from dapo.ablation.records import RunRecord, Status
 from dapo.ablation.results import WHERE, Difference, Result, SetResult, Where
-from dapo.terminal.evaltable import is_rate, number
-
-_STYLES = {"better": "green", "worse": "red"}
+from dapo.terminal.evaltable import in_color, is_rate, number
+from dapo.terminal.output import json_text
 
 
 def plan_table(plan: Plan) -> Table:
@@ -65,8 +62,7 @@ def result_table(result: Result, found: SetResult) -> Table:
         for where, _ in places:
             text = number(found.metric, arm.values[where])
             if difference := arm.differences.get(where):
-                style = _STYLES.get(difference.verdict, "dim")
-                text += f"\n{escape(difference_text(found.metric, difference))}\n[{style}]{difference.verdict}[/]"
+                text += f"\n{escape(difference_text(found.metric, difference))}\n{in_color(difference.verdict)}"
             cells.append(text)
         table.add_row(escape(arm.arm), str(len(arm.seeds)), *cells)
     return table
@@ -145,7 +141,7 @@ def ended_early(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def result_json(result: Result) -> str:
-    """Return everything but the samples. NaN and infinity become null, because JSON has neither."""
+    """Return everything but the samples as JSON."""
     runs = [
         {
             "name": run.name,
@@ -184,15 +180,7 @@ def result_json(result: Result) -> str:
     plan = {key: value for key, value in result.plan.values().items() if key != "config"}
     training = {arm: asdict(each) for arm, each in result.trainings.items()}
     document = {**plan, "sets": sets, "training": training, "runs": runs, "notes": result.notes}
-    return json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json_text(document)
 
 
 def amount_text(tokens: float) -> str:

@@ -1,16 +1,11 @@
 import inspect
-import os
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from dapo.kernels import (  # noqa: E402
+from dapo.kernels import (
     decode_attention,
     draw,
     head,
@@ -21,18 +16,8 @@ from dapo.kernels import (  # noqa: E402
     share,
     swiglu,
 )
-from dapo.kernels.dispatch import Kernel  # noqa: E402
-
-try:
-    import triton.language as tl
-
-    # Triton reads TRITON_INTERPRET when it is first imported, which may have been before this file was.
-    HAS_TRITON = DEVICE == "cuda" or type(tl.sum).__name__ == "InterpretedFunction"
-except ImportError:
-    HAS_TRITON = False
-
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="no GPU, and Triton is missing or not interpreted")
-both = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
+from dapo.kernels.dispatch import Kernel
+from tests.kernels.ways import DEVICE, both, needs_triton
 
 HEADS, KV_HEADS = 3, 2
 
