@@ -100,11 +100,6 @@ def begin(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) ->
     return draft
 
 
-def save(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) -> Path:
-    """Write checkpoints/step_N, all or nothing, and return it."""
-    return begin(folder, state, policy, tokenizer).finish()
-
-
 def clean(folder: Path) -> None:
     """Delete checkpoints that a killed process left half written or half deleted."""
     shutil.rmtree(folder / PARTIAL, ignore_errors=True)
