@@ -100,7 +100,7 @@ class Plan:
         elif resume:
             raise CheckpointError(f"{self.out}: there is no ablation to resume; leave out --resume to start one")
         elif self.out.exists() and any(self.out.iterdir()):
-            raise CheckpointError(f"{self.out}: holds other files, but no ablation; choose another --out")
+            raise CheckpointError(f"{self.out}: holds something else, not an ablation; choose another --out")
 
     def write(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)

@@ -91,7 +91,7 @@ def test_a_checkpoint_waits_for_the_one_before_and_its_seconds_are_metrics(make,
     assert "timing_s/checkpoint" not in first
     assert second["timing_s/checkpoint"] > 0, "the save of step 1"
     assert last["timing_s/checkpoint"] > 0.2, "the save of step 3, and the rest of step 2's"
-    assert last["timing_s/checkpoint_write"] > last["timing_s/checkpoint"]
+    assert last["timing_s/checkpoint_write"] > 0.2, "step 2's, which includes the wait"
 
 
 def test_a_disk_that_fills_up_in_the_background_ends_the_run_at_the_next_step(make, tmp_path, monkeypatch, whole_run):
