@@ -19,7 +19,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
@@ -55,7 +54,7 @@ def main() -> None:
     shape = QWEN2_1_5B if device.type == "cuda" else SMOLLM2_135M
     with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="dapo-checkpoints-") as folder:
         rows = measure(shape, device, Path(folder), chosen.repeats, has_before=not chosen.without_before)
-    print_rows(Console(), "checkpoints", rows)
+    print_rows("checkpoints", rows)
 
 
 def measure(

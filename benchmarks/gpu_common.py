@@ -6,7 +6,7 @@ import importlib.util
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,18 +77,18 @@ class Row:
         return self.measured <= goal if self.lower_is_better else self.measured >= goal
 
 
-def print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
-    table = Table(title=title)
+def print_rows(title: str, rows: Iterable[Row]) -> None:
+    """Print each row as soon as it is measured, so that a later failure does not lose it, and then a table of all."""
+    console, table = Console(width=140), Table(title=title)
     for heading in ("what", "measured", "unit", "must", "aim", "", "floor", "of it"):
         table.add_column(heading, justify="left" if heading in ("what", "unit", "") else "right")
     for row in rows:
+        line = f"{row.what}: {_number(row.measured)} {row.unit}; {row.note}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
         share = "" if row.share_of_floor is None else f"{100 * row.share_of_floor:.0f} %"
         cells = [_number(row.measured), row.unit, _number(row.must), _number(row.aim)]
         table.add_row(row.what, *cells, row.verdict, _number(row.floor), share)
     console.print(table)
-    for row in rows:
-        if row.note:
-            console.print(f"{row.what}: {row.note}", markup=False, highlight=False, soft_wrap=True)
     console.print(machine(), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from transformers import PretrainedConfig
 
 from benchmarks.gpu_common import (
@@ -130,24 +129,21 @@ def episode_row(workload: Workload, model: Any, repeats: int) -> Row:
     return Row(workload.what, several / (one_turn + prefill), "x", MUST, AIM, lower_is_better=True, note=note)
 
 
+def measure(workloads: Sequence[Workload], device: torch.device, repeats: int) -> Iterator[Row]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for workload in workloads:
+        yield episode_row(workload, random_model(workload.shape, device, dtype), repeats)
+        gc.collect()  # engine and model refer to each other
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=[workload.name for workload in WORKLOADS])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    device = default_device()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    console, rows = Console(width=140), []
-    for workload in WORKLOADS:
-        if not arguments.only or workload.name in arguments.only:
-            model = random_model(workload.shape, device, dtype)
-            row = episode_row(workload, model, arguments.repeats)
-            rows.append(row)
-            # Print each row at once, so that a later failure does not lose it.
-            console.print(f"{row.what}: {row.measured:.3f} {row.unit}; {row.note}", highlight=False, soft_wrap=True)
-            del model
-            gc.collect()  # engine and model refer to each other
-    print_rows(console, "episodes of several turns, bf16, random weights", rows)
+    workloads = [w for w in WORKLOADS if not arguments.only or w.name in arguments.only]
+    rows = measure(workloads, default_device(), arguments.repeats)
+    print_rows("episodes of several turns, bf16, random weights", rows)
 
 
 if __name__ == "__main__":

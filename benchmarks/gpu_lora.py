@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from benchmarks import gpu_rollout, gpu_step, gpu_update
 from benchmarks.gpu_common import (
@@ -175,13 +174,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="NAME", help="%(choices)s")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    console = Console(width=140)
-    rows = []
-    for row in measure(arguments.only, default_device(), arguments.repeats):
-        rows.append(row)
-        # Print each row at once, so that a later failure does not lose it.
-        console.print(f"{row.what}: {row.measured:.4g} {row.unit}; {row.note}", highlight=False, soft_wrap=True)
-    print_rows(console, f"LoRA of rank {RANK}, bf16, random weights", rows)
+    rows = measure(arguments.only, default_device(), arguments.repeats)
+    print_rows(f"LoRA of rank {RANK}, bf16, random weights", rows)
 
 
 if __name__ == "__main__":

@@ -73,18 +73,18 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one arm took. Bytes are those of the whole process, CUDA's context included."""
+    """Memory and time of one arm. Bytes are those of the whole process, CUDA's context included."""
 
     predicted: float
     reserved: float  # by torch at its peak, and the context
     allocated: float  # in tensors at the peak, and the context
     seconds: list[float]
-    plan: str  # what the run said of its memory
+    plan: str  # the run's message about how it divides memory
     notes: list[str]  # events about memory, and metrics of the last step
 
 
 class _Steps(StepMetrics):
-    """A reporter that also keeps what went wrong with memory."""
+    """A reporter that also keeps the warnings about memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def main() -> None:
             console.print(f"{name}: {time.perf_counter() - start:.0f} s in all", highlight=False)
             table += rows(name, result, is_limited=is_limited) if result else []
             failed += [] if result else [name]
-    print_rows(console, "training within a limit on memory, bf16", table)
+    print_rows("training within a limit on memory, bf16", table)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from transformers import PretrainedConfig
 
 from benchmarks.gpu_common import (
@@ -207,13 +206,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     workloads = [w for w in WORKLOADS if not arguments.only or w.name in arguments.only]
-    console = Console(width=140)
-    rows = []
-    for row in measure(workloads, default_device(), torch.bfloat16, arguments.repeats, peers=arguments.peers):
-        rows.append(row)
-        # Print each row at once, so that a later failure does not lose it.
-        console.print(f"{row.what}: {row.measured:,.4g} {row.unit}; {row.note}", highlight=False, soft_wrap=True)
-    print_rows(console, "rollout, bf16, random weights", rows)
+    rows = measure(workloads, default_device(), torch.bfloat16, arguments.repeats, peers=arguments.peers)
+    print_rows("rollout, bf16, random weights", rows)
 
 
 if __name__ == "__main__":

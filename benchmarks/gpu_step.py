@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import PretrainedConfig
 
 from benchmarks.gpu_common import (
@@ -230,12 +229,8 @@ def main() -> None:
     names = set(arguments.only)
     if arguments.peers and is_installed("trl"):
         names |= {"trl", "trl-vllm"} if is_installed("vllm") else {"trl"}
-    console = Console(width=140)
-    rows = []
-    for row in measure(names, arguments.model, default_device(), arguments.steps, arguments.micro_batch):
-        rows.append(row)
-        console.print(f"{row.what}: {row.measured:.4g} {row.unit}; {row.note}", highlight=False, soft_wrap=True)
-    print_rows(console, "whole step, and the gap between sampler and trainer, bf16", rows)
+    rows = measure(names, arguments.model, default_device(), arguments.steps, arguments.micro_batch)
+    print_rows("whole step, and the gap between sampler and trainer, bf16", rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import PretrainedConfig
 
 from benchmarks.gpu_common import (
@@ -166,12 +165,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     workloads = [w for w in WORKLOADS if not arguments.only or w.name in arguments.only]
-    console = Console(width=140)
-    rows = []
-    for row in measure(workloads, default_device(), torch.bfloat16, arguments.repeats, peers=arguments.peers):
-        rows.append(row)
-        console.print(f"{row.what}: {row.measured:.4g} {row.unit}; {row.note}", highlight=False, soft_wrap=True)
-    print_rows(console, "update, bf16, random weights, optimizer included", rows)
+    rows = measure(workloads, default_device(), torch.bfloat16, arguments.repeats, peers=arguments.peers)
+    print_rows("update, bf16, random weights, optimizer included", rows)
 
 
 if __name__ == "__main__":

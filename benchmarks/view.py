@@ -207,8 +207,8 @@ def queries(run: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "prompts: flickering, deep", lambda: prompts.prompts(run, "flickering", offset=500)
     yield "history of a prompt", lambda: prompts.history(run, uid)
     yield "the whole SQL view prompt_history", lambda: _whole_history(run)
-    yield "events", lambda: health.events(run, newest_first=True)
-    yield "events of a kind that no event has", lambda: health.events(run, kinds=["other"])
+    yield "events", lambda: health.newest_events(run)
+    yield "events of a kind that no event has", lambda: health.newest_events(run, kinds=["other"])
     yield "event kinds", lambda: health.event_kinds(run)
     yield "unjudged reasons", lambda: health.unjudged(run)
 

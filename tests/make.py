@@ -66,3 +66,15 @@ class Scripted:
         return future
 
     def close(self) -> None: ...
+
+
+def judge_by(pattern: Sequence[str]) -> Callable[[Prompt, Rollout], Score]:
+    """Return a judge's function: group after group is mixed, flat, unjudged or partly judged, as the pattern says."""
+
+    def judge(prompt: Prompt, rollout: Rollout) -> Score:
+        kind = pattern[rollout.serial % len(pattern)]
+        if kind == "unjudged" or (kind == "partly_judged" and rollout.index == 1):
+            return Score(None, error="no")
+        return Score(float(rollout.index) if kind != "flat" else 1.0)
+
+    return judge

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -69,6 +70,15 @@ def recipe(folder: Path, reward: str = REWARD, **sections: dict[str, Any]) -> Pa
     return path
 
 
+def eval_sets(folder: Path) -> dict[str, str]:
+    """Write two evaluation sets; the second contains two of the training questions."""
+    rows = {"easy": ["other", "another"], "hard": ["question x", "question xx", "yet another"]}
+    for name, prompts in rows.items():
+        lines = [json.dumps({"prompt": prompt, "answer": i}) for i, prompt in enumerate(prompts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return {name: str(folder / f"{name}.jsonl") for name in rows}
+
+
 def load(folder: Path, *overrides: str, **sections: dict[str, Any]) -> Config:
     return Config.load(recipe(folder, **sections), overrides)
 
@@ -97,3 +107,12 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 def verdicts(run_dir: Path) -> list[tuple[int, str, int, int | None]]:
     with RunDatabase.open_readonly(run_dir / "run.db") as database:
         return [(g["serial"], g["verdict"], g["generated_step"], g["decided_step"]) for g in database.groups()]
+
+
+def assert_same_run(first: Path, second: Path, step: int) -> None:
+    """Compare the weights of a step bit for bit, and all metrics and verdicts."""
+    one, two = weights(first, step), weights(second, step)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert metrics(first) == metrics(second)
+    assert verdicts(first) == verdicts(second)

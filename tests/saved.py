@@ -69,7 +69,7 @@ class SavedRun:
             DrawerState([0], data_digest="", considered=0, ledger={}), next_serial=0, recent=[], carried=[]
         )
         state = TrainerState(step, step, empty_in_a_row=0, non_finite_in_a_row=0, sampler=sampler, best=best)
-        checkpoint.save(self.folder, state, self.policy, self.tokenizer)
+        checkpoint.begin(self.folder, state, self.policy, self.tokenizer).finish()
 
     @property
     def steps(self) -> list[int]:

@@ -33,7 +33,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """One technique of DAPO: the options with it, as the recipe has them if it uses it, and those without it."""
+    """One technique of DAPO: the options that turn it on, with the recipe's values if it has any, and off."""
 
     name: str
     on: Callable[[Config], dict[str, Any]]
@@ -62,7 +62,7 @@ def _token_loss(config: Config) -> dict[str, Any]:
 
 
 def _without_dynamic_sampling(config: Config) -> dict[str, Any]:
-    """Sample exactly one batch and train on all of it. The ledger, which also avoids flat groups, goes with it."""
+    """Sample exactly one batch and train on all of it. The ledger, which also avoids flat groups, is off too."""
     return {
         "algorithm.filter_groups.enable": False,
         "algorithm.filter_groups.function": None,
@@ -96,7 +96,7 @@ TECHNIQUES = (
 
 
 def published_arms(config: Config, families: Iterable[str]) -> list[Arm]:
-    """Return the arms of `ladder` and `leave-one-out` on this recipe, each distinct one once, `full` last."""
+    """Return the arms of the given families for this recipe, `full` last. Equal arms are listed once."""
     if config.algorithm.loss != "dapo":
         raise ConfigError(
             "--arms: the ladder turns the parts of algorithm.loss dapo on and off, but the recipe has "
@@ -125,7 +125,7 @@ def _overrides(config: Config, used: Iterable[str]) -> tuple[str, ...]:
 
 
 def as_overrides(options: Mapping[str, Any], config: Config | None = None) -> tuple[str, ...]:
-    """Return options as KEY=VALUE; without those that `config` has already."""
+    """Return options as KEY=VALUE, leaving out those whose value `config` already has."""
     return tuple(
         f"{key}={_yaml(value)}"
         for key, value in options.items()

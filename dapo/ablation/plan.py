@@ -31,7 +31,7 @@ Unit = Literal["steps", "epochs", "seconds", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What every run may use. Seconds are those of training steps, without evaluation and saving."""
+    """The length of every run. Seconds are those of training steps, without evaluation and saving."""
 
     unit: Unit
     amount: float
@@ -58,7 +58,7 @@ class PlannedRun:
         return self.config.run_dir
 
     def has_base_of(self, other: PlannedRun) -> bool:
-        """Return whether both evaluate the same model on the same questions with the same random numbers at first."""
+        """Return whether both runs have the same first evaluation: the same model, questions and random numbers."""
         differing = self.config.differences(other.config)
         return self.seed == other.seed and all(key.startswith(_AFTER_THE_BASE) for key in differing)
 
@@ -78,7 +78,7 @@ class Plan:
         return list(dict.fromkeys(run.seed for run in self.runs))
 
     def values(self) -> dict[str, Any]:
-        """Return what ablation.yaml holds."""
+        """Return the content of ablation.yaml."""
         return {
             "recipe": self.recipe,
             "budget": {self.budget.unit: self.budget.amount},
@@ -100,7 +100,7 @@ class Plan:
         elif resume:
             raise CheckpointError(f"{self.out}: there is no ablation to resume; leave out --resume to start one")
         elif self.out.exists() and any(self.out.iterdir()):
-            raise CheckpointError(f"{self.out}: holds something else than an ablation; choose another --out")
+            raise CheckpointError(f"{self.out}: holds something else, not an ablation; choose another --out")
 
     def write(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ class Plan:
         write_text(self.out / PLAN_FILE, text)
 
     def _compare(self, recorded: dict[str, Any]) -> None:
-        """Refuse to resume an ablation that is another one. Arms and seeds may be added."""
+        """Refuse to resume with another recipe, budget or reference, or without recorded arms and seeds."""
         now = self.values()
         arms, seeds = recorded.get("arms"), recorded.get("seeds")
         if not isinstance(arms, dict) or not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds):
@@ -181,7 +181,7 @@ def make_plan(
 
 
 def by_arms(problems: Mapping[str, Sequence[str]], count: int) -> list[str]:
-    """Return each sentence once, after the names of its arms unless it is about all `count` arms."""
+    """Return each sentence once, with the names of its arms in front unless it is about all `count` arms."""
     return [
         sentence if len(arms) == count else f"arm{'s' * (len(arms) > 1)} {str(list(arms))[1:-1]}: {sentence}"
         for sentence, arms in problems.items()
@@ -207,7 +207,7 @@ def _run(recipe: Path, overrides: Sequence[str], arm: str, seed: int, budget: Bu
 
 
 def warnings(plan: Plan) -> Iterator[str]:
-    """Yield what keeps the plan from showing a difference, as far as it is known before the runs."""
+    """Yield the reasons, known before the first run, why arms cannot be told apart or intervals say too little."""
     first = {run.arm: run.config for run in plan.runs if run.seed == plan.runs[0].seed}
     for (one, config), (other, changed) in combinations(first.items(), 2):
         differing = config.differences(changed).keys() - {"run.name"}
@@ -224,7 +224,7 @@ def warnings(plan: Plan) -> Iterator[str]:
             "or tokens then assume a straight line between the two"
         )
     if len(plan.seeds) == 1:
-        yield "with one seed, the intervals cover the choice of questions but not the luck of a seed"
+        yield "with one seed, the intervals cover the choice of questions, but not the differences between seeds"
 
 
 def has_ratio_one(config: Config) -> bool:

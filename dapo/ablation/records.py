@@ -1,4 +1,4 @@
-"""What the runs of an ablation have recorded: how far each is, its evaluations, and how it trained."""
+"""Read the records of an ablation's runs: the status of each, its evaluations, and a summary of its training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """The main metric of one evaluation by question, and the training up to it."""
+    """One evaluation: the main metric of each question, and how much the run had trained by then."""
 
     step: int
     seconds: float
@@ -50,7 +50,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Training:
-    """How a run trained: totals, means over the last tenth of its steps, and extremes over all steps."""
+    """A summary of a run's training: totals, means over the last tenth of its steps, and extremes over all steps."""
 
     steps: float  # a mean over seeds may not be whole
     seconds: float
@@ -60,8 +60,8 @@ class Training:
     dropped: float  # share of the generated tokens, in groups that were dropped or went stale
     cut_off: float  # share of the responses
     longest: float  # tokens
-    clipped: float  # largest share of tokens in a step that the upper clip acted on
-    flat_groups: float  # dropped, because all responses were right, wrong, or scored alike
+    clipped: float  # largest share of a step's tokens that were clipped from above
+    flat_groups: float  # groups dropped because all responses were right, wrong, or scored alike
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,9 +78,9 @@ class RunRecord:
 
 
 def read_status(folder: Path) -> Status:
-    """Return how far a run is, from its database: finished if it says so about its last step, and has evaluated it.
+    """Return the status of a run from its database. A finished run has finished and evaluated its last step.
 
-    A run that ended early says first why it stopped.
+    A run that ended early has recorded why it stopped, just before it finished.
     """
     if not RunDatabase.exists(folder / DATABASE_FILE):
         return Status.MISSING
@@ -107,8 +107,7 @@ def _read_run(folder: Path, arm: str, seed: int, failure: str | None) -> RunReco
 
 
 def _status(database: RunReader) -> tuple[Status, str | None]:
-    ends = (EventKind.FINISHED, EventKind.INTERRUPTED, EventKind.STOPPED, EventKind.RESUMED)
-    before, last = [None, None, *(event for event in database.events() if event["kind"] in ends)][-2:]
+    before, last = [None, None, *database.endings()][-2:]
     if last is not None and last["kind"] == EventKind.STOPPED:
         return Status.FAILED, last["message"]
     step = database.last_step()

@@ -15,14 +15,14 @@ from dapo.algorithm.crossed import Cells, Contrast, contrast, holm
 from dapo.terminal.evaltable import is_rate
 
 Axis = Literal["step", "seconds", "tokens"]
-Where = Literal["end", "seconds", "tokens"]  # the last evaluation, or where all runs had spent as much
+Where = Literal["end", "seconds", "tokens"]  # compared at the last evaluation, at equal seconds, at equal tokens
 WHERE: tuple[Where, ...] = ("end", "seconds", "tokens")
 LEVEL = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An arm minus the reference, with the interval and the p-value of this comparison and Holm's over all arms."""
+    """An arm minus the reference: interval, p-value, and the p-value after Holm's correction over all arms."""
 
     value: float
     low: float
@@ -55,7 +55,7 @@ class ArmResult:
 
     arm: str
     seeds: list[int]  # of its finished runs, also those that ended early
-    base: float  # the metric before the first step, mean over seeds, as are those below
+    base: float  # the metric before the first step; this and the values below are means over seeds
     values: Mapping[Where, float]
     differences: Mapping[Where, Difference]  # empty for the reference
     reached: list[Reached]  # one per level asked for
@@ -77,7 +77,7 @@ class Result:
     plan: Plan
     runs: list[RunRecord]
     sets: list[SetResult]
-    trainings: Mapping[str, Training]  # by arm: means over the finished runs, the largest of extremes
+    trainings: Mapping[str, Training]  # by arm: means over its finished runs, and the largest of their extremes
     notes: list[str]
 
     def of_arm(self, arm: str) -> list[RunRecord]:
@@ -99,10 +99,10 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
     members = [run for run in runs if run.evaluations.get(name)]
     if not members:
         return None
-    # A run that ended early counts with its last evaluation beyond it, so it does not limit where arms are compared.
+    # The last evaluation of a run that ended early also holds at every later point, so such a run sets no limit.
     whole = [run for run in members if run.status == Status.FINISHED] or members
     at = {axis: min(amount(run.evaluations[name][-1], axis) for run in whole) for axis in ("seconds", "tokens")}
-    if plan.budget.unit in at:  # every run has spent it, and a part of one step more
+    if plan.budget.unit in at:  # every run exceeds it by a part of a step
         at[plan.budget.unit] = min(at[plan.budget.unit], plan.budget.amount)
     cells: dict[tuple[str, Where], Cells] = {}
     for arm in plan.arms:

@@ -1,4 +1,4 @@
-"""Training the runs of a plan one after the other. What is done and what is left is read from the run directories."""
+"""Train the runs of a plan one after the other. The run directories say which runs are finished."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from dapo.errors import DapoError
 from dapo.store.configuration import DATABASE_FILE
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Verbosity
+from dapo.training.signals import handler
 from dapo.types import Event, EventKind
 
-# Passes this process's import path on. With -m, the working directory would come first in it.
+# Gives the worker this process's import path. With -m, the working directory would come first in it.
 _COMMAND = (
     "import signal, sys; _, socket, lifeline, *sys.path = sys.argv; "
     "signal.signal(signal.SIGINT, signal.SIG_DFL); "  # while nothing is trained, Ctrl-C ends it without a traceback
@@ -34,18 +35,18 @@ _COMMAND = (
 
 @dataclass(slots=True)
 class Session:
-    """What happened in this session."""
+    """The outcome of one call of `dapo ablate`."""
 
     failures: dict[str, str] = field(default_factory=dict)  # run name -> sentence
-    signal: int | None = None  # that ended it early
+    signal: int | None = None  # the one that ended it early
 
 
 def train_all(
     plan: Plan, *, keep_checkpoints: bool, verbosity: Verbosity, on_run: Callable[[int, PlannedRun, str], None]
 ) -> Session:
-    """Train every run that is not finished. A run that fails is recorded, and the others are trained all the same.
+    """Train every run that is not finished. If one fails, this is recorded, and the next is trained.
 
-    `on_run` is called before each run with its number, and what is done with it.
+    `on_run` is called when a run starts, resumes, fails or ends early, with its number and these words.
     """
     session, worker = Session(), _Worker()
     try:
@@ -118,7 +119,7 @@ class _Worker:
         return outcome, received[0] if received else outcome.signal
 
     def close(self) -> None:
-        """End the process. If a run is under way, the session ends with an exception, and the run can be resumed."""
+        """Kill the process, if there is one. The run that it was training can be resumed."""
         if self.process is None:
             return
         self.connection.close()
@@ -150,15 +151,5 @@ def _signals_passed_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         with suppress(ProcessLookupError):
             process.send_signal(number)
 
-    previous: dict[int, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks for
-                previous[number] = signal.signal(number, pass_on)
-    except ValueError:
-        pass  # not in the main thread, which handles signals itself
-    try:
+    with handler(pass_on):
         yield received
-    finally:
-        for number, former in previous.items():
-            signal.signal(number, former)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -16,9 +14,8 @@ from rich.table import Table
 from dapo.ablation.plan import Plan
 from dapo.ablation.records import RunRecord, Status
 from dapo.ablation.results import WHERE, Difference, Result, SetResult, Where
-from dapo.terminal.evaltable import is_rate, number
-
-_STYLES = {"better": "green", "worse": "red"}
+from dapo.terminal.evaltable import in_color, is_rate, number
+from dapo.terminal.output import json_text
 
 
 def plan_table(plan: Plan) -> Table:
@@ -44,7 +41,7 @@ def print_result(console: Console, result: Result) -> None:
 
 
 def columns(result: Result, found: SetResult) -> list[tuple[Where, str]]:
-    """Return the places where arms are compared, with their headings. The end of equal budgets is said once."""
+    """Return where arms are compared, with headings. With a budget of seconds or tokens, the end is that column."""
     headings: dict[Where, str] = {
         "end": f"after {result.plan.budget}",
         "seconds": f"at {found.at['seconds']:,.4g} s",
@@ -67,8 +64,7 @@ def result_table(result: Result, found: SetResult) -> Table:
         for where, _ in places:
             text = number(found.metric, arm.values[where])
             if difference := arm.differences.get(where):
-                style = _STYLES.get(difference.verdict, "dim")
-                text += f"\n{escape(difference_text(found.metric, difference))}\n[{style}]{difference.verdict}[/]"
+                text += f"\n{escape(difference_text(found.metric, difference))}\n{in_color(difference.verdict)}"
             cells.append(text)
         table.add_row(escape(arm.arm), str(len(arm.seeds)), *cells)
     return table
@@ -135,8 +131,8 @@ def explanation(result: Result) -> list[str]:
     """Say how the comparison was made, and what it leaves out."""
     plan, compared = result.plan, len(result.plan.arms) - 1
     lines = [
-        f"Each interval is for one comparison, paired by question and seed. The words apply Holm's correction over the "
-        f"{compared} arm{'s' * (compared != 1)} of a column, not over the columns.",
+        "Each interval is for one comparison, paired by question and seed. The verdicts apply Holm's correction over "
+        f"the {compared} arm{'s' * (compared != 1)} of a column, not over the columns.",
         "Between two evaluations a straight line is assumed. Seconds are those of training steps, without evaluation "
         "and saving.",
     ]
@@ -148,7 +144,7 @@ def explanation(result: Result) -> list[str]:
         if len(asked) > 1:
             lines.append(f"{found.name}: the questions differ between seeds; {found.questions} counts all of them.")
     if len(plan.seeds) == 1:
-        lines.append("With one seed the intervals cover the choice of questions, not the luck of a seed.")
+        lines.append("With one seed the intervals cover the choice of questions, not the differences between seeds.")
     return lines
 
 
@@ -172,7 +168,7 @@ def ended_early(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def result_json(result: Result) -> str:
-    """Return everything but the samples. What is not finite is null, because JSON has no NaN."""
+    """Return everything but the samples as JSON."""
     runs = [
         {
             "name": run.name,
@@ -212,15 +208,7 @@ def result_json(result: Result) -> str:
     plan = {key: value for key, value in result.plan.values().items() if key != "config"}
     training = {arm: asdict(each) for arm, each in result.trainings.items()}
     document = {**plan, "sets": sets, "training": training, "runs": runs, "notes": result.notes}
-    return json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json_text(document)
 
 
 def amount_text(tokens: float) -> str:

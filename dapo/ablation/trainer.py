@@ -24,18 +24,18 @@ class Task:
     budget: Budget
     recipe: str
     resume: bool
-    base: Path | None  # a run whose evaluation before the first step is also that of this one
+    base: Path | None  # a run with the same evaluation before the first step
     keeps_checkpoint: bool
     verbosity: Verbosity
 
 
 class ArmTrainer(Trainer):
-    """Trains until the budget is spent, decided between steps: the step in which it runs out is the last.
+    """Trains until the budget is spent. It is checked after each step, so the step that exceeds it is the last.
 
-    A run that finds nothing left to learn ends there, finished and evaluated, after the event that says why.
+    A run that finds nothing left to learn records why, is evaluated, and is finished.
 
-    If no checkpoint is kept, the last step is not saved: an interrupted run resumes from the checkpoint before it. Nor
-    is it saved if a signal interrupted its evaluation.
+    The last step is saved only if a checkpoint is to be kept and the evaluation was not interrupted. Otherwise a resume
+    repeats the steps since the checkpoint before it.
     """
 
     def __init__(self, task: Task, reporter: Reporter) -> None:
@@ -74,7 +74,7 @@ class ArmTrainer(Trainer):
         super()._evaluate_first()
 
     def _shared_reports(self) -> list[EvalReport]:
-        """Return the first evaluation of the base run with this run's prompts; nothing if it has other questions."""
+        """Return the first evaluation of the base run, with this run's prompts. Empty if the questions differ."""
         if self.task.base is None:
             return []
         with RunDatabase.open_readonly(self.task.base / DATABASE_FILE) as database:

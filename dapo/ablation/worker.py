@@ -1,8 +1,7 @@
 """The process that trains the runs of an ablation in turn.
 
 One process for all runs imports torch, starts CUDA and compiles kernels once. Each run loads the model from its files
-again, which is what makes its weights those of a run alone, bit for bit. The parent replaces the process after any run
-that failed.
+again, so that it trains as it would alone, bit for bit. The parent replaces the process after a run that failed.
 """
 
 from __future__ import annotations

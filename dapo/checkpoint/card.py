@@ -1,4 +1,4 @@
-"""The model card (README.md) of an exported model: what it was trained from, how, and what the run measured."""
+"""The model card (README.md) of an exported model: its base model and data, the recipe, and the run's results."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def model_card(run: Path, saved: Path, *, adapters: bool) -> str:
     return "\n".join(parts)
 
 
-def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
-    """Draw at most `width` bars, each the mean of an equal share of the values, scaled from lowest to highest."""
+def sparkline(values: Sequence[float]) -> str:
+    """Draw at most `_WIDTH` bars, each the mean of an equal share of the values, scaled from lowest to highest."""
     finite = np.array([value for value in values if np.isfinite(value)], dtype=np.float64)
     if len(finite) == 0:
         return ""
-    bars = np.array([part.mean() for part in np.array_split(finite, min(width, len(finite)))])
+    bars = np.array([part.mean() for part in np.array_split(finite, min(_WIDTH, len(finite)))])
     low, high = bars.min(), bars.max()
     heights = np.zeros(len(bars)) if high == low else (bars - low) / (high - low)
     return "".join(_BARS[round(height * (len(_BARS) - 1))] for height in heights)

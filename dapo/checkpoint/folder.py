@@ -64,14 +64,14 @@ class Draft:
     def finish(self, before_piece: Callable[[], None] | None = None) -> Path:
         """Write the missing files, publish the checkpoint, and delete all but the newest two and the best one.
 
-        `before_piece` is called often, and may raise to give up. The draft is then deleted.
+        `before_piece` is called before each piece of a file. If it raises, the draft is deleted.
         """
         with _explained(self.folder, self.target):
             try:
                 digests = {name: write_tensors(self.path / name, t, before_piece) for name, t in self.files.items()}
                 _write_checksums(self.path, digests)
                 sync_tree(self.path)
-                if self.target.exists():  # written by steps that were undone since
+                if self.target.exists():  # from steps that were undone since, or saved again after a late evaluation
                     self.target.rename(self.path.with_name(f"{self.target.name}.old"))
                 self.path.rename(self.target)
                 fsync(self.folder)
@@ -82,7 +82,7 @@ class Draft:
 
 
 def begin(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) -> Draft:
-    """Begin checkpoints/step_N: write everything but the large files of a policy in this process."""
+    """Begin checkpoints/step_N: write all files except the large ones, which a policy in this process returns."""
     draft = Draft(folder, state, {})
     with _explained(folder, draft.target):
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,13 +100,8 @@ def begin(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) ->
     return draft
 
 
-def save(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) -> Path:
-    """Write checkpoints/step_N, all or nothing, and return it."""
-    return begin(folder, state, policy, tokenizer).finish()
-
-
 def clean(folder: Path) -> None:
-    """Delete what a killed process left half written or half deleted."""
+    """Delete checkpoints that a killed process left half written or half deleted."""
     shutil.rmtree(folder / PARTIAL, ignore_errors=True)
     for path in folder.glob(".step_*"):
         if _OLD_LEFTOVER.fullmatch(path.name):

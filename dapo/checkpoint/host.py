@@ -18,18 +18,18 @@ _ALIGNMENT = 64  # bytes
 _SLOT = 2**27  # bytes of page-locked memory per transfer from a GPU
 _PART = 2**23  # bytes that one thread copies at a time
 _MAX_THREADS = 16
-_FREE_SHARE = 0.5  # of the free memory that a copy may take
+_FREE_SHARE = 0.5  # largest share of the free memory that a copy may take
 
 
 class HostMemory:
-    """The memory of one copy. It is kept for the next: getting new pages from the system takes longer than copying."""
+    """Memory for one copy, reused by the next: new pages from the operating system take longer than copying."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._slots: list[Tensor] = []
 
     def shortage(self, files: TensorFiles) -> str | None:
-        """Return None if a copy of all tensors fits into memory, else say in words what is missing."""
+        """Return None if a copy of all tensors fits into memory, else the words for how much is missing."""
         needed = _layout(files)[1]
         total, available = memory()
         free = available if available is not None else total or 0
@@ -38,7 +38,7 @@ class HostMemory:
         return f"takes {size_text(needed)}, but only {size_text(free)} of memory are free"
 
     def copy(self, files: TensorFiles) -> TensorFiles:
-        """Return copies of all tensors; those that share memory still do. The next call overwrites the copies."""
+        """Return copies of all tensors; tied tensors stay tied. The next call overwrites the copies."""
         offsets, needed = _layout(files)
         if needed > len(self._bytes):
             self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
@@ -112,9 +112,9 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _layout(files: TensorFiles) -> tuple[dict[tuple[object, ...], int], int]:
-    """Return where each tensor goes, and the bytes that all need.
+    """Return the offset of each tensor, and the size of all in bytes.
 
-    Those of a GPU come first and without other tensors between them, so that slots are copied as a whole.
+    GPU tensors come first, one after the other, so that whole slots are copied at once.
     """
     tensors = [tensor for held in files.values() for tensor in held.values()]
     offsets: dict[tuple[object, ...], int] = {}
@@ -127,7 +127,7 @@ def _layout(files: TensorFiles) -> tuple[dict[tuple[object, ...], int], int]:
 
 
 def _parts(sources: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, int, Tensor]]:
-    """Cut sources that follow each other at slots' bounds, and yield (number of the slot, start in it, part)."""
+    """Split consecutive sources where a slot ends, and yield (number of the slot, start in it, part)."""
     for offset, source in sources:
         done = 0
         while done < len(source):
@@ -138,7 +138,7 @@ def _parts(sources: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, int, Te
 
 
 def _pages(count: int) -> Tensor:
-    """Return new memory in huge pages if the system has them: it then provides gigabytes in a fraction of a second."""
+    """Return new memory, in huge pages where the system has them: these are allocated much faster."""
     pages = mmap.mmap(-1, count)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)

@@ -31,7 +31,7 @@ def read_into(state: dict[str, Tensor], folder: Path) -> None:
 
 
 def read_whole(folder: Path, device: str) -> dict[str, Tensor]:
-    """Read into one process what several ranks have written."""
+    """Read the state that several ranks have written into one process."""
     reader = HuggingFaceStorageReader(_place(folder))
     state: dict[str, Tensor] = {}
     for name, found in reader.read_metadata().state_dict_metadata.items():

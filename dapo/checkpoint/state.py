@@ -33,9 +33,9 @@ class DrawerState:
     data_digest: str  # of the data that the positions index into
     considered: int  # random decisions of the ledger so far
     ledger: Mapping[str, Sequence[int]]
-    known: list[Prompt] = field(default_factory=list)  # prompts that may be drawn again, the longest ago first
+    known: list[Prompt] = field(default_factory=list)  # may be drawn again; the first was drawn longest ago
     drawn: int = 0  # prompts drawn so far
-    revisited: int = 0  # those of them that were known
+    revisited: int = 0  # how many of them were drawn again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +145,7 @@ _CHECKED_STATE = TypeAdapter(_StateData)
 
 
 def to_document(state: TrainerState) -> dict[str, Any]:
-    """Return the content of state.json: one level, whichever part a value belongs to."""
+    """Return the content of state.json, with the values of all parts on one level."""
     sampler = state.sampler
     return {
         "format": FORMAT,

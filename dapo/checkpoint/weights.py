@@ -19,9 +19,9 @@ ADAPTERS, OPTIMIZER = "trainer/adapters.safetensors", "trainer/optimiser.safeten
 
 
 def begin(model: PreTrainedModel | PeftModel, optimizer: Mapping[str, Tensor], folder: Path) -> TensorFiles:
-    """Write what is small of a Hugging Face directory with adapters merged, and return the content of its large files.
+    """Write the small files of a Hugging Face directory, and return the content of the large ones.
 
-    These are the weights, and beside them optimizer and adapters.
+    The large ones are the weights with adapters merged, the optimizer's state, and the adapters alone.
     """
     files = save_config(causal_lm(model), merged(model), folder)
     files[OPTIMIZER] = dict(optimizer)

@@ -1,4 +1,4 @@
-"""Build what `environment.use` names."""
+"""Build the environment that `environment.use` names."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _FORM = '{"name": ..., "arguments": {...}}'
 
 
 class Wanted(NamedTuple):
-    """A call that a model wrote. `error` says what is wrong with it, if it cannot be made."""
+    """A call that a model wrote. `error` says why it cannot be made, if so."""
 
     name: str
     arguments: dict[str, Any]

@@ -11,7 +11,7 @@ from dapo.config.functions import load_function
 from dapo.environments.protocol import Message, ToolCall
 from dapo.errors import EpisodeError
 
-MAX_CHARACTERS = 2**16  # of one reply; a context that it would fill is better limited by the environment itself
+MAX_CHARACTERS = 2**16  # of one reply; environments should set a limit of their own that fits the context
 _ROLES = ("user", "tool", "system")
 _KEYS = {"role", "content", "name"}
 USE = "environment.use"
@@ -30,8 +30,8 @@ class End:
 class Environment(Protocol):
     """One episode. Methods may be coroutine functions.
 
-    `start` is optional: without it the row's own prompt begins the episode. So is `cut_off`, which ends an episode that
-    has used up its turns or tokens: without it, such an episode has score 0.
+    Two methods are optional. `start` returns the first messages; without it, they are the row's prompt. `cut_off`
+    returns the End of an episode that has used up its turns or tokens; without it, such an episode has score 0.
     """
 
     def reply(self, text: str) -> Any:
@@ -123,7 +123,7 @@ def to_messages(found: Any, *, is_first: bool = False) -> tuple[Message, ...]:
         raise EpisodeError("the environment returned no messages; expected at least one, or End(score)")
     messages = tuple(_message(member, is_first=is_first) for member in members)
     if is_first and messages[-1]["role"] == "assistant":
-        raise EpisodeError("the first messages end with one of the assistant, whose turn comes next")
+        raise EpisodeError("the first messages end with one of the assistant, whose turn comes next; leave it out")
     characters = sum(len(message["content"]) for message in messages)
     if characters > MAX_CHARACTERS:
         raise EpisodeError(f"the environment returned {characters:,} characters, more than {MAX_CHARACTERS:,}")
@@ -157,7 +157,7 @@ def _message(member: Any, *, is_first: bool) -> Message:
 
 
 def take_calls(environment: Any) -> list[ToolCall]:
-    """Return the calls of tools since the last time, if the environment records them in a list `calls`."""
+    """Return the tool calls since the last time, if the environment records them in a list `calls`."""
     calls = getattr(environment, "calls", None)
     if not isinstance(calls, list):
         return []

@@ -1,7 +1,7 @@
 """Run environments in worker processes, so that one that hangs, crashes or leaks costs only its own episode.
 
-The state of an episode is in one worker. If that worker is lost to another episode, or is killed from outside, the
-episode's turns are played again in another worker, which has to give the same replies.
+One worker holds the state of an episode. If that worker dies because of another episode, or is killed from outside, the
+episode's turns are repeated in another worker, where the environment has to give the same replies.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from dapo.rewards.process_pool import PooledProcess, ProcessPool, pool_size
 from dapo.types import Prompt
 
 CLOSED = "the environments were closed before this reply"
-GRACE = 1.0  # seconds; async environments time out in the worker, so only one that blocks its loop runs this far over
-MAX_CALLS = 64  # calls of async environments that a worker has at once
+GRACE = 1.0  # seconds past the timeout that a worker with async environments gets: it enforces the timeout itself
+MAX_CALLS = 64  # concurrent calls of async environments in one worker
 
 Action = Literal["first", "reply", "cut_off"]
 
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """An episode, with what it takes to play it again."""
+    """An episode, with everything needed to repeat it in another worker."""
 
     key: str
     row: Mapping[str, Any]
     first: Sequence[Message]
     turns: list[tuple[str, Sequence[Message]]] = field(default_factory=list)  # the model's texts and the replies
-    worker: _Worker | None = None  # the one that has its state
+    worker: _Worker | None = None  # holds the episode's state
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +50,8 @@ class _Call:
     text: str
     is_last: bool
     future: Future[Any] = field(default_factory=Future)
-    is_retry: bool = False  # a worker died during this call, and during no other
-    is_alone: bool = False  # a worker was lost during several calls, so that this one is tried by itself
+    is_retry: bool = False  # a worker died while this was its only call
+    is_alone: bool = False  # one of several calls of a lost worker; tried by itself to find the guilty one
     deadline: float = math.inf
 
     def fail(self, reason: str) -> None:

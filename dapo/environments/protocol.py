@@ -1,4 +1,4 @@
-"""The environment protocol: what replies to the model's turns, as the sampler sees it."""
+"""The protocol between the sampler and the environments that reply to the model's turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from dapo.types import Prompt, Score
 
 Message = Mapping[str, Any]  # role, content, and for the result of a tool its name
-ROW_PROMPT = "row_prompt"  # the extra column of a prompt with the row's own messages, if an environment replaced them
+ROW_PROMPT = "row_prompt"  # extra column with the row's own messages, if the environment's `start` replaced them
 Episode = tuple[int, int]  # group serial and sample index
 
 

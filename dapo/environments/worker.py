@@ -113,7 +113,7 @@ class Worker:
         return environment, first_messages(found, own)
 
     async def _replay(self, row: dict[str, Any], first: Sequence[Message], turns: Sequence[Any]) -> Environment:
-        """Begin an episode, and bring it to where it was when another process was lost."""
+        """Begin an episode of a lost process again, and repeat its turns."""
         environment, messages = await self._begin(row)
         if list(messages) != list(first):
             raise EpisodeError(

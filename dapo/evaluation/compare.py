@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,6 +29,7 @@ from dapo.store.configuration import CONFIG_FILE, DATABASE_FILE
 from dapo.store.database import RunDatabase, versions
 from dapo.system.files import write_text
 from dapo.terminal.evaltable import DifferenceRow, EvalRow, differences_table, models_table, summary
+from dapo.terminal.output import json_text
 from dapo.types import EvalReport, SamplingParams
 
 
@@ -106,7 +104,7 @@ def _judge(config: Config) -> str:
 
 
 def comparison_json(comparison: Comparison) -> str:
-    """Return everything but the samples as JSON. A metric that is not finite is null, because JSON has no NaN."""
+    """Return everything but the samples as JSON."""
     sets = {}
     for name, results in comparison.results.items():
         models = [
@@ -116,14 +114,11 @@ def comparison_json(comparison: Comparison) -> str:
                 "step": result.subject.step,
                 "folder": str(result.subject.config.run_dir),
                 "seconds": result.seconds,
-                "metrics": {name: _finite(value) for name, value in result.report.metrics.items()},
+                "metrics": result.report.metrics,
             }
             for result in results
         ]
-        differences = [
-            {**{key: _finite(value) for key, value in asdict(row).items()}, "verdict": row.verdict}
-            for row in comparison.differences[name]
-        ]
+        differences = [{**asdict(row), "verdict": row.verdict} for row in comparison.differences[name]]
         sets[name] = {"models": models, "differences": differences}
     first = next(iter(comparison.results.values()))[0].subject.config
     asked = {
@@ -134,7 +129,7 @@ def comparison_json(comparison: Comparison) -> str:
         "seed": first.run.seed,
     }
     document = {"eval": asked, "folder": str(comparison.folder), "notes": comparison.notes, "sets": sets}
-    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    return json_text(document)
 
 
 def _evaluate(subject: Subject, parts: SharedParts, console: Console) -> list[Result]:
@@ -222,7 +217,3 @@ def _check_judged(label: str, report: EvalReport) -> None:
 def _differences(results: Sequence[Result]) -> list[DifferenceRow]:
     first, *others = results
     return [row for other in others for row in differences(first.report, other.report, other.subject.label)]
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

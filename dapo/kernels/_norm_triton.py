@@ -78,11 +78,11 @@ def _backward_kernel(
 
 
 def add_rms_norm(
-    residual_Td: Tensor, delta_Td: Tensor | None, weight_d: Tensor, eps: float, dtype: torch.dtype | None = None
+    residual_Td: Tensor, delta_Td: Tensor | None, weight_d: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(residual_Td, delta_Td)
     rows, width = residual_Td.shape
-    normed_Td = torch.empty_like(residual_Td, dtype=narrow_dtype(delta_Td, weight_d, dtype))
+    normed_Td = torch.empty_like(residual_Td, dtype=narrow_dtype(delta_Td, weight_d))
     residual_out_Td = residual_Td if delta_Td is None else torch.empty_like(residual_Td)
     rstd_T = residual_Td.new_empty(rows)
     tile_rows, block = _tile(width)

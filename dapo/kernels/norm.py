@@ -14,17 +14,17 @@ from dapo.kernels.dispatch import kernel
 
 @kernel
 def add_rms_norm(
-    residual_Td: Tensor, delta_Td: Tensor | None, weight_d: Tensor, eps: float, dtype: torch.dtype | None = None
+    residual_Td: Tensor, delta_Td: Tensor | None, weight_d: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the normed sum of residual and delta, the sum itself, and 1 / rms of each row.
 
-    Without a delta, the sum is the residual tensor itself, not a copy. The normed rows have the given dtype; by default
-    that of the delta, or that of the weight where there is no delta.
+    Without a delta, the sum is the residual tensor itself, not a copy. The normed rows have the dtype of the delta, or
+    that of the weight where there is no delta.
     """
     residual_out_Td = residual_Td if delta_Td is None else residual_Td + delta_Td.float()
     rstd_T = torch.rsqrt(residual_out_Td.square().mean(-1) + eps)
     normed_Td = residual_out_Td * rstd_T[:, None] * weight_d.float()
-    return normed_Td.to(narrow_dtype(delta_Td, weight_d, dtype)), residual_out_Td, rstd_T
+    return normed_Td.to(narrow_dtype(delta_Td, weight_d)), residual_out_Td, rstd_T
 
 
 @kernel
@@ -53,5 +53,5 @@ def add_rms_norm_backward(
     return grad_Td, grad_Td.to(grad_normed_Td.dtype, copy=True)
 
 
-def narrow_dtype(delta_Td: Tensor | None, weight_d: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype or (weight_d if delta_Td is None else delta_Td).dtype
+def narrow_dtype(delta_Td: Tensor | None, weight_d: Tensor) -> torch.dtype:
+    return (weight_d if delta_Td is None else delta_Td).dtype

@@ -1,9 +1,8 @@
-"""Rounding to bf16 that keeps changes smaller than the distance between two bf16 numbers, on average.
+"""Stochastic rounding to bf16, which keeps small changes of weights on average.
 
-Rounded to the nearest, a weight would not follow a change of less than half that distance at all, and the changes by
-one update or by LoRA adapters are mostly smaller. Here a number between two neighbors goes up or down with
-probabilities that make its mean exact. The random threshold is a hash of the element's index, so the same numbers
-always give the same bits.
+Rounding to the nearest number would discard every change of less than half the distance between two bf16 numbers, and
+most changes by one update or by LoRA adapters are smaller. Here a number between two neighbors is rounded up or down at
+random, such that its mean is exact. The random bits are a hash of the element's index, so the result is repeatable.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ QUIET_NAN = 0x400000
 
 @kernel
 def round_dithered(wide_oi: Tensor, out_oi: Tensor, base_oi: Tensor | None = None) -> None:
-    """Write float32 numbers, added to a bf16 base if given, to `out` in bf16. Where they are 0, `out` is the base."""
+    """Round float32 numbers, plus a bf16 base if given, into `out`. Where a number is 0, `out` is exactly the base."""
     total = wide_oi
     if base_oi is not None:
         base = base_oi.float()

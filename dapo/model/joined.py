@@ -21,7 +21,7 @@ ADAPTER = "default"  # PEFT's name of the one adapter that a layer has
 
 @dataclass(eq=False, slots=True)
 class Weight:
-    """One tensor that parameters of the Hugging Face model are views of, and the float32 sum of its gradient."""
+    """One tensor, of which parameters of the Hugging Face model are views, and its gradient, summed in float32."""
 
     value: Tensor
     parts: tuple[nn.Parameter, ...]  # consecutive along the first dimension
@@ -66,8 +66,8 @@ class _Adapter:
 class AdaptedWeight:
     """A joined weight with LoRA adapters merged in: base + scale * B @ A, rounded once. The base is frozen.
 
-    Products use the merged weight, so that sampling costs nothing more and has the same bits as training. The gradients
-    of A and B are computed without the gradient of the weight, which would be a product of full size.
+    Products use the merged weight: sampling is as fast as without adapters, and has the same bits as training. The
+    gradients of A and B are computed without that of the whole weight, which would be a product of full size.
     """
 
     joined: Weight
@@ -79,7 +79,7 @@ class AdaptedWeight:
     @classmethod
     @torch.no_grad()
     def of(cls, layers: Sequence[Any]) -> AdaptedWeight:
-        """Join the base weights of linear layers, of which some have adapters."""
+        """Join the base weights of linear layers, some of which have adapters."""
         joined = Weight.of(*(base_layer(layer).weight for layer in layers))
         ends = torch.tensor([len(part) for part in joined.parts]).cumsum(0).tolist()
         adapted: list[tuple[Any, int]] = [
@@ -143,7 +143,7 @@ class AdaptedWeight:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Write the merged weights, after A and B have changed. It always starts from the base, so nothing drifts."""
+        """Merge A and B, which have changed, into the base weights. The base is exact, so errors do not add up."""
         self.separate()
         for adapter in self.adapters:
             delta = adapter.layer.get_delta_weight(ADAPTER)
@@ -171,7 +171,7 @@ def base_layer(layer: Any) -> Any:
 
 
 def add_delta(base: Tensor, delta: Tensor, out: Tensor) -> None:
-    """Write base + delta to `out`, on whose device they are added. The sum is at least float32 and rounded once."""
+    """Write base + delta to `out`, added on its device in float32 or wider and rounded once."""
     near = base.to(out.device, non_blocking=True)
     if out.dtype == torch.bfloat16:
         round_dithered(delta.float(), out, near)

@@ -1,4 +1,4 @@
-"""The bytes that things take, each formula once: training state, keys and values, activations, logits."""
+"""Formulas for memory in bytes: training state, keys and values, activations, logits; and how a GPU is divided."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ GIB = 2**30
 MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per trained parameter, in float32; there are two moments
 CONTEXT_BYTES = GIB // 2  # what a process takes of a GPU before its first tensor: CUDA's context and kernels
 USABLE = 0.9  # share of a GPU's memory that is planned with; the rest is for fragmentation and libraries
-BASE_SHARE = 0.25  # weights beneath adapters that take more of the free memory than this are in the host's memory
-HEAD_BYTES, LEAST_HEAD_BYTES = 4 * GIB, GIB // 2  # the logits of a chunk, and their gradient: at most, and at least
+BASE_SHARE = 0.25  # base weights of adapters go to the host's memory if they need more of the free memory than this
+HEAD_BYTES, LEAST_HEAD_BYTES = 4 * GIB, GIB // 2  # most and least for the logits of a chunk with their gradient
 MAX_TOKENS = 1 << 17  # of a micro-batch
-ENOUGH_TOKENS = 1 << 14  # fewer do not keep a large GPU busy: then activations are recomputed
-LEAST_TOKENS = 1 << 12  # of a micro-batch; the optimizer's moments leave the GPU to make room for so many
-PREFILL_TOKENS, PREFILL_GRAPH_TOKENS = 1 << 14, 1 << 12  # most prompt tokens of a pass, and of a pass that is a graph
+ENOUGH_TOKENS = 1 << 14  # of a micro-batch; if fewer fit, which leaves a GPU idle, activations are recomputed
+LEAST_TOKENS = 1 << 12  # of a micro-batch; if fewer fit, the optimizer's moments move to the host's memory
+PREFILL_TOKENS, PREFILL_GRAPH_TOKENS = 1 << 14, 1 << 12  # most prompt tokens in a pass, and in a captured pass
 
 
 def kv_bytes(config: Any, width: int) -> int:
@@ -49,7 +49,7 @@ def activation_bytes(config: Any, width: int, *, recompute: bool, is_fused: bool
 
 
 def adapter_parameters(config: Any, rank: int) -> int:
-    """Return the parameters of LoRA adapters on all linear layers. Each has `rank` rows and columns."""
+    """Return the number of parameters of LoRA adapters of this rank on all linear layers."""
     hidden, inner, size = config.hidden_size, inner_width(config), head_size(config)
     queries, keys = size * config.num_attention_heads, size * key_heads(config)
     sides = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
@@ -57,23 +57,23 @@ def adapter_parameters(config: Any, rank: int) -> int:
 
 
 def forward_bytes(config: Any, width: int) -> int:
-    """Estimate the bytes per token of a pass that keeps nothing for a backward: those of the layer that is running."""
+    """Estimate the bytes per token of a pass without a backward: only the running layer's are held."""
     hidden, inner = config.hidden_size, inner_width(config)
     keys, queries = (heads * head_size(config) for heads in (key_heads(config), config.num_attention_heads))
     return 8 * hidden + width * (2 * hidden + 4 * inner + 3 * queries + 4 * keys)
 
 
 def sampling_bytes(config: Any, width: int, rows: int, prefill_tokens: int) -> int:
-    """Estimate what sampling takes besides the cache: float32 logits and a pass of `rows`, and passes over prompts.
+    """Estimate the bytes of sampling besides the cache: logits and activations of `rows` responses, and of prefills.
 
-    Decode steps and small prefills are CUDA graphs, which keep their memory.
+    Decode steps and small prefills are CUDA graphs, which hold their memory all the time.
     """
     tokens = rows + min(PREFILL_GRAPH_TOKENS, prefill_tokens) + prefill_tokens
     return rows * config.vocab_size * 4 + tokens * forward_bytes(config, width)
 
 
 def cache_room(config: Any, width: int, left: float, fraction: float, rows: int, longest: int) -> tuple[int, int]:
-    """Return the most bytes of the cache and the most prompt tokens of a pass, where `left` bytes are for both.
+    """Divide `left` bytes: return the size of the cache in bytes, and the most prompt tokens of a prefill pass.
 
     The cache takes at most `fraction` of them. `longest`: tokens of the longest sequence, which is never split.
     """
@@ -84,7 +84,7 @@ def cache_room(config: Any, width: int, left: float, fraction: float, rows: int,
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a GPU that samples and trains in turns divides the memory that weights and masters leave."""
+    """How a GPU that samples and trains uses the memory that weights and masters leave free."""
 
     offloads: bool = False  # AdamW's moments are in the host's memory
     lends: bool = False  # the cache is freed for each update, and the gradients are freed after it
@@ -92,10 +92,11 @@ class Division:
 
 
 def divide(free: float, gradients: float, moments: float, per_token: float, *, may_lend: bool) -> Division:
-    """Return the division. `per_token`: bytes of activations that are recomputed; `may_lend`: nothing is in flight.
+    """Decide where the moments are, and whether the cache is freed for updates.
 
-    Moments stay on the GPU if a small update fits beside them, or if they are small themselves. The cache keeps its
-    memory during an update if half of what is then left, the other half being the cache, holds twice LEAST_TOKENS.
+    `per_token`: bytes of a token's activations if they are recomputed. `may_lend`: no response is in flight during an
+    update. Moments stay on the GPU if a small update fits beside them, or if they are small themselves. The cache keeps
+    its memory during an update if it leaves enough for twice LEAST_TOKENS while it takes half of what is free then.
     """
     update = gradients + min(LEAST_HEAD_BYTES + LEAST_TOKENS * per_token, free / 3)
     with_cache = 1 if may_lend else 1.25  # in flight, the cache is there too
@@ -124,10 +125,10 @@ def micro_batch(
     always: bool,
     most: float = MAX_TOKENS,
 ) -> MicroBatch:
-    """Return how an update uses `room` bytes. `kept` and `recomputed` are bytes of activations per token.
+    """Return how an update is split to fit into `room` bytes; it has 0 tokens if not even one fits.
 
-    `given`: the option for the tokens, or 0. `most`: tokens of the largest update. Tokens are fewer than 1 where
-    nothing fits.
+    `kept`, `recomputed`: bytes of a token's activations without and with recomputing them. `given`: the user's number
+    of tokens, or 0. `most`: tokens of the largest update.
     """
     head = int(min(HEAD_BYTES, max(LEAST_HEAD_BYTES, room / 8)))
     fits = max(0, int((room - head) / kept))

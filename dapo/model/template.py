@@ -1,4 +1,4 @@
-"""A model's chat template, which is a program that comes with the model: its variables, and a limit to its time."""
+"""A model's chat template, a program that comes with the model: its variables, a time limit, and later turns."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dapo.errors import ConfigError
 
 TEMPLATE_SECONDS = 10.0
 _SET_HERE = {"messages", "add_generation_prompt"}  # variables that every template gets
-# Turns of the model that a template must leave as they are when the conversation goes on.
+# Turns of the model that a template must not change when the conversation continues.
 _TURNS = ("1", "two words", "<think>\n3\n</think>\n\n4")
 
-_CHANGES = "it changes earlier turns when a conversation goes on"
+_CHANGES = "it changes earlier turns when a conversation continues"
 
 
 def check_template_variables(tokenizer: Any, names: Collection[str]) -> None:
@@ -47,9 +47,9 @@ def check_template_tools(tokenizer: Any) -> None:
 
 
 def _variables(tokenizer: Any, option: str, tools: Any = None) -> set[str]:
-    """Return the variables that the model's chat template reads; `option` is why they are asked for."""
+    """Return the variables that the model's chat template reads. Errors name `option`."""
     from jinja2 import meta
-    from transformers.utils.chat_template_utils import _compile_jinja_template  # it alone knows every tag of templates
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # knows the tags that templates use
 
     try:
         text = tokenizer.get_chat_template(tools=tools)

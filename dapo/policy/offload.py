@@ -1,7 +1,7 @@
-"""AdamW with moments in the host's memory: each part of them visits the GPU for its part of an update.
+"""AdamW with moments in the host's memory, which are copied to the GPU in chunks during an update.
 
-Moments are half of the training state, and an update needs each of them once. They move in chunks on two streams, one
-in each direction, so that copies and computation overlap. The arithmetic is that of `torch.optim.AdamW`, bit for bit.
+Moments are half of the training state, and an update needs each of them once. They move on two streams, one in each
+direction, so that copies and computation overlap. The arithmetic is that of `torch.optim.AdamW`, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def to_host(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor in the host's memory, where a GPU can copy from it directly."""
+    """Return a copy in the host's memory, page-locked if it belongs to a GPU."""
     return tensor.cpu().pin_memory() if device.type == "cuda" else tensor.cpu()
 
 
 @torch.no_grad()
 def offloaded_step(adam: torch.optim.AdamW, chunk: int = _CHUNK) -> None:
-    """Make the update of `adam.step()`, with moments that stay in the host's memory."""
+    """Do what `adam.step()` does, with moments that stay in the host's memory."""
     [group] = adam.param_groups
     masters = [master for master in group["params"] if master.grad is not None]
     if not masters:
@@ -36,7 +36,7 @@ def offloaded_step(adam: torch.optim.AdamW, chunk: int = _CHUNK) -> None:
     computing = torch.cuda.current_stream(device) if on_gpu else None
     size = min(chunk, max(master.numel() for master in masters))
     slots = [torch.empty(2, size, dtype=dtype, device=device) for _ in range(2)]
-    # When each slot can be filled: now, after all earlier work on its memory; later, when its chunk has left.
+    # The event after which each slot can be filled: at first the work queued so far, later the copy back to the host.
     is_free = [computing and computing.record_event()] * 2
     for index, (master, grad, moments, step) in enumerate(_chunks(adam, masters, chunk)):
         slot = slots[index % 2][:, : len(grad)]
@@ -67,7 +67,7 @@ def _chunks(
 
 
 def _copy(targets: Any, sources: Any, stream: Any, after: Any) -> Any:
-    """Copy on `stream` after the event `after`, and return the event of the end; on a CPU, copy now."""
+    """Copy on `stream` after the event `after`, and return an event for the end; on a CPU, copy at once."""
     if stream is None:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)

@@ -21,7 +21,7 @@ from dapo.rewards.process import WorkerProcess
 from dapo.system.machine import usable_cores
 
 START_TIMEOUT = 60.0  # seconds for imports; longer means a hang, not a slow disk
-MAX_FAILED_STARTS = 3  # failed starts in a row before queued work is given up
+MAX_FAILED_STARTS = 3  # in a row, after which queued work fails
 TICK = 0.1  # seconds between checks of deadlines and processes
 WORKERS_PER_CORE = 16  # more use memory without working faster
 
@@ -82,7 +82,7 @@ class ProcessPool(ABC, Generic[Worker]):
 
     @abstractmethod
     def _on_ready(self, properties: Mapping[str, Any]) -> None:
-        """Take what the first worker reports about what it has loaded."""
+        """Take the properties of the loaded code, which the first worker reports."""
 
     @abstractmethod
     def _on_message(self, worker: Worker, message: object) -> None:
@@ -90,7 +90,7 @@ class ProcessPool(ABC, Generic[Worker]):
 
     @abstractmethod
     def _on_loss(self, worker: Worker, reason: str | None) -> None:
-        """Decide about the work of a ready worker that was killed. None: it missed its deadline."""
+        """Fail or requeue the work of a ready worker that was killed. A `reason` of None: it missed its deadline."""
 
     @abstractmethod
     def _give_up(self, lost: Sequence[Worker], reason: str) -> None:
@@ -242,7 +242,7 @@ class ProcessPool(ABC, Generic[Worker]):
                     self._lose(worker, None)
 
     def _lose(self, worker: Worker, reason: str | None) -> None:
-        """Kill the worker, and decide about its work. A `reason` of None means that it missed its deadline."""
+        """Kill the worker, and fail or requeue its work. A `reason` of None: it missed its deadline."""
         self._kill(worker)
         if worker.is_ready:
             self._on_loss(worker, reason)

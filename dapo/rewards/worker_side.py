@@ -1,4 +1,4 @@
-"""The worker's side of a pool: the pipes to it, an end together with the training process, and a limit of memory."""
+"""The worker's side of a pool: the pipes, a memory limit, and dying with the training process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Channel:
             yield message
 
     def send(self, message: Any, if_too_long: Callable[[int], Any] | None = None) -> None:
-        """Send a message. One of more than MAX_LINE bytes is replaced by what `if_too_long` says about its size."""
+        """Send a message. If it has more than MAX_LINE bytes, send `if_too_long(bytes)` instead."""
         if os.getpid() != self.pid:
             os._exit(0)  # a child that a user's function forked, and that returned from it
         data = json.dumps(message).encode() + b"\n"
@@ -68,6 +68,6 @@ def limit_memory(gigabytes: float) -> None:
 
 
 def memory_hint(sentence: str, option: str, gigabytes: float) -> str:
-    """Return what to add to the reason why a file cannot be loaded, if memory may be the cause."""
+    """Return a hint to append to the reason why a file cannot be loaded, if memory may be the cause."""
     is_memory = any(sign in sentence for sign in ("MemoryError", "failed to map", "Cannot allocate memory"))
     return f"; {option} is {gigabytes:g}, perhaps too little" if is_memory else ""

@@ -23,7 +23,7 @@ Key = tuple[int, int]  # group serial and sample index
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Environment:
-    """What replies to the model's turns, and how its messages become tokens."""
+    """The environments that reply to the model's turns, and the template that turns their messages into tokens."""
 
     pool: EnvironmentPool
     template: TurnTemplate | None  # None: an episode has one turn
@@ -67,8 +67,8 @@ class _Asked(NamedTuple):
 class Episodes:
     """Drives the episodes of all groups in flight.
 
-    A reply is read at a point that depends on counts only, if the engine is repeatable: after the next poll of the
-    engine, during which the environments work. With other engines, it is read as soon as it is there.
+    The environments work while the engine decodes. If the engine is repeatable, a reply is read after the next poll,
+    however early it arrives, so that the order depends on counts only. With other engines it is read as it arrives.
     """
 
     def __init__(self, engine: Engine, judge: Judge, environment: Environment | None = None) -> None:
@@ -77,7 +77,7 @@ class Episodes:
         self.decoding: set[Key] = set()
         self.asked: dict[Key, _Asked] = {}  # in the order in which the turns ended
         self.scores: dict[Key, Score] = {}  # given by environments, until `score` takes them
-        self.wait_seconds = 0.0  # in which nothing was decoded because replies were missing, since `take_wait`
+        self.wait_seconds = 0.0  # spent waiting for replies with nothing to decode, since `take_wait`
 
     def submit(self, prompts: Mapping[int, Prompt], n: int, params: SamplingParams, phase: Phase = "train") -> None:
         """Begin groups, by serial."""
@@ -104,7 +104,7 @@ class Episodes:
                 self.decoding.remove(key)
                 if not rollout.given:
                     self.environment.pool.start(key, group.prompt)
-                # A turn that ends itself with the last token has ended: only another turn has no room.
+                # A turn whose last token fills the response is complete: there is only no room for another one.
                 is_cut_off = rollout.finish_reason == "length" and len(rollout) >= group.max_tokens
                 self._ask(self.environment, rollout, len(rollout.given) + 1, is_cut_off=is_cut_off)
             ended += self._go_on(self.environment, due)

@@ -6,11 +6,11 @@ from math import exp, lgamma
 
 
 def groups_needed(missing: int, kept: int, decided: int, most: int, confidence: float = 0.9) -> int:
-    """Return the fewest groups of which at least `missing` are kept with this probability, but at most `most`.
+    """Return how many groups to sample so that, with this probability, at least `missing` are kept; at most `most`.
 
-    `kept` of the latest `decided` groups were kept. The keep rate then has a beta distribution, with one kept group
-    added so that it is never 0, and the number of kept groups among new ones is beta-binomial, which contains the
-    uncertainty about the rate. If every group was kept, as without a filter, every new one is expected to be.
+    `kept` of the latest `decided` groups were kept. One more kept group is assumed, so that the keep rate is never 0.
+    The rate then has a beta distribution, and the number kept of new groups a beta-binomial one, which includes the
+    uncertainty about the rate. If all groups were kept, as without a filter, all new ones are expected to be.
     """
     if kept == decided:
         return min(missing, most)

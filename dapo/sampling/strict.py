@@ -139,7 +139,7 @@ class DynamicSampler:
         self.pending |= {serial: Pending(new.prompt, new.chance, version) for serial, new in drawn.items()}
 
     def drain(self, is_stopping: Callable[[], bool] = lambda: False, *, leave: int = 0) -> bool:
-        """Let the engine finish all but `leave` responses; by default all, so that it can be used for evaluation.
+        """Wait until the engine has finished all but `leave` responses; by default all, as an evaluation needs it.
 
         The finished groups stay in `pending` and are decided in the next step. Return False if `is_stopping` became
         true before that.
@@ -170,16 +170,16 @@ class DynamicSampler:
         step.kept.sort(key=lambda group: group.serial)  # submission order
 
     def _batch_size(self, step: StepState) -> int:
-        """Return how many of the kept groups to train on, if there are as many."""
+        """Return the most groups to train on in this step."""
         return self.config.data.train_batch_size
 
     def _next_round(self, step: StepState) -> int:
         """Return how many prompts to submit now, besides those whose groups are still in flight.
 
-        Without carry-over a round is always whole, as published. With it, a round is just large enough that it is
-        likely to suffice: a second one would wait for its longest responses once more. But at most a quarter of a batch
-        is expected to be left over, because that is trained on a step later. While groups are in flight, more are
-        submitted only if those are more likely than not to leave the batch incomplete.
+        Without carry-over a round is always `gen_batch_size` prompts, as published. With it, a round is just large
+        enough that it probably fills the batch, because another round has to wait for its longest responses again. But
+        it is never so large that more than a quarter of a batch is expected to be left over, because these groups are
+        trained on one step late. While groups are in flight, more are submitted only if those probably do not suffice.
         """
         missing = self.config.data.train_batch_size - len(step.kept)
         limit, size = self.config.algorithm.filter_groups.max_num_gen_batches, self.config.gen_batch_size
@@ -194,10 +194,10 @@ class DynamicSampler:
         return size if limit <= 0 else min(size, limit * self.config.gen_batch_size - step.submitted)
 
     def _tail(self) -> int:
-        """Return how many unfinished responses make the tail of a round, during which the next round can begin.
+        """Return the number of unfinished responses at which the next round may begin, because many slots are idle.
 
-        In the tail most slots of the engine are idle. The first round of a run is decided as a whole, since the keep
-        rate is unknown, and so is every round of engines that finish responses in an order that depends on the clock.
+        It is 0, so that a round is finished first, in the first round of a run, because the keep rate is unknown, and
+        with engines that finish responses in an order that depends on the clock.
         """
         can_overlap = self.config.algorithm.max_staleness > 0 and self.config.samples_in_process
         return self.config.concurrent // 2 if can_overlap and self.recent else 0

@@ -22,7 +22,7 @@ from dapo.store.encoding import (
     switches_from_json,
     turns_from_json,
 )
-from dapo.types import EvalReport, EvalSample, FinishReason, Prompt, Rollout, Score
+from dapo.types import EvalReport, EvalSample, EventKind, FinishReason, Prompt, Rollout, Score
 
 
 class RunReader:
@@ -76,6 +76,15 @@ class RunReader:
         for row in self._rows("SELECT id, step, time, kind, message FROM events ORDER BY id", order=("id",)):
             del row["id"]
             yield row
+
+    def endings(self) -> list[dict[str, Any]]:
+        """Return the events that began training again or ended it, in order."""
+        kinds = (EventKind.FINISHED, EventKind.INTERRUPTED, EventKind.STOPPED, EventKind.RESUMED)
+        return [event for event in self.events() if event["kind"] in kinds]
+
+    def is_finished(self) -> bool:
+        """Return whether the run has trained and evaluated its last step, and was not resumed since."""
+        return any(event["kind"] == EventKind.FINISHED for event in self.endings()[-1:])
 
     def groups(self, step: int | None = None, verdict: str | None = None) -> Iterator[dict[str, Any]]:
         """Yield groups with their prompts. `step` selects those generated or decided in that step."""

@@ -132,10 +132,15 @@ def differences_table(first: str, rows: Sequence[DifferenceRow]) -> Table:
     table.add_column("problems", justify="right")
     table.add_column("")
     for row in rows:
-        style = {"better": "green", "worse": "red"}.get(row.verdict, "dim")
         cells = (escape(row.model), heading(row.figure), escape(with_sign(row)), str(row.problems))
-        table.add_row(*cells, f"[{style}]{row.verdict}[/]")
+        table.add_row(*cells, in_color(row.verdict))
     return table
+
+
+def in_color(verdict: str) -> str:
+    """Return the verdict on a difference as markup."""
+    style = {"better": "green", "worse": "red"}.get(verdict, "dim")
+    return f"[{style}]{verdict}[/]"
 
 
 def _table(title: str) -> Table:

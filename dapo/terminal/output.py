@@ -1,11 +1,14 @@
-"""The console of a long-running command: in a file or a pipe every line has its time, and no control characters."""
+"""The output of commands: JSON, and a console whose lines in a file or a pipe begin with the time."""
 
 from __future__ import annotations
 
 import io
+import json
+import math
 import sys
 import time
-from typing import TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -20,8 +23,21 @@ def log_console() -> Console:
     return Console(file=StampedLines(sys.stdout))  # pyright: ignore[reportArgumentType]
 
 
+def json_text(document: Any) -> str:
+    """Return a document as JSON. NaN and infinity become null, because JSON has neither."""
+    return json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class StampedLines(io.TextIOBase):
-    """Writes whole lines to a file, each after the local time."""
+    """Writes whole lines to a file, each after the local time and without control characters."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

@@ -69,6 +69,10 @@ class Evaluator:
         self.reports = tuple(reports)
         self._best_value()  # raises at the first evaluation, before hours of training, if there is no such metric
 
+    def has_evaluated(self, step: int) -> bool:
+        """Return whether the latest evaluation is that of `step`, on every set."""
+        return self.sets.keys() <= {report.name for report in self.reports if report.step == step}
+
     def is_best(self, step: int) -> bool:
         """Return whether `step` was evaluated and is the best so far by eval.best_metric; if so, remember it."""
         value = self._best_value()

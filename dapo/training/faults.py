@@ -1,4 +1,4 @@
-"""Faults during training: start again after a lost learner; before others end the run, save what is still possible."""
+"""Faults during training: restart after a lost learner; save what is still possible before other faults end the run."""
 
 from __future__ import annotations
 

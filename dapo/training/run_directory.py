@@ -31,7 +31,7 @@ class RunDirectory:
     """A run's folder, locked until `close`.
 
     `saved` is the checkpoint to resume from, and `state` its trainer state. Both are None for a new run, and for a run
-    that resumes before its first checkpoint.
+    that resumes before its first checkpoint. `is_finished` is what the run's records say.
     """
 
     held: ClassVar[set[Path]] = set()  # folders that this process has locked
@@ -42,6 +42,7 @@ class RunDirectory:
         self.checkpoints = self.path / CHECKPOINTS
         self.saved: Path | None = None
         self.state: TrainerState | None = None
+        self.is_finished = False
         self.changes: list[str] = []
         with _explained(self.path):
             self._new_folders = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
@@ -162,7 +163,7 @@ class RunDirectory:
     def _find_checkpoint(self) -> None:
         """Find the checkpoint to resume from, and check that the configuration describes the same run."""
         with RunDatabase.open(self.path / DATABASE_FILE) as database:
-            steps = database.last_step()
+            steps, self.is_finished = database.last_step(), database.is_finished()
         recorded = recorded_config(self.path)
         self.changes = self._changes(recorded)
         self.saved = checkpoint.newest(self.checkpoints)
@@ -175,7 +176,7 @@ class RunDirectory:
             )
         self.state = checkpoint.read_state(self.saved) if self.saved else None
         steps = self.config.run.steps
-        if self.state and steps is not None and self.state.step >= steps:
+        if self.is_finished and self.state and steps is not None and self.state.step >= steps:
             raise CheckpointError(
                 f"{self.path}: has already finished {self.state.step} steps; raise run.steps to continue"
             )

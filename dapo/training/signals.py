@@ -28,12 +28,26 @@ class StopRequest:
 
 
 @contextmanager
-def handled(stopping: StopRequest, on_first: Callable[[], None]) -> Iterator[None]:
-    """On SIGINT, SIGTERM and SIGHUP during the block, ask to stop and call `on_first`; on a second one, stop at once.
-
-    Outside the main thread this does nothing.
-    """
+def handler(handle: Callable[[int, Any], None]) -> Iterator[None]:
+    """Call `handle` on SIGINT, SIGTERM and SIGHUP during the block. Outside the main thread this does nothing."""
     previous: dict[int, Callable[..., Any] | int | None] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks for
+                previous[number] = signal.signal(number, handle)
+    except ValueError:
+        pass  # not in the main thread, which handles signals itself
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # a generator of steps can be closed in another thread
+            for number, former in previous.items():
+                signal.signal(number, former)
+
+
+@contextmanager
+def handled(stopping: StopRequest, on_first: Callable[[], None]) -> Iterator[None]:
+    """On the first signal during the block, ask to stop and call `on_first`; on a second one, stop at once."""
     is_telling = False
 
     def handle(number: int, _: Any) -> None:
@@ -48,18 +62,8 @@ def handled(stopping: StopRequest, on_first: Callable[[], None]) -> Iterator[Non
         finally:
             is_telling = False
 
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks for
-                previous[number] = signal.signal(number, handle)
-    except ValueError:
-        pass  # not in the main thread, which handles signals itself
-    try:
+    with handler(handle):
         yield
-    finally:
-        with suppress(ValueError):  # a generator of steps can be closed in another thread
-            for number, former in previous.items():
-                signal.signal(number, former)
 
 
 def closed_at_exit(steps: Generator[Step, None, None]) -> Generator[Step, None, None]:

@@ -134,7 +134,7 @@ class Trainer:
             if self.step > self.saved_step:
                 self.save_checkpoint()
             self.callbacks.save(self.saver.collect(wait=True))
-            kind = EventKind.FINISHED if self.is_finished else EventKind.INTERRUPTED
+            kind = EventKind.FINISHED if self._is_complete else EventKind.INTERRUPTED
             self.recorder.event(kind, f"after step {self.step}")
         self.callbacks.end(self.result)
 
@@ -208,6 +208,11 @@ class Trainer:
         assert run.epochs is not None and drawn is not None  # Config refuses endless data
         return drawn >= run.epochs
 
+    @property
+    def _is_complete(self) -> bool:
+        """Whether the last step is trained and evaluated. A signal can end the run between the two."""
+        return self.is_finished and self.evaluator.has_evaluated(self.step)
+
     def close(self) -> None:
         """Unlock the run directory and end the run's processes, as `train` does at its end."""
         self.is_training = False
@@ -239,7 +244,7 @@ class Trainer:
             undo.callback(self.engine.close)
             if self.directory.state:
                 self.restore(self.directory.saved, self.directory.state)
-                if self.is_finished:  # by run.epochs; RunDirectory has checked run.steps
+                if self.directory.is_finished and self.is_finished:  # by run.epochs; RunDirectory checks run.steps
                     raise CheckpointError(
                         f"{config.run_dir}: has already finished {self.data.stream.epochs:.4g} epochs; raise "
                         "run.epochs to continue"
@@ -269,7 +274,7 @@ class Trainer:
         if self.is_training:
             raise RunExists(f"{self.config.run_dir}: this Trainer is training already")
         if not self._close.alive:
-            if self.is_finished:
+            if self._is_complete:
                 raise CheckpointError(
                     f"{self.config.run_dir}: has already finished {self.step} steps; to continue, make a Trainer with "
                     f"resume=True, run.name='{self.config.run.name}' and a larger run.steps"
@@ -311,11 +316,12 @@ class Trainer:
 
     def _evaluate_first(self) -> None:
         """Evaluate before the first step. On resume take what is recorded, and evaluate only if that is missing."""
-        is_due = self.step == 0 or self._is_due(self.config.eval.every)
-        if is_due and not self.recorder.evaluations(self.step):
+        is_due = self.step == 0 or self.is_finished or self._is_due(self.config.eval.every)
+        self.evaluator.reports = self.recorder.evaluations()
+        if is_due and not self.evaluator.has_evaluated(self.step):
             self._evaluate()
-        else:
-            self.evaluator.reports = self.recorder.evaluations()
+        if self.step > 0 and self.evaluator.is_best(self.step):
+            self.save_checkpoint()  # again: it was saved before its evaluation
         self.before = self.evaluator.reports if self.step == 0 else self.recorder.evaluations(0)
 
     def _evaluate(self) -> None:

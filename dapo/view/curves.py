@@ -16,6 +16,7 @@ from dapo.view.source import Run, configuration
 
 MAX_POINTS = 1_000
 MAX_BANDS = 100
+LEVELS = (0.1, 0.9)  # quantiles of a band
 # Larger than any real run. Rows beyond these limits, in a damaged or hostile file, are not read into memory.
 _MOST_STEPS = 1_000_000
 _MOST_NAMES = 10_000
@@ -87,10 +88,9 @@ def curves(run: Run, names: Iterable[str], max_points: int = MAX_POINTS) -> list
 def spread(
     run: Run,
     column: Literal["reward", "score", "acc", "length"] = "reward",
-    levels: Sequence[float] = (0.1, 0.9),
     max_points: int = MAX_BANDS,
 ) -> Band:
-    """Return quantiles over the responses sampled in each step.
+    """Return the 10th and 90th percentile over the responses sampled in each step.
 
     A run of more than `max_points` steps is sampled at evenly spaced steps, the last included.
     """
@@ -107,8 +107,8 @@ def spread(
             found.row_factory = None  # no check of each row, which takes long: numpy checks the values all at once
             values = np.array([value for (value,) in found], dtype=np.float64)
             if len(values):
-                quantiles[step] = np.quantile(values, levels)
-    table = np.array(list(quantiles.values()), dtype=np.float64).reshape(-1, len(levels)).T
+                quantiles[step] = np.quantile(values, LEVELS)
+    table = np.array(list(quantiles.values()), dtype=np.float64).reshape(-1, len(LEVELS)).T
     return Band(np.array(list(quantiles), dtype=np.int64), table)
 
 

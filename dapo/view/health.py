@@ -24,25 +24,18 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True)
 class UnjudgedReason:
-    """One reason why responses could not be judged: how many, and the first and last of their groups."""
+    """One reason why responses could not be judged: how many, and in which steps they were sampled."""
 
     reason: str
     responses: int
-    first_serial: int
-    last_serial: int
-    first_step: int  # step in which the first of these groups was sampled
-    last_step: int  # step in which the last one was
+    first_step: int
+    last_step: int
 
 
-def events(
-    run: Run, kinds: Sequence[str] = (), after: int | None = None, limit: int = 100, *, newest_first: bool = False
-) -> list[EventRow]:
-    """Return the events of the given kinds (empty: all) that come after the event with the id `after`."""
-    side, order = ("<", "DESC") if newest_first else (">", "ASC")
-    conditions = f"kind IN ({placeholders(kinds)})" if kinds else "1"
-    if after is not None:
-        conditions += f" AND id {side} {int(after)}"
-    query = f"SELECT id, step, time, kind, message FROM events WHERE {conditions} ORDER BY id {order} LIMIT ?"
+def newest_events(run: Run, kinds: Sequence[str] = (), limit: int = 100) -> list[EventRow]:
+    """Return the newest events of the given kinds (empty: all), the newest first."""
+    condition = f"kind IN ({placeholders(kinds)})" if kinds else "1"
+    query = f"SELECT id, step, time, kind, message FROM events WHERE {condition} ORDER BY id DESC LIMIT ?"
     with run.snapshot() as database:
         return [EventRow(*row) for row in database.execute(query, (*kinds, limit))]
 
@@ -53,14 +46,14 @@ def event_kinds(run: Run) -> dict[str, int]:
         return dict(map(tuple, database.execute("SELECT kind, count(*) FROM events GROUP BY kind LIMIT 1000")))
 
 
-def unjudged(run: Run, offset: int = 0, limit: int = 100) -> list[UnjudgedReason]:
-    """Return the reasons, the most frequent first."""
+def unjudged(run: Run) -> list[UnjudgedReason]:
+    """Return the 100 most frequent reasons, the most frequent first."""
     query = (
-        "SELECT reasons.*, earliest.generated_step, latest.generated_step FROM"
+        "SELECT error, responses, earliest.generated_step, latest.generated_step FROM"
         " (SELECT error, count(*) AS responses, min(serial) AS low, max(serial) AS high FROM rollouts"
-        "  WHERE error IS NOT NULL GROUP BY error ORDER BY responses DESC, error LIMIT ? OFFSET ?) AS reasons"
+        "  WHERE error IS NOT NULL GROUP BY error ORDER BY responses DESC, error LIMIT 100)"
         " JOIN groups AS earliest ON earliest.serial = low JOIN groups AS latest ON latest.serial = high"
         " ORDER BY responses DESC, error"
     )
     with run.snapshot() as database:
-        return [UnjudgedReason(*row) for row in database.execute(query, (limit, offset))]
+        return [UnjudgedReason(*row) for row in database.execute(query)]

@@ -46,12 +46,8 @@ class PromptPage:
 class HistoryPoint:
     """One group of a prompt."""
 
-    serial: int
     step: int
-    verdict: str
-    judged: int
     pass_rate: float | None
-    mean_score: float | None
 
 
 _cache: dict[tuple[Path, int, Progress], list[PromptRow]] = {}  # by path, inode and progress; holds one list
@@ -73,16 +69,15 @@ def prompts(run: Run, order: Order, offset: int = 0, limit: int = 50) -> PromptP
         return PromptPage(tuple(_with_text(database, row) for row in ranked[offset : offset + limit]), len(ranked))
 
 
-def history(run: Run, uid: str, offset: int = 0, limit: int = 1000) -> list[HistoryPoint]:
-    """Return the groups of one prompt in the order of their steps."""
+def history(run: Run, uid: str) -> list[HistoryPoint]:
+    """Return the groups of one prompt in the order of their steps, at most 1,000."""
     # The same as the SQL view prompt_history, which would aggregate the groups of all prompts first.
     query = (
-        "SELECT serial, generated_step, verdict, sum(error IS NULL), avg(acc), avg(score)"
-        " FROM groups JOIN rollouts USING (serial) WHERE prompt_uid = ?"
-        " GROUP BY generated_step, serial ORDER BY generated_step, serial LIMIT ? OFFSET ?"
+        "SELECT generated_step, avg(acc) FROM groups JOIN rollouts USING (serial) WHERE prompt_uid = ?"
+        " GROUP BY generated_step, serial ORDER BY generated_step, serial LIMIT 1000"
     )
     with run.snapshot() as database:
-        return [HistoryPoint(*row) for row in database.execute(query, (uid, limit, offset))]
+        return [HistoryPoint(*row) for row in database.execute(query, (uid,))]
 
 
 def _all_prompts(run: Run, database: sqlite3.Connection) -> list[PromptRow]:

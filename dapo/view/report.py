@@ -9,7 +9,7 @@ from dapo.store.configuration import DATABASE_FILE
 from dapo.view.curves import EvalCurve, evaluations
 from dapo.view.document import TIME, short_text, write_document
 from dapo.view.groups import extremes, group
-from dapo.view.health import events, unjudged
+from dapo.view.health import newest_events, unjudged
 from dapo.view.page.charts import Look
 from dapo.view.page.panels import all_charts, load
 from dapo.view.page.text import format_number, format_time
@@ -63,7 +63,7 @@ def _facts(folder: Path) -> dict[str, str]:
 
 
 def _events(run: Run) -> list[tuple[str, str, str, str]]:
-    found = reversed(events(run, limit=_EVENTS, newest_first=True))
+    found = reversed(newest_events(run, limit=_EVENTS))
     return [(f"{each.step:,}", each.severity, short_text(each.kind, 60), each.message) for each in found]
 
 

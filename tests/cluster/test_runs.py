@@ -33,13 +33,6 @@ def train(config: Config, reporter: Reporter | None = None, prepare=lambda train
         trainer.close()
 
 
-def assert_same_run(first: Path, second: Path, step: int) -> None:
-    one, two = runs.weights(first, step), runs.weights(second, step)
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert runs.metrics(first) == runs.metrics(second)
-    assert runs.verdicts(first) == runs.verdicts(second)
-
-
 def assert_close(first: Path, second: Path, step: int) -> None:
     """Compare with a tolerance, since several ranks add up in another order than one."""
     one, two = runs.weights(first, step), runs.weights(second, step)
@@ -97,7 +90,7 @@ def test_one_worker_gives_the_kept_groups_and_weights_of_a_local_run_bit_for_bit
     train(local)
     placed = runs.load(tmp_path, "run.name=placed", "eval.k=2", "cluster.rollout_workers=1")
     train(placed)
-    assert_same_run(local.run_dir, placed.run_dir, step=6)
+    runs.assert_same_run(local.run_dir, placed.run_dir, step=6)
     assert_accounts_balance(placed.run_dir, steps=6)
 
 
@@ -229,7 +222,7 @@ def test_without_restarts_left_the_run_saves_the_last_whole_step_and_can_resume(
     train(local)
     trainer = Trainer(runs.load(tmp_path, *options, "cluster.max_restarts=0"), resume=True)
     trainer.train()
-    assert_same_run(local.run_dir, config.run_dir, step=6)
+    runs.assert_same_run(local.run_dir, config.run_dir, step=6)
     embedding = runs.weights(config.run_dir, 6)["model.embed_tokens.weight"]
     assert torch.equal(trainer.model.get_input_embeddings().weight, embedding), "loaded from the newest checkpoint"
 
@@ -248,5 +241,5 @@ def test_a_run_whose_driver_was_killed_resumes(tmp_path, cluster):
     again = subprocess.run([*command, "--resume"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     killed = local.run_dir.parent / "killed"
-    assert_same_run(local.run_dir, killed, step=6)
+    runs.assert_same_run(local.run_dir, killed, step=6)
     assert_accounts_balance(killed, steps=6)

@@ -13,6 +13,7 @@ from dapo.model.attention import ATTENTION_NAME
 from dapo.model.trunk import _TRUNKS, FusedTrunk, can_fuse
 from dapo.types import Extension, Request, SamplingParams
 from tests import plain
+from tests.engine.test_contract import drain
 from tests.tiny import (
     EOS_ID,
     PAD_ID,
@@ -42,14 +43,6 @@ def engine_for(request):
         return engine
 
     return build
-
-
-def drain(engine, *requests):
-    engine.submit(requests)
-    rollouts = []
-    while finished := engine.poll():
-        rollouts += finished
-    return {(rollout.serial, rollout.index): rollout for rollout in rollouts}
 
 
 def prompts(count, seed=0, longest=30):
@@ -137,14 +130,16 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others(engine_for)
     assert any(not np.array_equal(first[key].tokens, other[key].tokens) for key in first)
 
 
+def tokens_per_pass(model, monkeypatch):
+    """Return a list that gets the number of tokens of each forward pass."""
+    seen, embed = [], model.model.embed_tokens.forward
+    monkeypatch.setattr(model.model.embed_tokens, "forward", lambda ids: seen.append(ids.numel()) or embed(ids))
+    return seen
+
+
 def test_the_prompt_of_a_group_is_computed_once(engine_for, monkeypatch):
     model = tiny_llama()
-    seen = []
-    monkeypatch.setattr(
-        model.model.embed_tokens,
-        "forward",
-        lambda ids, f=model.model.embed_tokens.forward: seen.append(ids.numel()) or f(ids),
-    )
+    seen = tokens_per_pass(model, monkeypatch)
     if not isinstance(engine_for(model).decoder, EagerDecoder):
         pytest.skip("counts the tokens of the decoder for CPUs; test_paged.py has its own")
     first, second = (4, 5, 6, 7, 8, 9), (10, 11, 12, 13)
@@ -161,12 +156,7 @@ def test_the_prompt_of_a_group_is_computed_once(engine_for, monkeypatch):
 
 def test_a_next_turn_computes_only_the_new_tokens(engine_for, monkeypatch):
     model = tiny_llama()
-    seen = []
-    monkeypatch.setattr(
-        model.model.embed_tokens,
-        "forward",
-        lambda ids, f=model.model.embed_tokens.forward: seen.append(ids.numel()) or f(ids),
-    )
+    seen = tokens_per_pass(model, monkeypatch)
     engine = engine_for(model, stop=())
     if not isinstance(engine.decoder, EagerDecoder):
         pytest.skip("counts the tokens of the decoder for CPUs; test_paged.py has its own")

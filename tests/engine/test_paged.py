@@ -17,7 +17,7 @@ from dapo.model.graphs import GraphPool
 from dapo.types import Extension, Request, SamplingParams
 from tests import plain
 from tests.engine.conftest import Subject
-from tests.engine.test_contract import check_turns, play
+from tests.engine.test_contract import check_turns, drain, play
 from tests.graphs import capture
 from tests.tiny import EOS_ID, tiny_llama, tiny_tokenizer
 
@@ -29,16 +29,22 @@ def paged_engine(model, *, stop=(EOS_ID,), max_concurrent=64, max_length=400, pa
     return engine
 
 
-def drain(engine, *requests):
-    engine.submit(requests)
-    rollouts = []
-    while finished := engine.poll():
-        rollouts += finished
-    return {(rollout.serial, rollout.index): rollout for rollout in rollouts}
-
-
 def prompt(length, seed=0):
     return tuple(np.random.default_rng(seed).integers(4, 130, length).tolist())
+
+
+@pytest.fixture
+def computed(monkeypatch) -> list[int]:
+    """The number of tokens in each forward pass of the test."""
+    counts = []
+    hidden = trunk.PlainTrunk.hidden
+
+    def counting(self, tokens_T, *args, **kwargs):
+        counts.append(len(tokens_T))
+        return hidden(self, tokens_T, *args, **kwargs)
+
+    monkeypatch.setattr(trunk.PlainTrunk, "hidden", counting)
+    return counts
 
 
 @pytest.mark.parametrize("length", [1, 2, PAGE, PAGE + 1, PAGE + 2, 2 * PAGE + 1])
@@ -55,16 +61,8 @@ def test_prompts_and_responses_may_end_anywhere_in_a_page(length):
         np.testing.assert_allclose(rollout.logprobs, expected.numpy(), atol=2e-5)
 
 
-def test_the_prompt_of_a_group_is_computed_and_stored_once(monkeypatch):
+def test_the_prompt_of_a_group_is_computed_and_stored_once(computed):
     model = tiny_llama()
-    computed = []
-    hidden = trunk.PlainTrunk.hidden
-
-    def counting(self, tokens_T, *args, **kwargs):
-        computed.append(len(tokens_T))
-        return hidden(self, tokens_T, *args, **kwargs)
-
-    monkeypatch.setattr(trunk.PlainTrunk, "hidden", counting)
     engine = paged_engine(model, stop=())
     first, second = prompt(PAGE + 10), prompt(30, seed=1)
     params = SamplingParams(max_tokens=3)
@@ -309,16 +307,8 @@ def test_when_pages_run_out_episodes_give_their_cache_up_or_restart_from_what_is
 
 
 @pytest.mark.parametrize("length", [1, 2, PAGE, PAGE + 1])
-def test_a_next_turn_computes_only_the_new_tokens(length, monkeypatch):
+def test_a_next_turn_computes_only_the_new_tokens(length, computed):
     model = tiny_llama()
-    computed = []
-    hidden = trunk.PlainTrunk.hidden
-
-    def counting(self, tokens_T, *args, **kwargs):
-        computed.append(len(tokens_T))
-        return hidden(self, tokens_T, *args, **kwargs)
-
-    monkeypatch.setattr(trunk.PlainTrunk, "hidden", counting)
     engine = paged_engine(model, stop=(), max_concurrent=1)
     request = Request(0, prompt(length), 1, SamplingParams(max_tokens=BURST), turns=True)
     engine.submit([request])
@@ -353,7 +343,7 @@ def test_given_tokens_are_computed_by_replayed_graphs(monkeypatch):
 
 
 def test_a_stop_string_ends_a_turn_only_within_it():
-    """What was given may hold a part of a stop string, or a whole one."""
+    """The environment's tokens may contain a stop string, or a part of one, which must not end the turn."""
     model = tiny_llama()
     model.set_attn_implementation(ATTENTION_NAME)
     requests = [

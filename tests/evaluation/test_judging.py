@@ -1,6 +1,4 @@
 import json
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +7,7 @@ import dapo
 from dapo.cli import app
 from dapo.config import RewardConfig
 from dapo.errors import DapoError, RewardError
+from tests.rewards.test_endpoint import server
 
 REWARD = """
 def reward(completion, answer, level):
@@ -65,21 +64,8 @@ def len_of_kwargs(**kwargs):
 
 def test_an_endpoint_is_asked(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    asked = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"scores": [{"score": 0.25, "acc": 0.5}]}')
-
-        def log_message(self, format, *args):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.handle_request).start()
-        found = dapo.judge(f"http://127.0.0.1:{server.server_port}/", "a", "b", prompt="why?", level=1)
+    with server(lambda *_: (200, {"scores": [{"score": 0.25, "acc": 0.5}]})) as (url, asked):
+        found = dapo.judge(url, "a", "b", prompt="why?", level=1)
     assert (found.score, found.acc, found.verdict) == (0.25, 0.5, "50% correct")
     [sample] = asked[0]["samples"]
     assert (sample["prompt"], sample["extra"]) == ([{"role": "user", "content": "why?"}], {"level": 1})

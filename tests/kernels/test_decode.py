@@ -1,13 +1,7 @@
-import os
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
-
 import math
 
 import pytest
+import torch
 
 from dapo.kernels.decode_attention import PagedState, decode_attention
 from dapo.kernels.draw import DrawState, draw_and_advance
@@ -15,9 +9,9 @@ from dapo.kernels.piece_attention import CHUNK, PAGE, Pieces, piece_attention
 from dapo.kernels.rotary import rotate
 from dapo.kernels.sampler import draw, uniforms
 from dapo.types import SamplingParams
+from tests.kernels.ways import DEVICE
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 both_attentions = pytest.mark.parametrize(
     "attend", [decode_attention.torch, decode_attention.triton], ids=["torch", "triton"]
 )

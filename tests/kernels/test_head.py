@@ -1,25 +1,9 @@
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from dapo.kernels import head  # noqa: E402
-
-try:
-    import triton.language as tl
-
-    # Triton reads TRITON_INTERPRET when it is first imported, which may have been before this file was.
-    HAS_TRITON = DEVICE == "cuda" or type(tl.sum).__name__ == "InterpretedFunction"
-except ImportError:
-    HAS_TRITON = False
-
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="no GPU, and Triton is missing or not interpreted")
-both = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
+from dapo.kernels import head
+from tests.kernels.ways import DEVICE, both
 
 
 def chunk(rows: int, width: int) -> tuple[Tensor, Tensor]:

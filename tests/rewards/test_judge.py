@@ -3,8 +3,6 @@ import importlib.util
 import os
 import time
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import pytest
 
@@ -15,6 +13,7 @@ from dapo.errors import RewardError
 from dapo.rewards.judge import build_judge, short_names
 from dapo.types import Prompt
 from tests import make
+from tests.rewards.test_endpoint import server
 
 PROMPT = Prompt("u", ({"role": "user", "content": "?"},), (1,), answer="5", data_source="mine")
 
@@ -162,20 +161,8 @@ def test_terms_have_short_names_where_these_are_unique():
 
 def test_an_endpoint_is_a_judge(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"scores": [0.25]}')
-
-        def log_message(self, format, *args):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.handle_request).start()
-        assert judge_all(options(f"http://127.0.0.1:{server.server_port}/"), ["a"])[0].value == 0.25
+    with server(lambda *_: (200, {"scores": [0.25]})) as (url, _):
+        assert judge_all(options(url), ["a"])[0].value == 0.25
 
 
 @pytest.mark.parametrize(

@@ -216,17 +216,11 @@ def test_no_token_is_too_old_or_lost_and_no_group_is_split_or_trained_twice(
     if limit == 0 and "mixed" not in pattern:
         return  # without a limit and without kept groups, sampling never ends, by design
 
-    def judge(prompt, rollout):
-        kind = pattern[rollout.serial % len(pattern)]
-        if kind == "unjudged" or (kind == "partly_judged" and rollout.index == 1):
-            return Score(None, error="no")
-        return Score(float(rollout.index) if kind != "flat" else 1.0)
-
     sampler = sampler_for(
         lambda serial, index: lengths[(3 * serial + index) % len(lengths)], lambda serial: True,
         "rollout.n=3", f"data.gen_batch_size={gen}", f"algorithm.max_staleness={staleness}",
         f"algorithm.filter_groups.max_num_gen_batches={limit}", f"algorithm.filter_groups.on_exhausted={exhausted}",
-        f"rollout.max_concurrent={concurrent}", judge=make.Scripted(judge),
+        f"rollout.max_concurrent={concurrent}", judge=make.Scripted(make.judge_by(pattern)),
     )  # fmt: skip
     trained: list[int] = []
     decided: list[int] = []

@@ -17,7 +17,7 @@ from dapo.model.attention import ATTENTION_NAME
 from dapo.sampling.round_size import groups_needed
 from dapo.sampling.strict import DynamicSampler
 from dapo.types import Prompt, Rollout, Score
-from tests.make import Scripted
+from tests.make import Scripted, judge_by
 from tests.tiny import EOS_ID, tiny_llama, tiny_tokenizer
 
 MODEL = tiny_llama()
@@ -118,14 +118,8 @@ def test_no_token_is_lost_and_no_group_is_split_or_trained_twice(
     if limit == 0 and "mixed" not in pattern:
         return  # without a limit and without kept groups, sampling never ends, by design
 
-    def judge(prompt, rollout):
-        kind = pattern[rollout.serial % len(pattern)]
-        if kind == "unjudged" or (kind == "partly_judged" and rollout.index == 1):
-            return Score(None, error="no")
-        return Score(float(rollout.index) if kind != "flat" else 1.0)
-
     sampler = sampler_for(
-        judge, f"data.gen_batch_size={gen}", f"algorithm.max_staleness={staleness}",
+        judge_by(pattern), f"data.gen_batch_size={gen}", f"algorithm.max_staleness={staleness}",
         f"algorithm.filter_groups.max_num_gen_batches={limit}", f"algorithm.filter_groups.on_exhausted={exhausted}",
         f"algorithm.overlong_filter={str(overlong_filter).lower()}",
     )  # fmt: skip

@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from dapo.checkpoint import folder as checkpoint
 from dapo.config import Config
 from dapo.errors import CheckpointError, RunExists
 from dapo.store.configuration import recorded_config
@@ -18,6 +21,8 @@ from dapo.terminal.console import Reporter
 from dapo.training.command import resume_training, start_training
 from dapo.training.trainer import RunResult, Trainer
 from tests import runs
+
+ROOT = Path(__file__).parents[2]
 
 
 def start(recipe: Path, *overrides: str) -> str:
@@ -97,18 +102,19 @@ def test_resuming_what_is_not_there_is_one_sentence(tmp_path):
 
 
 class Interrupts(Reporter):
-    """Sends SIGINT as soon as an evaluation has some samples at this step or later."""
+    """Sends a signal as soon as the evaluation of `name` has some samples at this step or later."""
 
-    def __init__(self, step: int) -> None:
-        self.at, self.step_now, self.is_done = step, 0, False
+    def __init__(self, step: int, number: int = signal.SIGINT, name: str = "") -> None:
+        self.at, self.number, self.name = step, number, name
+        self.step_now, self.is_done = 0, False
 
     def step(self, report) -> None:
         self.step_now = report.step
 
     def phase(self, name: str) -> None:
-        if name.startswith("evaluating") and self.step_now >= self.at and not self.is_done:
+        if name.startswith(f"evaluating {self.name}") and self.step_now >= self.at and not self.is_done:
             self.is_done = True
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.number)
 
 
 def interrupted(config: Config, step: int) -> RunResult:
@@ -134,3 +140,66 @@ def test_a_signal_during_the_first_evaluation_ends_the_run_before_it_trains(tmp_
     assert interrupted(config, step=0).steps == 0
     assert evaluated_steps(config.run_dir) == []
     assert Trainer(config).train().steps == 1, "a run without a step does not block its name"
+
+
+def evaluated(run: Path) -> list[tuple[int, str, dict[str, float]]]:
+    with RunDatabase.open_readonly(run / "run.db") as database:
+        return [(row["step"], row["name"], row["metrics"]) for row in database.evals()]
+
+
+def ending(run: Path) -> str:
+    with RunDatabase.open_readonly(run / "run.db") as database:
+        return database.endings()[-1]["kind"]
+
+
+def assert_finished_like(whole: Config, config: Config) -> None:
+    assert ending(config.run_dir) == ending(whole.run_dir) == "finished"
+    assert runs.metrics(config.run_dir) == runs.metrics(whole.run_dir)
+    assert evaluated(config.run_dir) == evaluated(whole.run_dir)
+    assert checkpoint.best(config.run_dir / "checkpoints") == checkpoint.best(whole.run_dir / "checkpoints")
+    with pytest.raises(CheckpointError, match="has already finished"):
+        Trainer(config, resume=True)
+
+
+LAST_ONLY = ("eval.every=0", "eval.k=8", "eval.best_metric=hard/reward/mean", "rollout.max_concurrent=4")
+
+
+@pytest.mark.parametrize("end", [("run.steps=1",), ("run.steps=null", "run.epochs=0.5")])
+def test_a_run_is_finished_only_after_its_last_evaluation(tmp_path, end):
+    """A signal interrupts the second of two sets."""
+    recipe, options = runs.recipe(tmp_path, eval={"data": runs.eval_sets(tmp_path)}), (*LAST_ONLY, *end)
+    whole, config = (Config.load(recipe, (*options, f"run.name={name}")) for name in ("whole", "broken"))
+    Trainer(whole).train()
+    trainer = Trainer(config, reporter=Interrupts(1, signal.SIGTERM, "hard"))
+    assert trainer.train().signal == signal.SIGTERM
+    assert trainer.step == 1
+    assert ending(config.run_dir) == "interrupted"
+    resumed = Trainer(config, resume=True).train()
+    assert [report.step for report in resumed.after] == [1, 1]
+    assert_finished_like(whole, config)
+
+
+KILLED = """
+import signal, sys
+from dapo.config import Config
+from dapo.training.trainer import Trainer
+from tests.training.test_command import Interrupts
+
+step, recipe, *options = sys.argv[1:]
+killer = Interrupts(int(step), signal.SIGKILL, "hard")
+Trainer(Config.load(recipe, options), resume=step == "0", reporter=killer).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_its_last_evaluation_makes_up_for_it_also_if_the_resume_is_killed_there(tmp_path):
+    recipe = runs.recipe(tmp_path, eval={"data": runs.eval_sets(tmp_path)})
+    options = (*LAST_ONLY, "run.steps=2", "run.save_every=1", "run.name=broken")
+    whole, config = (Config.load(recipe, (*options, name)) for name in ("run.name=whole", "run.name=broken"))
+    Trainer(whole).train()
+    command = [sys.executable, "-c", KILLED]
+    assert subprocess.run([*command, "2", recipe, *options], cwd=ROOT).returncode == -signal.SIGKILL
+    assert Trainer(config, resume=True, reporter=Interrupts(2)).train().signal == signal.SIGINT
+    assert subprocess.run([*command, "0", recipe, *options], cwd=ROOT).returncode == -signal.SIGKILL
+    Trainer(config, resume=True).train()
+    assert_finished_like(whole, config)

@@ -26,12 +26,6 @@ from tests.training.conftest import ROWS, is_unlocked, reward
 IDS = torch.tensor([[1, 40, 50, 60, 70, 80]])
 
 
-def assert_same_run(first: Path, second: Path, step: int = 4) -> None:
-    one, two = runs.weights(first, step), runs.weights(second, step)
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert runs.metrics(first) == runs.metrics(second)
-
-
 def events(run_dir: Path) -> list[str]:
     with RunDatabase.open_readonly(run_dir / "run.db") as database:
         return [f"{event['kind']}: {event['message']}" for event in database.events()]
@@ -62,7 +56,7 @@ def test_rows_train_as_a_file_does(make, tmp_path, whole_run):
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, ROWS)))
     make(train_dataset=file).train()
-    assert_same_run(whole_run, tmp_path / "run")
+    runs.assert_same_run(whole_run, tmp_path / "run", step=4)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -77,7 +71,7 @@ def test_the_model_can_be_used_during_training_and_does_not_change_it(make, tmp_
     used = make({"model.lora.rank": rank}, callbacks=use)
     used.train()
     plain = whole_run if rank == 0 else make({"model.lora.rank": rank, "run.name": "plain"}).train().run_dir
-    assert_same_run(tmp_path / "run", plain)
+    runs.assert_same_run(tmp_path / "run", plain, step=4)
     assert len(texts) == 4
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step_4")
     with torch.no_grad():
@@ -93,7 +87,7 @@ def test_a_resumed_run_keeps_its_options_and_refuses_other_rows(make, tmp_path, 
         Trainer({**place, "run.steps": 4}, reward, resume=True, quiet=True)
     resumed = Trainer({**place, "run.steps": 4}, reward, train_dataset=iter(ROWS), resume=True, quiet=True)
     assert resumed.train().steps == 4
-    assert_same_run(whole_run, tmp_path / "parts")
+    runs.assert_same_run(whole_run, tmp_path / "parts", step=4)
     assert recorded_config(tmp_path / "parts").optim.lr == 1e-3
     assert events(tmp_path / "parts").count("configuration: changed on resume: run.steps 2 -> 4") == 1
 
@@ -127,7 +121,7 @@ def test_a_second_train_continues_a_run_that_ended_early_and_says_that_a_finishe
     assert "interrupted: after step 3" in events(tmp_path / "parts")
     trainer.callbacks.members.clear()
     assert trainer.train().steps == 4
-    assert_same_run(whole_run, tmp_path / "parts")
+    runs.assert_same_run(whole_run, tmp_path / "parts", step=4)
     with pytest.raises(CheckpointError, match=r"has already finished 4 steps; to continue, make a Trainer with resume"):
         trainer.train()
     assert trainer.result.steps == 4
@@ -144,7 +138,7 @@ def test_a_loop_over_steps_yields_every_report_and_leaving_it_saves(make, tmp_pa
     assert (trainer.step, trainer.result.steps) == (3, 3)
     assert is_unlocked(tmp_path / "parts")
     assert [step.step for step in trainer.steps()] == [4]
-    assert_same_run(whole_run, tmp_path / "parts")
+    runs.assert_same_run(whole_run, tmp_path / "parts", step=4)
 
 
 def test_an_exception_in_the_loop_body_leaves_the_run_saved_and_unlocked(make, tmp_path):
@@ -222,11 +216,11 @@ def test_training_works_inside_a_running_event_loop_and_in_another_thread(make, 
         make({"run.name": "loop"}, reward_funcs=judged).train()
 
     asyncio.run(main())
-    assert_same_run(tmp_path / "loop", whole_run)
+    runs.assert_same_run(tmp_path / "loop", whole_run, step=4)
     thread = threading.Thread(target=lambda: make({"run.name": "thread"}).train())
     thread.start()
     thread.join()
-    assert_same_run(tmp_path / "thread", whole_run)
+    runs.assert_same_run(tmp_path / "thread", whole_run, step=4)
 
 
 def test_progress_is_printed_unless_it_is_switched_off(make, capsys):
@@ -255,6 +249,6 @@ def test_a_recipe_from_python_is_the_run_of_the_command_line(tmp_path):
     of_config = Trainer(Config.load(recipe, ["run.steps=2"]), reward, quiet=True).train()
     trainer = Trainer(recipe, reward, run={"steps": 2}, quiet=True)
     assert trainer.train().run_dir.name == "recipe-2"
-    assert_same_run(of_config.run_dir, trainer.config.run_dir, step=2)
+    runs.assert_same_run(of_config.run_dir, trainer.config.run_dir, step=2)
     with RunDatabase.open_readonly(trainer.config.run_dir / "run.db") as database:
         assert database.meta()["recipe"] == "recipe"

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from dapo import Callback
 from dapo.checkpoint import folder as checkpoint
@@ -65,12 +64,6 @@ def kinds(run: Path) -> list[tuple[str, str]]:
         return [(event["kind"], event["message"]) for event in database.events()]
 
 
-def assert_same(whole: Path, run: Path) -> None:
-    one, two = runs.weights(whole, 4), runs.weights(run, 4)
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert runs.metrics(whole) == runs.metrics(run)
-
-
 def test_a_checkpoint_holds_the_weights_of_its_step_although_the_run_trained_on(make, tmp_path, monkeypatch, whole_run):
     disk, run = SlowDisk(monkeypatch, step=2), tmp_path / "run"
     held = []
@@ -85,7 +78,7 @@ def test_a_checkpoint_holds_the_weights_of_its_step_although_the_run_trained_on(
     for name in names:
         one, two = (place / "checkpoints" / "step_2" / name for place in (whole_run, run))
         assert one.read_bytes() == two.read_bytes(), name
-    assert_same(whole_run, run)
+    runs.assert_same_run(whole_run, run, step=4)
 
 
 def test_a_checkpoint_waits_for_the_one_before_and_its_seconds_are_metrics(make, tmp_path, monkeypatch):
@@ -98,7 +91,7 @@ def test_a_checkpoint_waits_for_the_one_before_and_its_seconds_are_metrics(make,
     assert "timing_s/checkpoint" not in first
     assert second["timing_s/checkpoint"] > 0, "the save of step 1"
     assert last["timing_s/checkpoint"] > 0.2, "the save of step 3, and the rest of step 2's"
-    assert last["timing_s/checkpoint_write"] > last["timing_s/checkpoint"]
+    assert last["timing_s/checkpoint_write"] > 0.2, "step 2's, which includes the wait"
 
 
 def test_a_disk_that_fills_up_in_the_background_ends_the_run_at_the_next_step(make, tmp_path, monkeypatch, whole_run):
@@ -117,7 +110,7 @@ def test_a_disk_that_fills_up_in_the_background_ends_the_run_at_the_next_step(ma
     assert os.listdir(run / "checkpoints") == ["step_1"]
     monkeypatch.undo()
     trainer.train()
-    assert_same(whole_run, run)
+    runs.assert_same_run(whole_run, run, step=4)
 
 
 def test_a_second_ctrl_c_gives_up_the_checkpoint_and_ends_at_once(make, tmp_path, monkeypatch, whole_run):
@@ -136,7 +129,7 @@ def test_a_second_ctrl_c_gives_up_the_checkpoint_and_ends_at_once(make, tmp_path
     monkeypatch.undo()
     trainer.callbacks.members.clear()
     trainer.train()
-    assert_same(whole_run, run)
+    runs.assert_same_run(whole_run, run, step=4)
 
 
 def test_a_second_ctrl_c_ends_the_wait_for_a_checkpoint_too(make, tmp_path, monkeypatch):
@@ -170,7 +163,7 @@ def test_without_memory_for_a_copy_training_waits_and_says_so_once(make, tmp_pat
     assert seen == [0, 0, 0, 0]
     (message,) = (message for kind, message in kinds(tmp_path / "run") if kind == "memory")
     assert message.endswith("but only 1 kB of memory are free; training waits while checkpoints are written")
-    assert_same(whole_run, tmp_path / "run")
+    runs.assert_same_run(whole_run, tmp_path / "run", step=4)
 
 
 KILLED = """
@@ -214,7 +207,7 @@ def test_a_run_killed_in_the_middle_of_a_background_write_resumes_from_the_check
     (message,) = (message for kind, message in kinds(run) if kind == "resumed")
     assert message.startswith("resumed from step 1: 2 later steps with ")
     assert not half.parent.parent.parent.exists()
-    assert_same(whole_run, run)
+    runs.assert_same_run(whole_run, run, step=4)
 
 
 def test_a_checkpoint_that_is_damaged_after_it_was_written_in_the_background_is_refused(make, tmp_path):

@@ -45,14 +45,6 @@ def train(config: Config, **kwargs):
         trainer.close()
 
 
-def assert_same_run(first: Path, second: Path, step: int) -> None:
-    one, two = runs.weights(first, step), runs.weights(second, step)
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert runs.metrics(first) == runs.metrics(second)
-    assert runs.verdicts(first) == runs.verdicts(second)
-
-
 def test_six_steps_at_once_and_three_then_three_more_are_the_same_bit_for_bit(tmp_path):
     more = ["data.gen_batch_size=9"]  # leaves groups to carry over
     whole = runs.load(tmp_path, "run.name=whole", *more)
@@ -62,7 +54,7 @@ def test_six_steps_at_once_and_three_then_three_more_are_the_same_bit_for_bit(tm
     assert saved.sampler.carried, "the test needs carried-over groups in the checkpoint"
     parts = runs.load(tmp_path, "run.name=parts", *more)
     train(parts, resume=True)
-    assert_same_run(whole.run_dir, parts.run_dir, step=6)
+    runs.assert_same_run(whole.run_dir, parts.run_dir, step=6)
     assert len(runs.metrics(whole.run_dir)) == 6
 
 
@@ -83,7 +75,7 @@ def test_runs_of_other_kinds_resume_bit_for_bit_too(tmp_path, override):
     train(runs.load(tmp_path, "run.name=parts", "run.steps=2", *more))
     parts = runs.load(tmp_path, "run.name=parts", "run.steps=4", *more)
     train(parts, resume=True)
-    assert_same_run(whole.run_dir, parts.run_dir, step=4)
+    runs.assert_same_run(whole.run_dir, parts.run_dir, step=4)
 
 
 def test_a_lora_run_resumes_bit_for_bit_too(tmp_path):
@@ -93,7 +85,7 @@ def test_a_lora_run_resumes_bit_for_bit_too(tmp_path):
     train(runs.load(tmp_path, "run.name=parts", "run.steps=2", model={"lora": lora}))
     parts = runs.load(tmp_path, "run.name=parts", "run.steps=4", model={"lora": lora})
     train(parts, resume=True)
-    assert_same_run(whole.run_dir, parts.run_dir, step=4)
+    runs.assert_same_run(whole.run_dir, parts.run_dir, step=4)
     base = runs.weights_of(tmp_path / "model")
     merged = runs.weights(whole.run_dir, 4)
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
@@ -116,7 +108,7 @@ def test_a_lora_run_on_the_fused_trunk_resumes_bit_for_bit_and_exports_what_it_s
     train(runs.load(tmp_path, "run.name=parts", "run.steps=2", *more, model=model))
     parts = runs.load(tmp_path, "run.name=parts", "run.steps=4", *more, model=model)
     train(parts, resume=True)
-    assert_same_run(whole.run_dir, parts.run_dir, step=4)
+    runs.assert_same_run(whole.run_dir, parts.run_dir, step=4)
     base, merged = runs.weights_of(tmp_path / "model"), runs.weights(whole.run_dir, 4)
     assert all(torch.equal(merged[name], tensor) for name, tensor in sampled.items())
     changed = {name.split(".")[-2] for name in base if not torch.equal(base[name].bfloat16(), merged[name])}
@@ -161,7 +153,7 @@ def test_a_run_killed_at_any_write_resumes_to_the_same_weights_and_metrics(tmp_p
         [sys.executable, "-m", "dapo", *arguments, "--resume"], cwd=ROOT, capture_output=True, text=True
     )
     assert again.returncode == 0, again.stderr
-    assert_same_run(whole.run_dir, whole.run_dir.parent / "killed", step=4)
+    runs.assert_same_run(whole.run_dir, whole.run_dir.parent / "killed", step=4)
 
 
 def test_a_run_killed_while_sampling_resumes_from_the_checkpoint(tmp_path):
@@ -175,7 +167,7 @@ def test_a_run_killed_while_sampling_resumes_from_the_checkpoint(tmp_path):
     again = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     killed = whole.run_dir.parent / "killed"
-    assert_same_run(whole.run_dir, killed, step=6)
+    runs.assert_same_run(whole.run_dir, killed, step=6)
     with RunDatabase.open_readonly(killed / "run.db") as database:
         assert [event["kind"] for event in database.events() if event["kind"] == "resumed"] == ["resumed"]
 
@@ -503,7 +495,7 @@ def test_a_checkpoint_of_format_2_resumes(tmp_path):
     assert checkpoint.best(folder) == Best(2, "set/avg@2", 0.5)
     parts = runs.load(tmp_path, "run.name=parts", "run.steps=4")
     train(parts, resume=True)
-    assert_same_run(whole.run_dir, parts.run_dir, step=4)
+    runs.assert_same_run(whole.run_dir, parts.run_dir, step=4)
 
 
 @pytest.mark.parametrize(
@@ -550,20 +542,11 @@ def test_nothing_depends_on_the_clock_or_on_hash_randomization(tmp_path):
             command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-    assert_same_run(tmp_path / "runs" / "one", tmp_path / "runs" / "two", step=3)
-
-
-def sets(folder: Path) -> dict[str, str]:
-    """Write two evaluation sets; the second contains two of the training questions."""
-    rows = {"easy": ["other", "another"], "hard": ["question x", "question xx", "yet another"]}
-    for name, prompts in rows.items():
-        lines = [json.dumps({"prompt": prompt, "answer": i}) for i, prompt in enumerate(prompts)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return {name: str(folder / f"{name}.jsonl") for name in rows}
+    runs.assert_same_run(tmp_path / "runs" / "one", tmp_path / "runs" / "two", step=3)
 
 
 def test_every_set_is_evaluated_and_its_questions_are_never_trained_on(tmp_path):
-    config = runs.load(tmp_path, "run.steps=3", eval={"k": 2, "every": 2, "data": sets(tmp_path)})
+    config = runs.load(tmp_path, "run.steps=3", eval={"k": 2, "every": 2, "data": runs.eval_sets(tmp_path)})
     result = train(config)
     assert [report.name for report in result.before] == [report.name for report in result.after] == ["easy", "hard"]
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
@@ -576,7 +559,7 @@ def test_every_set_is_evaluated_and_its_questions_are_never_trained_on(tmp_path)
 
 
 def test_the_best_checkpoint_by_best_metric_is_kept_besides_the_newest_two(tmp_path):
-    options = {"k": 4, "every": 1, "data": sets(tmp_path), "best_metric": "hard/reward/mean"}
+    options = {"k": 4, "every": 1, "data": runs.eval_sets(tmp_path), "best_metric": "hard/reward/mean"}
     config = runs.load(tmp_path, "run.steps=7", "run.save_every=1", "optim.lr=1e-9", eval=options)
     train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
@@ -590,7 +573,7 @@ def test_the_best_checkpoint_by_best_metric_is_kept_besides_the_newest_two(tmp_p
 
 
 def test_an_unknown_best_metric_stops_the_run_before_its_first_step_and_lists_the_metrics(tmp_path):
-    config = runs.load(tmp_path, eval={"k": 2, "data": sets(tmp_path), "best_metric": "hard/avg@3"})
+    config = runs.load(tmp_path, eval={"k": 2, "data": runs.eval_sets(tmp_path), "best_metric": "hard/avg@3"})
     with pytest.raises(ConfigError, match=r"there is no 'hard/avg@3'; the metrics are: .*hard/avg@2"):
         train(config)
 
@@ -602,7 +585,7 @@ def test_with_the_ledger_a_resumed_run_draws_the_same_prompts(tmp_path):
     train(runs.load(tmp_path, "run.name=parts", "run.steps=4", algorithm=ledger))
     parts = runs.load(tmp_path, "run.name=parts", "run.steps=8", algorithm=ledger)
     train(parts, resume=True)
-    assert_same_run(whole.run_dir, parts.run_dir, 8)
+    runs.assert_same_run(whole.run_dir, parts.run_dir, 8)
     assert sum(step["groups/skipped"] for step in runs.metrics(whole.run_dir)[4:]) > 0
 
 

@@ -16,7 +16,7 @@ from dapo.store.database import RunDatabase
 from dapo.types import Event
 from dapo.view import groups as module
 from dapo.view.groups import GroupFilter, count_groups, data_sources, group, groups, verdicts
-from dapo.view.health import events
+from dapo.view.health import newest_events
 from dapo.view.report import write_report
 from dapo.view.runs import find_run
 from dapo.view.source import Run
@@ -191,7 +191,7 @@ def test_hostile_texts_come_back_exactly_and_are_found(tmp_path: Path, text: str
     for wanted in (GroupFilter(text=text), GroupFilter(data_source=text), GroupFilter(prompt_uid=text)):
         assert [row.serial for row in groups(run, wanted).rows] == [1]
     assert [row.serial for row in groups(run, GroupFilter(text=text[1:].upper())).rows] == [1]
-    (event,) = events(run, kinds=[text])
+    (event,) = newest_events(run, kinds=[text])
     assert (event.kind, event.message) == (text, text)
 
 

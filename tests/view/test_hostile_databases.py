@@ -44,7 +44,7 @@ from dapo.view.curves import (
     verdicts_over_steps,
 )
 from dapo.view.groups import GroupFilter, count_groups, data_sources, extremes, group, group_json, groups, verdicts
-from dapo.view.health import event_kinds, events, unjudged
+from dapo.view.health import event_kinds, newest_events, unjudged
 from dapo.view.page.charts import Look
 from dapo.view.page.health import _counters, _event
 from dapo.view.page.panels import all_charts, load
@@ -174,7 +174,7 @@ READERS: dict[str, Reader] = {
     "tokens": of_run(_tokens),
     "prompts": of_run(lambda run: [prompts(run, order) for order in ("hardest", "solved", "flickering")]),
     "history": of_run(lambda run: history_chart(history(run, "p2"))),
-    "events": of_run(lambda run: [event_kinds(run), [_event(each) for each in events(run)]]),
+    "events": of_run(lambda run: [event_kinds(run), [_event(each) for each in newest_events(run)]]),
     "health": of_run(lambda run: [unjudged(run), _counters(run)]),
 }  # fmt: skip
 

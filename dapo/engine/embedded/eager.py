@@ -158,7 +158,7 @@ class EagerDecoder:
             )
 
     def _continue(self, responses: Sequence[Response]) -> None:
-        """Add episodes that go on, with the keys and values of their tokens but the newest, which is not cached yet."""
+        """Add episodes that continue, and cache the keys and values of all their tokens except the newest."""
         if not responses:
             return
         first = len(self.active)

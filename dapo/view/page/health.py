@@ -10,7 +10,7 @@ import numpy as np
 from nicegui import ui
 
 from dapo.view.curves import curves
-from dapo.view.health import EventRow, event_kinds, events, unjudged
+from dapo.view.health import EventRow, event_kinds, newest_events, unjudged
 from dapo.view.page.frame import Live, ask, column, fill, grid, link, number_column, offer
 from dapo.view.page.text import display_text, format_time
 from dapo.view.source import Run
@@ -70,7 +70,7 @@ class _Health:
         total = sum(counts[kind] for kind in counts.keys() & chosen)
         newest = f"the newest {LIMIT} of {total:,}; " if total > LIMIT else ""
         self.count.set_text(f"{newest}a click opens the groups of the step")
-        found = await ask(events, self.run, self.kinds.value, limit=LIMIT, newest_first=True)
+        found = await ask(newest_events, self.run, self.kinds.value, limit=LIMIT)
         fill(self.events, [_event(each) for each in found])
         fill(self.reasons, [asdict(each) for each in await ask(unjudged, self.run)])
         counters = await ask(_counters, self.run)
