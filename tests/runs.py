@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 
 from dapo.config import Config
 from dapo.store.database import RunDatabase
+from dapo.terminal.console import Reporter
 from tests.tiny import save_tiny
 
 # With this reward some groups have different accuracies and some do not, so that all verdicts and carry-over occur.
@@ -42,6 +45,22 @@ def deadly_reward(marker: Path) -> str:
         f"    if calls == 150 and not Path({str(marker)!r}).exists():\n"
         f"        Path({str(marker)!r}).touch()\n        os.kill(os.getppid(), signal.SIGKILL)",
     )
+
+
+class Interrupts(Reporter):
+    """Sends a signal as soon as the evaluation of `name` has some samples at this step or later."""
+
+    def __init__(self, step: int, number: int = signal.SIGINT, name: str = "") -> None:
+        self.at, self.number, self.name = step, number, name
+        self.step_now, self.is_done = 0, False
+
+    def step(self, report) -> None:
+        self.step_now = report.step
+
+    def phase(self, name: str) -> None:
+        if name.startswith(f"evaluating {self.name}") and self.step_now >= self.at and not self.is_done:
+            self.is_done = True
+            os.kill(os.getpid(), self.number)
 
 
 def recipe(folder: Path, reward: str = REWARD, **sections: dict[str, Any]) -> Path:

@@ -111,8 +111,7 @@ def _status(database: RunReader) -> tuple[Status, str | None]:
     if last is not None and last["kind"] == EventKind.STOPPED:
         return Status.FAILED, last["message"]
     step = database.last_step()
-    is_evaluated = any(row["step"] == step for row in database.evals())
-    if last is not None and last["kind"] == EventKind.FINISHED and last["step"] == step and is_evaluated:
+    if last is not None and last["kind"] == EventKind.FINISHED and last["step"] == step:
         if before is not None and before["kind"] == EventKind.STOPPED and before["step"] == step:
             return Status.ENDED_EARLY, before["message"]
         return Status.FINISHED, None

@@ -63,8 +63,7 @@ class ArmTrainer(Trainer):
 
     def _evaluate_first(self) -> None:
         if self.step == 0 and not self.recorder.evaluations(0) and (shared := self._shared_reports()):
-            for report in shared:
-                self.recorder.evaluation(report)
+            self.recorder.evaluation(shared)
             assert self.task.base is not None
             self.recorder.event(
                 EventKind.CONFIGURATION,
@@ -90,8 +89,7 @@ class ArmTrainer(Trainer):
         return reports
 
     def save_checkpoint(self, state: TrainerState | None = None, *, in_background: bool = False) -> None:
-        is_evaluated = any(report.step == self.step for report in self.evaluator.reports)
-        if not self.is_finished or (self.task.keeps_checkpoint and is_evaluated):
+        if not self.is_finished or (self.task.keeps_checkpoint and self._is_complete):
             super().save_checkpoint(state, in_background=in_background)
 
 

@@ -17,6 +17,7 @@ from dapo.sampling.episodes import Environment, Episodes
 from dapo.terminal.evaltable import DifferenceRow, headline
 from dapo.types import EvalReport, EvalSample, Prompt, Rollout, SamplingParams, Score
 
+COUNTS = ("problems", "problems/unjudged", "unjudged")  # metrics without an interval
 MetricsByProblem = dict[str, dict[str, float]]  # metric -> problem uid -> value
 
 
@@ -106,6 +107,13 @@ def metrics_by_problem(samples: Iterable[EvalSample], k: int) -> MetricsByProble
     return metrics
 
 
+def metric_names(k: int) -> list[str]:
+    """Return the metrics of an evaluation whose judge returns accuracies and answers, without their intervals."""
+    passes = [f"pass@{j}" for j in ks(k)]
+    lengths = ["response_length/mean", "response_length/clip_ratio"]
+    return ["reward/mean", f"avg@{k}", *passes, f"maj@{k}", "parse_rate", *lengths, *COUNTS]
+
+
 def differences(before: EvalReport, after: EvalReport, label: str = "after") -> list[DifferenceRow]:
     """Return the paired differences of the main metrics, problem by problem: `after` minus `before`.
 
@@ -129,11 +137,9 @@ def _metrics(samples: Sequence[EvalSample], k: int) -> dict[str, float]:
         if not math.isnan(low):
             metrics |= {f"{name}/low": low, f"{name}/high": high}
     problems = len(by_problem["response_length/mean"])
-    return metrics | {
-        "problems": float(problems),
-        "problems/unjudged": float(problems - len(by_problem["reward/mean"])),
-        "unjudged": float(sum(not sample.score.judged for sample in samples)),
-    }
+    unjudged = sum(not sample.score.judged for sample in samples)
+    counts = problems, problems - len(by_problem["reward/mean"]), unjudged
+    return metrics | dict(zip(COUNTS, map(float, counts), strict=True))
 
 
 def _judged(samples: Iterable[EvalSample]) -> list[Score]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from dapo.config import Config
 from dapo.errors import CheckpointError
 from dapo.store.database import RunDatabase
+from dapo.store.reading import RunReader
 
 CONFIG_FILE, DATABASE_FILE, CHECKPOINTS = "config.yaml", "run.db", "checkpoints"
 
@@ -24,5 +25,10 @@ def recorded_config(run: Path, overrides: Sequence[str] = ()) -> Config:
     if file.is_file():
         return Config.load(file, overrides)
     with RunDatabase.open_readonly(run / DATABASE_FILE) as database:
-        text = database.meta().get("config", "")
-    return Config.from_text(text, f"{run / DATABASE_FILE}: the recorded configuration", overrides)
+        return database_config(database, overrides)
+
+
+def database_config(database: RunReader, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration that the run has trained with so far; config.yaml may have been edited since."""
+    text = database.meta().get("config", "")
+    return Config.from_text(text, f"{database.path}: the recorded configuration", overrides)

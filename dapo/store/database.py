@@ -73,25 +73,25 @@ class RunDatabase(RunReader):
         self._store_tokens = _store_tokens(config_yaml)
 
     @classmethod
-    def open(cls, path: str | Path, config_yaml: str | None = None) -> Self:
-        """Open for writing. If a resumed run has changed options, its configuration replaces the stored one."""
+    def open(cls, path: str | Path) -> Self:
+        """Open for writing."""
         path = Path(path)
         with open_for_writing(path) as connection:
             check(connection, path)
             connection.execute("PRAGMA journal_mode = WAL")
             database = cls(connection)
-            if config_yaml is not None:
-                with database._transaction():
-                    connection.execute("UPDATE meta SET value = ? WHERE key = 'config'", (to_text(config_yaml),))
             with readable(path):  # the stored text may be damaged
                 database._store_tokens = _store_tokens(database.meta()["config"])
             return database
 
-    def record_about(self, about: Mapping[str, str]) -> None:
-        """Record what a resumed run depends on now, for the next resume to compare with."""
+    def record_resume(self, config_yaml: str, about: Mapping[str, str], change: Event | None) -> None:
+        """Record the options of a resumed run, what else it depends on, and the event that says what has changed."""
         with self._transaction() as connection:
-            rows = [(to_text(key), to_text(value)) for key, value in about.items()]
+            rows = [(to_text(key), to_text(value)) for key, value in {**about, "config": config_yaml}.items()]
             connection.executemany("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", rows)
+            if change is not None:
+                self._insert_event(change, time.time())
+        self._store_tokens = _store_tokens(config_yaml)
 
     def record_step(self, report: StepReport) -> None:
         now = time.time()
@@ -107,17 +107,21 @@ class RunDatabase(RunReader):
             for event in report.events:
                 self._insert_event(event, now)
 
-    def record_eval(self, report: EvalReport) -> None:
-        """Record an evaluation. It replaces an earlier one of the same set and step, which a resumed run may repeat."""
+    def record_eval(self, *reports: EvalReport) -> None:
+        """Record an evaluation on all its sets, or nothing of it.
+
+        A report replaces an earlier one of the same set and step, which a resumed run may repeat.
+        """
         with self._transaction() as connection:
-            row = {"step": report.step, "name": to_text(report.name)}
-            connection.execute("DELETE FROM evaluations WHERE (step, name) = (?, ?)", tuple(row.values()))
-            row |= {"time": time.time(), "metrics": to_json(report.metrics)}
-            evaluation = self._insert("evaluations", row).lastrowid
-            for sample in report.samples:
-                self._insert_prompt(sample.prompt, report.step)
-                keys = {"evaluation": evaluation, "prompt_uid": to_text(sample.prompt.uid)}
-                self._insert("eval_samples", {**keys, **_sample_columns(sample.rollout, sample.score)})
+            for report in reports:
+                row = {"step": report.step, "name": to_text(report.name)}
+                connection.execute("DELETE FROM evaluations WHERE (step, name) = (?, ?)", tuple(row.values()))
+                row |= {"time": time.time(), "metrics": to_json(report.metrics)}
+                evaluation = self._insert("evaluations", row).lastrowid
+                for sample in report.samples:
+                    self._insert_prompt(sample.prompt, report.step)
+                    keys = {"evaluation": evaluation, "prompt_uid": to_text(sample.prompt.uid)}
+                    self._insert("eval_samples", {**keys, **_sample_columns(sample.rollout, sample.score)})
 
     def record_event(self, event: Event) -> None:
         with self._transaction():

@@ -60,9 +60,10 @@ def _run(console: Console, trainer: Trainer) -> int | None:
     finally:
         trainer.close()
     config = trainer.config
-    for before, after in zip(result.before, result.after, strict=False):
-        if after.step > before.step:
-            console.print(before_after_table(before, after, differences(before, after)))
+    after = {report.name: report for report in result.after}
+    for before in result.before:
+        if before.name in after:
+            console.print(before_after_table(before, after[before.name], differences(before, after[before.name])))
     lines = [
         f"{result.steps} step{'s' * (result.steps != 1)}, {result.seconds:.0f} s of training; the run is in "
         f"{result.run_dir}",

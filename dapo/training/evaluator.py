@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dapo.checkpoint.state import Best
 from dapo.config import Config
 from dapo.engine.protocol import Engine
 from dapo.errors import ConfigError
-from dapo.evaluation.evaluate import Interrupted, evaluate
+from dapo.evaluation.evaluate import Interrupted, evaluate, metric_names
 from dapo.rewards.protocol import Judge
+from dapo.sampling.accounting import unjudged_message
 from dapo.sampling.episodes import Environment
 from dapo.training.recorder import Recorder
-from dapo.types import EvalReport, Prompt, SamplingParams
+from dapo.types import EvalReport, EventKind, Prompt, SamplingParams
 
 
 class Evaluator:
@@ -37,11 +39,12 @@ class Evaluator:
         self.params = SamplingParams(options.temperature, options.top_p, options.top_k, limit, stop)
         self.reports: tuple[EvalReport, ...] = ()  # of the latest evaluation, one per set
         self.best: Best | None = None
+        self._best_set, self._best_key = find_metric(config, sets) or (None, "")
 
     def run(self, step: int) -> None:
         """Evaluate on every set. The engine must be idle: it uses one set of sampling parameters at a time.
 
-        Raise Interrupted if the run is stopping; what was not finished is not recorded.
+        Raise Interrupted if the run is stopping. Nothing is recorded before the last set is evaluated.
         """
         reports = []
         for name, prompts in self.sets.items():
@@ -63,11 +66,20 @@ class Evaluator:
                 self.think_tags,
                 self.environment,
             )
-            self.recorder.evaluation(report)
             reports.append(report)
         self.engine.metrics()  # discard the evaluation's share, so that the next step does not count it
+        self.recorder.evaluation(reports)
         self.reports = tuple(reports)
-        self._best_value()  # raises at the first evaluation, before hours of training, if there is no such metric
+        report = self._best_report()
+        if step > 0 and report and self._best_value() is None:
+            reasons = Counter(str(sample.score.error) for sample in report.samples if not sample.score.judged)
+            message = f"the evaluation has no {self.options.best_metric}, so step {step} cannot become the best"
+            self.recorder.event(EventKind.UNJUDGED, f"{message}; {unjudged_message(reasons)}" if reasons else message)
+
+    def recorded(self, step: int | None = None) -> tuple[EvalReport, ...]:
+        """Return the recorded evaluation of a step (default: the newest), in the order in which `run` evaluates."""
+        found = {report.name: report for report in self.recorder.evaluations(step)}
+        return tuple(found[name] for name in self.sets if name in found)
 
     def has_evaluated(self, step: int) -> bool:
         """Return whether the latest evaluation is that of `step`, on every set."""
@@ -75,20 +87,44 @@ class Evaluator:
 
     def is_best(self, step: int) -> bool:
         """Return whether `step` was evaluated and is the best so far by eval.best_metric; if so, remember it."""
-        value = self._best_value()
-        if value is None or not math.isfinite(value) or self.reports[0].step != step:
+        value, metric = self._best_value(), self.options.best_metric
+        if value is None or metric is None or not self.has_evaluated(step):
             return False
-        if self.best is not None and value <= self.best.value:
+        # A resume may have changed the metric, and values of two metrics cannot be compared.
+        if self.best is not None and self.best.metric == metric and value <= self.best.value:
             return False
-        self.best = Best(step, str(self.options.best_metric), value)
+        self.best = Best(step, metric, value)
         return True
 
+    def require_best_metric(self) -> None:
+        """Raise if the judge does not return what eval.best_metric needs.
+
+        It is called before the first step. In a later evaluation the judge may fail, which must not end the run.
+        """
+        report = self._best_report()
+        if report and self._best_key not in report.metrics and any(sample.score.judged for sample in report.samples):
+            raise _no_metric(self.options.best_metric, [f"{report.name}/{key}" for key in report.metrics])
+
     def _best_value(self) -> float | None:
-        """Return the value of eval.best_metric in the latest evaluation; None if the option is not set."""
-        name = self.options.best_metric
-        if name is None or not self.reports:
-            return None
-        metrics = {f"{report.name}/{key}": value for report in self.reports for key, value in report.metrics.items()}
-        if name not in metrics:
-            raise ConfigError(f"eval.best_metric: there is no '{name}'; the metrics are: {', '.join(metrics)}")
-        return metrics[name]
+        """Return the value of eval.best_metric in the latest evaluation; None if the option is not set or no number."""
+        report = self._best_report()
+        value = report.metrics.get(self._best_key, math.nan) if report else math.nan
+        return value if math.isfinite(value) else None
+
+    def _best_report(self) -> EvalReport | None:
+        return next((report for report in self.reports if report.name == self._best_set), None)
+
+
+def find_metric(config: Config, sets: Collection[str]) -> tuple[str, str] | None:
+    """Return the set and the metric that eval.best_metric names; raise if no evaluation can have it."""
+    name, keys = config.eval.best_metric, metric_names(config.eval.k)
+    if name is None:
+        return None
+    for key in (each for start in keys for each in (start, f"{start}/low", f"{start}/high")):
+        if name.endswith(f"/{key}") and name.removesuffix(f"/{key}") in sets:
+            return name.removesuffix(f"/{key}"), key
+    raise _no_metric(name, [f"{each}/{key}" for each in sets for key in keys])
+
+
+def _no_metric(name: str | None, names: Sequence[str]) -> ConfigError:
+    return ConfigError(f"eval.best_metric: there is no '{name}'; the metrics are: {', '.join(names)}")

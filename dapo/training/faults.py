@@ -49,6 +49,7 @@ def _restart_from_checkpoint(trainer: Trainer, lost: LearnerLost) -> None:
     trainer.restore(saved, checkpoint.read_state(saved) if saved else trainer.first_state)
     trainer.engine.metrics()  # discard the metrics of the undone steps
     undone = trainer.recorder.rewind(trainer.step)
+    trainer.evaluator.reports = trainer.evaluator.recorded()  # without the evaluations of the undone steps
     trainer.last_state = trainer.state()
     message = f"{lost}; all learners start again from step {trainer.step}, {undone} step{'s' * (undone != 1)} undone"
     trainer.recorder.event(EventKind.LEARNERS, message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -42,8 +42,8 @@ class Recorder:
                 f"; {undone} later step{'s are' if undone > 1 else ' is'} undone" if undone else ""
             )
             self.reporter.event(Event(EventKind.RESUMED, what, step))
-        if self.directory.changes:
-            self.event(EventKind.CONFIGURATION, "changed on resume: " + "; ".join(self.directory.changes))
+            if self.directory.change:  # recorded with the options themselves
+                self.reporter.event(self.directory.change)
         self.trackers = Trackers(config, step, on_failure=lambda message: self.event(EventKind.TRACKER, message))
 
     def step(self, report: StepReport) -> None:
@@ -55,12 +55,14 @@ class Recorder:
         self.reporter.step(report)
         self.trackers.step(report)
 
-    def evaluation(self, report: EvalReport) -> None:
+    def evaluation(self, reports: Sequence[EvalReport]) -> None:
+        """Record an evaluation: one report per set, all or nothing."""
         assert self.database and self.trackers
         self.flush()
-        self.database.record_eval(report)
-        self.reporter.evaluation(report)
-        self.trackers.evaluation(report)
+        self.database.record_eval(*reports)
+        for report in reports:
+            self.reporter.evaluation(report)
+            self.trackers.evaluation(report)
 
     def event(self, kind: EventKind, message: str) -> None:
         event = Event(kind, message, self._step)

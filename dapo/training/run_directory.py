@@ -16,10 +16,11 @@ from typing import IO, Any, ClassVar
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import TrainerState
 from dapo.config import FIXED, Config, Source, leaves
-from dapo.errors import DISK_FAULTS, CheckpointError, RunExists, StorageError
-from dapo.store.configuration import CHECKPOINTS, CONFIG_FILE, DATABASE_FILE, recorded_config
+from dapo.errors import DISK_FAULTS, CheckpointError, ConfigError, RunExists, StorageError
+from dapo.store.configuration import CHECKPOINTS, CONFIG_FILE, DATABASE_FILE, database_config, recorded_config
 from dapo.store.database import RunDatabase
 from dapo.system.files import fsync, write_text
+from dapo.types import Event, EventKind
 
 _LOCK = ".lock"
 _MARKER = b"This folder belongs to a run of dapo.\n"
@@ -72,19 +73,28 @@ class RunDirectory:
         resolved, file = self.config.to_yaml(), self.path / DATABASE_FILE
         self._has_made_lock = False  # the lock file stays from now on: it marks the folder as a run's
         with _explained(self.path):
-            if self.resume:
-                database = RunDatabase.open(file, resolved)
-                was = database.meta()
-                self.changes += [f"{key} {was[key]} -> {now}" for key, now in about.items() if was.get(key, now) != now]
-                database.record_about(about)
-            elif self.is_begun:
+            if self.is_begun:
+                # Before the database: if the process is killed in between, the next resume still finds the changes.
+                write_text(self.path / CONFIG_FILE, resolved)
                 database = RunDatabase.open(file)
-                database.restart(resolved, about)
             else:
                 database = RunDatabase.create(file, resolved, about)
-            write_text(self.path / CONFIG_FILE, resolved)  # also syncs the folder, and with it the database's entry
+                write_text(self.path / CONFIG_FILE, resolved)  # also syncs the folder, and with it the database's entry
+            if self.resume:
+                was = database.meta()
+                self.changes += [f"{key} {was[key]} -> {now}" for key, now in about.items() if was.get(key, now) != now]
+                database.record_resume(resolved, about, self.change)
+            elif self.is_begun:
+                database.restart(resolved, about)
             fsync(self.path.parent)
         return database
+
+    @property
+    def change(self) -> Event | None:
+        """The event that lists what differs from the run so far."""
+        message = "changed on resume: " + "; ".join(self.changes)
+        step = self.state.step if self.state else 0
+        return Event(EventKind.CONFIGURATION, message, step) if self.changes else None
 
     def require_in_place(self) -> None:
         """Raise if the folder was moved or deleted while the run was training; what is written would be lost."""
@@ -164,8 +174,8 @@ class RunDirectory:
         """Find the checkpoint to resume from, and check that the configuration describes the same run."""
         with RunDatabase.open(self.path / DATABASE_FILE) as database:
             steps, self.is_finished = database.last_step(), database.is_finished()
-        recorded = recorded_config(self.path)
-        self.changes = self._changes(recorded)
+            recorded, notes = self._recorded(database)
+        self.changes = [*self._changes(recorded), *notes]
         self.saved = checkpoint.newest(self.checkpoints)
         # A run trains on while its first checkpoint is written, and waits for it when the second is due.
         limit = recorded.run.save_every * (2 if self.checkpoints.is_dir() else 1)
@@ -181,6 +191,13 @@ class RunDirectory:
                 f"{self.path}: has already finished {self.state.step} steps; raise run.steps to continue"
             )
 
+    def _recorded(self, database: RunDatabase) -> tuple[Config, list[str]]:
+        """Return the options that the run has trained with; config.yaml if another version of dapo recorded them."""
+        try:
+            return database_config(database), []
+        except ConfigError as error:
+            return recorded_config(self.path), [f"{CONFIG_FILE} is used without comparing it ({error})"]
+
     def _changes(self, recorded: Config) -> list[str]:
         """Describe the options that differ from the recorded run; refuse changes that would make it another run."""
         fixed = {key for key, info in leaves() if info.json_schema_extra == FIXED}
@@ -188,7 +205,8 @@ class RunDirectory:
         for key in fixed & found.keys():
             was, now = map(shown, found[key])
             raise CheckpointError(
-                f"{self.path}: holds another run: its {key} is {was}, not {now}; choose another run.name"
+                f"{self.path}: holds another run: its {key} is {was}, not {now}; set it back, or choose another "
+                "run.name"
             )
         return [f"{key} {shown(was)} -> {shown(now)}" for key, (was, now) in found.items()]
 

@@ -36,7 +36,7 @@ from dapo.terminal.console import ConsoleReporter, Reporter
 from dapo.training import signals
 from dapo.training.arguments import ConfigLike, resolve
 from dapo.training.callbacks import CallbackLike, Callbacks
-from dapo.training.evaluator import Evaluator
+from dapo.training.evaluator import Evaluator, find_metric
 from dapo.training.faults import faults_handled
 from dapo.training.recorder import Recorder
 from dapo.training.result import RunResult, close_all, environment, step_metrics, trained_model
@@ -293,6 +293,7 @@ class Trainer:
         self.data = load_run_data(config, tokenizer, columns_seen(kinds), self._arguments.rows, self.environments)
         environment = Environment.of(config, self.environments, tokenizer)
         check_columns(kinds, self.data.columns())
+        find_metric(config, self.data.eval_sets)  # raises if there is no such metric
         self.parts = assemble(config, saved, self.recorder.event, self.stopping.has_signal, self._arguments.parts)
         self.policy, self.engine, self.tokenizer = self.parts.policy, self.parts.engine, self.parts.tokenizer
         self.saver = Saver(self.directory.checkpoints, self.policy, self.tokenizer, self.recorder.event)
@@ -317,12 +318,14 @@ class Trainer:
     def _evaluate_first(self) -> None:
         """Evaluate before the first step. On resume take what is recorded, and evaluate only if that is missing."""
         is_due = self.step == 0 or self.is_finished or self._is_due(self.config.eval.every)
-        self.evaluator.reports = self.recorder.evaluations()
+        self.evaluator.reports = self.evaluator.recorded()
         if is_due and not self.evaluator.has_evaluated(self.step):
             self._evaluate()
-        if self.step > 0 and self.evaluator.is_best(self.step):
+        if self.step == 0:
+            self.evaluator.require_best_metric()
+        elif self.evaluator.is_best(self.step):
             self.save_checkpoint()  # again: it was saved before its evaluation
-        self.before = self.evaluator.reports if self.step == 0 else self.recorder.evaluations(0)
+        self.before = self.evaluator.reports if self.step == 0 else self.evaluator.recorded(0)
 
     def _evaluate(self) -> None:
         """Evaluate the current weights, or leave it if the run is stopping: a resume makes up for it."""

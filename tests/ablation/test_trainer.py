@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from dapo.ablation.trainer import ArmTrainer, Task
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Reporter
 from tests.ablation.recipes import plan_of, write_recipe
-from tests.runs import metrics
+from tests.runs import Interrupts, eval_sets, metrics
 
 
 def task(plan: Plan, number: int = 0, **changes) -> Task:
@@ -102,18 +101,23 @@ def test_a_checkpoint_is_kept_if_asked_for(tmp_path: Path):
 
 @pytest.mark.parametrize("keeps_checkpoint", [False, True])
 def test_a_run_whose_last_evaluation_was_interrupted_makes_up_for_it_when_resumed(tmp_path: Path, keeps_checkpoint):
-    recipe = write_recipe(tmp_path, run={"save_every": 1}, eval={"every": 0}, rollout={"n": 4, "max_concurrent": 4})
+    """A signal interrupts the second of two sets."""
+    options = {"every": 0, "data": eval_sets(tmp_path)}
+    recipe = write_recipe(tmp_path, run={"save_every": 1}, eval=options, rollout={"n": 4, "max_concurrent": 4})
     plan = plan_of(recipe, "a: optim.lr=0.1")
     folder = plan.runs[0].folder
-    trainer = ArmTrainer(task(plan, keeps_checkpoint=keeps_checkpoint), Reporter())
-    for report in trainer.steps():
-        if report.step == 1:
-            trainer.callbacks.step = lambda report: setattr(trainer.stopping, "signal", signal.SIGINT)  # in step 2
+
+    def evaluated() -> dict[str, list[int]]:
+        found = read_runs(plan, {})[0].evaluations
+        return {name: [each.step for each in evaluations] for name, evaluations in found.items()}
+
+    ArmTrainer(task(plan, keeps_checkpoint=keeps_checkpoint), Interrupts(2, name="hard")).train()
     assert len(metrics(folder)) == 2
     assert read_status(folder) == Status.UNFINISHED
+    assert evaluated() == {"easy": [0], "hard": [0]}
     train(task(plan, resume=True, keeps_checkpoint=keeps_checkpoint))
     assert read_status(folder) == Status.FINISHED
-    assert [each.step for each in read_runs(plan, {})[0].evaluations["held_out"]] == [0, 2]
+    assert evaluated() == {"easy": [0, 2], "hard": [0, 2]}
 
 
 def test_nothing_of_a_run_stays_in_memory_for_the_next_one(tmp_path: Path):

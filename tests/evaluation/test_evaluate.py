@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dapo.engine.embedded.engine import EmbeddedEngine
-from dapo.evaluation.evaluate import evaluate, metrics_by_problem
+from dapo.evaluation.evaluate import evaluate, metric_names, metrics_by_problem
 from dapo.model.attention import ATTENTION_NAME
 from dapo.types import EvalSample, Prompt, Rollout, SamplingParams, Score
 from tests import make
@@ -139,6 +139,7 @@ def test_every_mean_lies_in_its_interval_and_only_counts_have_no_interval(engine
         name for name in metrics if not name.endswith(("/low", "/high")) and f"{name}/low" not in metrics
     }
     assert without_interval == {"problems", "problems/unjudged", "unjudged"}
+    assert [name for name in metrics if not name.endswith(("/low", "/high"))] == metric_names(K)
     for name in metrics.keys() - without_interval:
         if not name.endswith(("/low", "/high")):
             assert metrics[f"{name}/low"] <= metrics[name] <= metrics[f"{name}/high"], name

@@ -30,6 +30,7 @@ from dapo.types import (
     EvalReport,
     EvalSample,
     Event,
+    EventKind,
     Group,
     Prompt,
     Rollout,
@@ -733,10 +734,12 @@ def test_a_resumed_run_can_change_its_configuration(path: Path) -> None:
         database.record_step(make_report(1, [make_group(1)]))
     with RunDatabase.open(path) as database:
         database.record_step(make_report(2, [make_group(2)]))
-    with RunDatabase.open(path, config_yaml("none")) as database:
+    with RunDatabase.open(path) as database:
+        database.record_resume(config_yaml("none"), {"version": "2"}, Event(EventKind.CONFIGURATION, "tokens", 2))
         database.record_step(make_report(3, [make_group(3)]))
         stored = [next(database.rollouts(serial))["tokens"] is not None for serial in (1, 2, 3)]
-        assert database.meta()["config"] == config_yaml("none")
+        assert {"config": config_yaml("none"), "version": "2"}.items() <= database.meta().items()
+        assert "tokens" in [event["message"] for event in database.events()]
     assert stored == [True, True, False]
 
 

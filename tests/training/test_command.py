@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from dapo.config import Config
 from dapo.errors import CheckpointError, RunExists
 from dapo.store.configuration import recorded_config
 from dapo.store.database import RunDatabase
-from dapo.terminal.console import Reporter
 from dapo.training.command import resume_training, start_training
 from dapo.training.trainer import RunResult, Trainer
 from tests import runs
@@ -101,24 +99,8 @@ def test_resuming_what_is_not_there_is_one_sentence(tmp_path):
         resume(runs.recipe(tmp_path))
 
 
-class Interrupts(Reporter):
-    """Sends a signal as soon as the evaluation of `name` has some samples at this step or later."""
-
-    def __init__(self, step: int, number: int = signal.SIGINT, name: str = "") -> None:
-        self.at, self.number, self.name = step, number, name
-        self.step_now, self.is_done = 0, False
-
-    def step(self, report) -> None:
-        self.step_now = report.step
-
-    def phase(self, name: str) -> None:
-        if name.startswith(f"evaluating {self.name}") and self.step_now >= self.at and not self.is_done:
-            self.is_done = True
-            os.kill(os.getpid(), self.number)
-
-
 def interrupted(config: Config, step: int) -> RunResult:
-    result = Trainer(config, reporter=Interrupts(step)).train()
+    result = Trainer(config, reporter=runs.Interrupts(step)).train()
     assert result.signal == signal.SIGINT
     return result
 
@@ -170,7 +152,7 @@ def test_a_run_is_finished_only_after_its_last_evaluation(tmp_path, end):
     recipe, options = runs.recipe(tmp_path, eval={"data": runs.eval_sets(tmp_path)}), (*LAST_ONLY, *end)
     whole, config = (Config.load(recipe, (*options, f"run.name={name}")) for name in ("whole", "broken"))
     Trainer(whole).train()
-    trainer = Trainer(config, reporter=Interrupts(1, signal.SIGTERM, "hard"))
+    trainer = Trainer(config, reporter=runs.Interrupts(1, signal.SIGTERM, "hard"))
     assert trainer.train().signal == signal.SIGTERM
     assert trainer.step == 1
     assert ending(config.run_dir) == "interrupted"
@@ -183,10 +165,10 @@ KILLED = """
 import signal, sys
 from dapo.config import Config
 from dapo.training.trainer import Trainer
-from tests.training.test_command import Interrupts
+from tests import runs
 
 step, recipe, *options = sys.argv[1:]
-killer = Interrupts(int(step), signal.SIGKILL, "hard")
+killer = runs.Interrupts(int(step), signal.SIGKILL, "hard")
 Trainer(Config.load(recipe, options), resume=step == "0", reporter=killer).train()
 """
 
@@ -199,7 +181,7 @@ def test_a_run_killed_in_its_last_evaluation_makes_up_for_it_also_if_the_resume_
     Trainer(whole).train()
     command = [sys.executable, "-c", KILLED]
     assert subprocess.run([*command, "2", recipe, *options], cwd=ROOT).returncode == -signal.SIGKILL
-    assert Trainer(config, resume=True, reporter=Interrupts(2)).train().signal == signal.SIGINT
+    assert Trainer(config, resume=True, reporter=runs.Interrupts(2)).train().signal == signal.SIGINT
     assert subprocess.run([*command, "0", recipe, *options], cwd=ROOT).returncode == -signal.SIGKILL
     Trainer(config, resume=True).train()
     assert_finished_like(whole, config)

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from dapo.checkpoint.export import export_run
 from dapo.config import Config
 from dapo.errors import CheckpointError, ConfigError, DapoError, StorageError
 from dapo.evaluation.subjects import resolve
+from dapo.store.configuration import database_config
 from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
 from dapo.training.trainer import Trainer
@@ -323,3 +325,39 @@ def test_a_resume_with_other_threads_says_so_because_sums_then_round_differently
     with RunDatabase.open_readonly(tmp_path / "runs" / "run" / "run.db") as database:
         (message,) = (event["message"] for event in database.events() if event["kind"] == "configuration")
     assert message == f"changed on resume: run.steps 1 -> 2; threads {threads} -> {threads + 1}"
+
+
+def edited(config: Config, key: str, value: object) -> None:
+    """Change an option in the run's config.yaml by hand."""
+    file = config.run_dir / "config.yaml"
+    values = yaml.safe_load(file.read_text())
+    section, name = key.split(".")
+    values[section][name] = value
+    file.write_text(yaml.safe_dump(values))
+
+
+def test_an_edited_configuration_is_listed_on_resume_and_fixed_options_stay_fixed(finished, tmp_path):
+    config = copy_of(finished, tmp_path)
+    edited(config, "optim.lr", 0.5)
+    trainer = Trainer({"run.dir": str(tmp_path), "run.name": "run", "run.steps": 4}, resume=True, quiet=True)
+    trainer.close()
+    assert trainer.config.optim.lr == 0.5
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        (message,) = (event["message"] for event in database.events() if event["kind"] == "configuration")
+        assert database_config(database).optim.lr == 0.5
+    assert "optim.lr 0.001 -> 0.5" in message
+    edited(config, "run.seed", 99)
+    with pytest.raises(CheckpointError, match=r"its run\.seed is 5, not 99; set it back, or choose another run\.name"):
+        Trainer({"run.dir": str(tmp_path), "run.name": "run"}, resume=True)
+
+
+def test_options_that_another_version_recorded_are_taken_from_an_adapted_configuration(finished, tmp_path):
+    config = copy_of(finished, tmp_path)
+    with RunDatabase.open(config.run_dir / "run.db") as database:
+        text = database.meta()["config"].replace("store_tokens:", "older_name: 1\n  store_tokens:")
+        database._connection.execute("UPDATE meta SET value = ? WHERE key = 'config'", (text,))
+    Trainer(config, resume=True, quiet=True).close()
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        (message,) = (event["message"] for event in database.events() if event["kind"] == "configuration")
+        assert database_config(database).run.steps == 4
+    assert "config.yaml is used without comparing it" in message and "older_name" in message
