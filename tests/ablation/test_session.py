@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from dapo.ablation import session
+from dapo.ablation.process import WorkerProcess
 from dapo.ablation.records import Status, read_status
+from dapo.ablation.session import Session, train_in_turn
 from dapo.cli import app
 from dapo.errors import CheckpointError, ConfigError, NotReady, TrainingStopped
 from dapo.store.database import RunDatabase
@@ -90,13 +91,14 @@ def test_an_arm_with_nothing_left_to_learn_ends_early_and_counts(tmp_path: Path)
 
 def test_a_signal_at_the_end_of_a_run_leaves_no_checkpoints(tmp_path: Path, monkeypatch):
     plan = plan_of(write_recipe(tmp_path, run={"save_every": 1}), "hot: optim.lr=0.01")
-    train = session._Worker.train
+    train = WorkerProcess.train
 
     def interrupted(worker: Any, task: Any) -> Any:
         return train(worker, task)[0], signal.SIGINT
 
-    monkeypatch.setattr(session._Worker, "train", interrupted)
-    ended = session.train_all(plan, keep_checkpoints=False, verbosity="quiet", on_run=lambda *_: None)
+    monkeypatch.setattr(WorkerProcess, "train", interrupted)
+    ended = Session(plan, False, "quiet", on_run=lambda *_: None)
+    train_in_turn(ended)
     assert ended.signal == signal.SIGINT
     assert [read_status(run.folder) for run in plan.runs] == [Status.FINISHED, Status.MISSING]
     assert not (plan.runs[0].folder / "checkpoints").exists()
