@@ -81,7 +81,7 @@ class _Place(Worker):
 
 
 class SideBySide(Supervisor[_Place]):
-    """Gives each idle worker the next run.
+    """Gives each idle worker the next run, in the order of the plan.
 
     The first evaluation is made once per seed: while a run makes it, others that share it wait. A run that loses its
     worker resumes on another one, up to cluster.max_restarts times.
@@ -116,6 +116,8 @@ class SideBySide(Supervisor[_Place]):
             with signals_collected() as self.received:
                 self.workers = [self._opening(slot) for slot in range(count)]
                 self._wait(lambda: not self._under_way and (self.received or not self.waiting))
+            if self.received:
+                self.session.signal = self.received[0]
         finally:
             self.close()
             with suppress(OSError):

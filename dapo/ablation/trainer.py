@@ -10,7 +10,7 @@ from dapo.ablation.task import Base, Line, News, Task
 from dapo.checkpoint.state import TrainerState
 from dapo.errors import NothingToLearn
 from dapo.terminal.console import STYLES, ConsoleReporter, Reporter, Verbosity
-from dapo.terminal.evaltable import summary
+from dapo.terminal.evaltable import heading, headline, with_interval
 from dapo.training.trainer import Trainer
 from dapo.types import EvalReport, Event, EventKind, StepReport, event_severity
 
@@ -115,7 +115,9 @@ class LineReporter(Reporter):
 
     def evaluation(self, report: EvalReport) -> None:
         if self.verbosity != "quiet":
-            self.send(Line(f"at step {report.step}: {report.name} {summary(report.metrics)}", "cyan"))
+            main = headline(report.metrics)[0]
+            result = f"{heading(main)} {with_interval(report.metrics, main)}"
+            self.send(Line(f"at step {report.step}: {report.name} {result}", "cyan"))
 
     def event(self, event: Event) -> None:
         if (severity := event_severity(event.kind)) != "info" and event.kind != EventKind.STOPPED:

@@ -199,7 +199,7 @@ def _run(plan: Plan, console: Console, site: Site | None, *, keep_checkpoints: b
         from dapo.ablation.side_by_side import SideBySide
 
         _say(site.sentence(len(plan.runs) - len(done)))
-        SideBySide(session, site, say=_say).train()
+        SideBySide(session, site, say=lambda line: _say(line, "yellow")).train()
     result = compare(plan, read_runs(plan, session.failures))
     print_result(console, result)
     for line in unfinished(result.runs):
