@@ -64,7 +64,9 @@ class Site:
         count = min(left, sum(self.per_node))
         nodes = f"{len(self.per_node)} node{'s' * (len(self.per_node) > 1)}"
         at_once = "one run at a time" if count == 1 else f"{count} runs side by side"
-        return f"{at_once} on {nodes}, each with {describe(self.each)}"
+        has_threads = count < left and "GPU" not in self.each and self.each["CPU"] > 1
+        hint = "; with a lower OMP_NUM_THREADS there is room for more" if has_threads else ""
+        return f"{at_once} on {nodes}, each with {describe(self.each)}{hint}"
 
     @property
     def shares_cores(self) -> bool:
@@ -129,9 +131,14 @@ class SideBySide(Supervisor[_Place]):
 
     def _start(self, slot: int) -> tuple[_Place, Any]:
         each = self.site.each
-        options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0.0), "max_restarts": 0, "max_concurrency": 2}
         kind: Any = ray.remote(PlacedWorker)
-        actor = kind.options(**options).remote()
+        actor = kind.options(
+            num_cpus=each["CPU"],
+            num_gpus=each.get("GPU", 0.0),
+            max_restarts=0,
+            max_concurrency=2,
+            scheduling_strategy="SPREAD",  # over the nodes: runs on the same one slow each other
+        ).remote()
         # On a CPU the number of threads changes how sums round: take that of a run without Ray.
         variables = {"OMP_NUM_THREADS": str(int(each["CPU"]))}
         if REWARD_TOKEN in os.environ:
@@ -228,9 +235,10 @@ class SideBySide(Supervisor[_Place]):
 
     def _pass_signals_on(self) -> None:
         """Let the runs under way save and end; after a second signal, end at once."""
-        new, self.passed_on = self.received[self.passed_on :], len(self.received)
+        new = self.received[self.passed_on :]
         if not new:
             return
+        self.passed_on += len(new)
         if self.session.signal is None:
             self.session.signal = new[0]
             self.say("stopping all runs after their current steps, then saving; press again to stop at once")

@@ -240,7 +240,8 @@ def test_each_run_gets_one_gpu_or_as_many_cpus_as_it_has_threads(tmp_path, monke
     plan = plan_of(recipe, "hot: optim.lr=0.01", budget=Budget("seconds", 5))
     site = Site.of(plan, [room(1), room(9), room(4)])
     assert (site.each, site.per_node, site.shares_cores) == (room(4), (2, 1), True)
-    assert site.sentence(left=6) == "3 runs side by side on 2 nodes, each with 4 CPUs"
+    assert site.sentence(left=3) == "3 runs side by side on 2 nodes, each with 4 CPUs"
+    assert site.sentence(left=6).endswith("each with 4 CPUs; with a lower OMP_NUM_THREADS there is room for more")
     assert not Site.of(plan, [room(5), room(4)]).shares_cores
     with pytest.raises(ClusterError, match=r"needs 4 CPUs on one node, but the largest node has 3 CPUs; set OMP_NUM"):
         Site.of(plan, [room(3), room(2)])
