@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from dapo.ablation.records import Status, read_status
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.checkpoint import host
 from dapo.config import Config, LoraConfig, ModelConfig
@@ -26,6 +30,7 @@ from dapo.policy.offload import offloaded_step
 from dapo.policy.policy import Policy
 from dapo.types import Extension, Prompt, Request, SamplingParams, Score
 from tests import plain
+from tests.ablation.recipes import write_recipe
 from tests.policy.test_update import config, packed_gradients, random_groups
 from tests.tiny import EOS_ID, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3, tiny_smollm3, tiny_tokenizer
 
@@ -428,3 +433,14 @@ def test_a_copy_in_host_memory_has_every_bit_of_the_gpu_s_tensors(monkeypatch):
             for key, tensor in tensors.items():
                 assert copied[name][key].device.type == "cpu"
                 assert torch.equal(copied[name][key], tensor), key
+
+
+def test_a_run_that_ray_has_placed_trains_on_its_gpu(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+    recipe, out = write_recipe(tmp_path, model={"device": "cuda"}), tmp_path / "out"
+    command = [sys.executable, "-m", "dapo", "ablate", str(recipe), "--arm", "hot: optim.lr=0.01", "--seeds", "1",
+               "--steps", "2", "--out", str(out), "--ray", "local"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"each with \d+ CPUs? and 1 GPU", done.stdout)
+    assert [read_status(out / "runs" / name) for name in ("hot-s5", "recipe-s5")] == [Status.FINISHED] * 2

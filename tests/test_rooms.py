@@ -41,7 +41,8 @@ MAY_USE: dict[str, set[str]] = {
         "rewards", "sampling", "store", "system", "terminal",
     },
     "ablation": {
-        "algorithm", "checkpoint", "config", "evaluation", "model", "store", "system", "terminal", "training", "view",
+        "algorithm", "checkpoint", "cluster", "config", "evaluation", "model", "store", "system", "terminal",
+        "training", "view",
     },
     "commands": {
         "ablation", "checkpoint", "cluster", "config", "data", "engine", "environments", "evaluation", "model", "plan",

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 
 from dapo.ablation.plan import Budget
+from dapo.ablation.task import Base, Line, News, Task
 from dapo.checkpoint.state import TrainerState
-from dapo.config import Config
 from dapo.errors import NothingToLearn
-from dapo.store.configuration import DATABASE_FILE
-from dapo.store.database import RunDatabase
-from dapo.terminal.console import ConsoleReporter, Reporter, Verbosity
+from dapo.terminal.console import STYLES, ConsoleReporter, Reporter, Verbosity
+from dapo.terminal.evaltable import heading, headline, with_interval
 from dapo.training.trainer import Trainer
-from dapo.types import EvalReport, EventKind, StepReport
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One run, as the worker process gets it."""
-
-    config: Config
-    budget: Budget
-    recipe: str
-    resume: bool
-    base: Path | None  # a run with the same evaluation before the first step
-    keeps_checkpoint: bool
-    verbosity: Verbosity
+from dapo.types import EvalReport, Event, EventKind, StepReport, event_severity
 
 
 class ArmTrainer(Trainer):
@@ -38,8 +24,8 @@ class ArmTrainer(Trainer):
     repeats the steps since the checkpoint before it.
     """
 
-    def __init__(self, task: Task, reporter: Reporter) -> None:
-        self.task = task
+    def __init__(self, task: Task, reporter: Reporter, on_base: Callable[[Base], object] = lambda base: None) -> None:
+        self.task, self.on_base = task, on_base
         self.tokens = 0.0  # generated in all steps
         self.ends_early = False
         super().__init__(task.config, resume=task.resume, reporter=reporter, recipe=task.recipe)
@@ -71,13 +57,14 @@ class ArmTrainer(Trainer):
                 "random numbers",
             )
         super()._evaluate_first()
+        if self.task.base is None and (reports := self.recorder.evaluations(0)):
+            self.on_base(Base(self.config.run.name, reports))
 
     def _shared_reports(self) -> list[EvalReport]:
         """Return the first evaluation of the base run, with this run's prompts. Empty if the questions differ."""
         if self.task.base is None:
             return []
-        with RunDatabase.open_readonly(self.task.base / DATABASE_FILE) as database:
-            recorded = {report.name: report for report in database.eval_reports(0)}
+        recorded = {report.name: report for report in self.task.base.reports}
         reports = []
         for name, prompts in self.data.eval_sets.items():
             by_uid = {prompt.uid: prompt for prompt in prompts}
@@ -109,3 +96,27 @@ class BudgetReporter(ConsoleReporter):
             self.spent += report.metrics[metric]
             unit, amount = self.budget.unit, self.budget.amount
             self.progress.update(self.task, description=unit, total=amount, completed=round(self.spent, 1))
+
+
+class LineReporter(Reporter):
+    """Sends a line for each evaluation and warning, to be shown among those of other runs.
+
+    Quiet, it sends only warnings. The driver itself tells how a run ended.
+    """
+
+    def __init__(self, send: Callable[[News], object], verbosity: Verbosity) -> None:
+        self.send, self.verbosity = send, verbosity
+
+    def step(self, report: StepReport) -> None:
+        for event in report.events:
+            self.event(event)
+
+    def evaluation(self, report: EvalReport) -> None:
+        if self.verbosity != "quiet":
+            main = headline(report.metrics)[0]
+            result = f"{heading(main)} {with_interval(report.metrics, main)}"
+            self.send(Line(f"at step {report.step}: {report.name} {result}", "cyan"))
+
+    def event(self, event: Event) -> None:
+        if (severity := event_severity(event.kind)) != "info" and event.kind != EventKind.STOPPED:
+            self.send(Line(f"{event.kind}: {event.message}", STYLES[severity]))

@@ -12,13 +12,15 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
 
-from dapo.ablation.trainer import ArmTrainer, BudgetReporter, Task
+from dapo.ablation.task import Line, News, Outcome, Task
+from dapo.ablation.trainer import ArmTrainer, BudgetReporter, LineReporter
 from dapo.config import Config
 from dapo.errors import DapoError
 from dapo.model.loading import resolve_device
@@ -28,40 +30,41 @@ from dapo.training.trainer import Trainer
 _WARM_UP_STEPS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended: finished if nothing is set, by a signal, or by a failure described in one sentence."""
-
-    signal: int | None = None
-    failure: str | None = None
-
-
 def main(socket: int, lifeline: int) -> None:
     """Serve one task after the other, until the parent closes its end of the socket."""
     for fd in (socket, lifeline):
         os.set_inheritable(fd, False)
     die_with_parent(lifeline)
     connection, is_warm = Connection(socket), False
+    # Another thread sends: a second Ctrl-C raises in this one, and would leave half a message.
+    sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
+
+    def send(news: News) -> Future[None]:
+        return sender.submit(connection.send, news)
+
     while True:
         try:
             task: Task = connection.recv()
         except EOFError:
             return
-        connection.send(_outcome(task, warms_up=not is_warm))
+        send(_outcome(task, send, warms_up=not is_warm)).result()
         is_warm = True
 
 
-def _outcome(task: Task, *, warms_up: bool) -> Outcome:
+def _outcome(task: Task, send: Callable[[News], object], *, warms_up: bool) -> Outcome:
     try:
         if warms_up and _compiles_here(task.config):
             _warm_up(task)
-        return Outcome(signal=_train(task))
+        return Outcome(signal=_train(task, send))
     except KeyboardInterrupt:
         return Outcome(signal=signal.SIGINT)
     except DapoError as error:
         return Outcome(failure=str(error))
     except Exception as error:
-        traceback.print_exc(file=sys.stderr)
+        if task.is_placed:
+            send(Line(traceback.format_exc(), "red"))
+        else:
+            traceback.print_exc(file=sys.stderr)
         return Outcome(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
     finally:
         _free_memory()
@@ -73,8 +76,11 @@ def _compiles_here(config: Config) -> bool:
     return not is_placed and resolve_device(config.model.device).type == "cuda"
 
 
-def _train(task: Task) -> int | None:
-    trainer = ArmTrainer(task, BudgetReporter(task.budget, task.verbosity))
+def _train(task: Task, send: Callable[[News], object]) -> int | None:
+    if task.is_placed:
+        trainer = ArmTrainer(task, LineReporter(send, task.verbosity), on_base=send)
+    else:
+        trainer = ArmTrainer(task, BudgetReporter(task.budget, task.verbosity))
     with closing(trainer):
         return trainer.train().signal
 

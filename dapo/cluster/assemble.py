@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -108,7 +109,7 @@ def _without_learner(config: Config) -> Config:
 
 def _join(config: Config, *, has_learners: bool = True) -> bool:
     """Check what can be checked before Ray is started, and join it. Return False if this process had joined before."""
-    prepare()  # before anything imports Ray
+    prepare(os.environ.get("RAY_ADDRESS"))  # before anything imports Ray
     check_room(config, has_learners=has_learners)
     if config.uses_vllm:
         require_vllm()

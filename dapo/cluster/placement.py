@@ -102,7 +102,7 @@ class Placement:
     def __init__(self, demand: Demand, timeout: float) -> None:
         from ray.util.placement_group import placement_group
 
-        demand.check(_nodes())
+        demand.check(alive_nodes())
         self.demand = demand
         # PACK uses as few nodes as possible: learners exchange gradients, and the workers of a node read one copy of
         # the weights from its object store.
@@ -178,7 +178,8 @@ def describe(resources: Bundle | Counter[str]) -> str:
     return " and ".join(f"{n} {name}{'s' if n != 1 else ''}" for name, n in amounts.items()) or "nothing"
 
 
-def _nodes() -> list[Bundle]:
+def alive_nodes() -> list[Bundle]:
+    """Return the resources of each node of the cluster, also those in use."""
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -50,19 +50,20 @@ def check_room(config: Config, *, has_learners: bool = True) -> None:
     demand.check([room(os.cpu_count() or 1, gpus)])
 
 
-def join() -> bool:
-    """Join the cluster at RAY_ADDRESS, or start Ray here. Return False if this process had joined before."""
+def join(given: str | None = None) -> bool:
+    """Join the cluster at RAY_ADDRESS or `given`, or start Ray here. Return False if this process had joined before."""
     if _has_joined():
         return False
     if importlib.util.find_spec("ray") is None:
         raise ClusterError(
-            "cluster.learners, cluster.rollout_workers and cluster.reward_workers need Ray: " + install_hint("ray")
+            "--ray, cluster.learners, cluster.rollout_workers and cluster.reward_workers need Ray: "
+            + install_hint("ray")
         )
-    address = os.environ.get("RAY_ADDRESS")
+    address, option = (os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS") if given is None else (given, "--ray")
     with progress("Starting Ray on this machine" if address in LOCAL else f"Joining Ray at {address}"):
         if address not in LOCAL:
-            check_address(address)
-        prepare()
+            check_address(address, option)
+        prepare(address)
         import ray
 
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -73,17 +74,14 @@ def join() -> bool:
                 ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
             what = (
-                "Ray cannot be started here"
-                if address in LOCAL
-                else f"RAY_ADDRESS is {address}, which cannot be joined"
+                "Ray cannot be started here" if address in LOCAL else f"{option} is {address}, which cannot be joined"
             )
             raise ClusterError(f"{what}: {_one_line(error)}") from None
     return True
 
 
-def prepare() -> None:
+def prepare(address: str | None) -> None:
     """Set environment variables that Ray reads when it is first imported."""
-    address = os.environ.get("RAY_ADDRESS")
     # The run reports lost processes itself, in one line each. Hide Ray's own long messages about them.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", r"^(A worker died|WARNING: \d+ PYTHON worker processes)")
     # `auto` may find the address of a cluster that is gone. Ray would try it twenty times, most of a minute each.
@@ -93,23 +91,23 @@ def prepare() -> None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
-def check_address(address: str) -> None:
+def check_address(address: str, option: str = "RAY_ADDRESS") -> None:
     """Refuse an address that cannot be joined, within seconds. Ray itself would try for minutes."""
     if "://" in address:
         raise ClusterError(
-            f"RAY_ADDRESS is {address}, but a driver must run inside the cluster: set it to HOST:PORT of the head, or "
+            f"{option} is {address}, but a driver must run inside the cluster: set it to HOST:PORT of the head, or "
             "submit the run with `ray job submit`"
         )
     if address == "auto":
         return
-    host, port = _host_and_port(address)
+    host, port = _host_and_port(address, option)
     try:
         socket.create_connection((host, port), timeout=CONNECT_LIMIT).close()
     except OSError as error:
         raise ClusterError(
-            f"RAY_ADDRESS is {address}, but nothing answers there ({error}); is the cluster's head running?"
+            f"{option} is {address}, but nothing answers there ({error}); is the cluster's head running?"
         ) from None
-    _check_head(address)
+    _check_head(address, option)
 
 
 def check_run_dir(config: Config, option: str = "run.dir") -> None:
@@ -122,7 +120,7 @@ def check_run_dir(config: Config, option: str = "run.dir") -> None:
         )
 
 
-def _check_head(address: str) -> None:
+def _check_head(address: str, option: str) -> None:
     """Ping the head from a subprocess with short timeouts. In this process Ray would take a minute and print."""
     command, environment = [sys.executable, "-c", _PING, address], os.environ | _PING_LIMITS
     try:
@@ -133,20 +131,20 @@ def _check_head(address: str) -> None:
         return  # unknown problem: joining will report it
     if "AuthenticationError" in errors:
         raise ClusterError(
-            f"RAY_ADDRESS is {address}, but this cluster requires a token, which is missing or wrong: set "
+            f"{option} is {address}, but this cluster requires a token, which is missing or wrong: set "
             "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
         )
     if "RpcError" in errors:
         raise ClusterError(
-            f"RAY_ADDRESS is {address}, but the service there is not the head of a Ray cluster; the head's port is "
+            f"{option} is {address}, but the service there is not the head of a Ray cluster; the head's port is "
             "6379 unless `ray start --port` set another"
         )
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
+def _host_and_port(address: str, option: str = "RAY_ADDRESS") -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ClusterError(f"RAY_ADDRESS is {address}, expected HOST:PORT of the cluster's head, auto or local")
+        raise ClusterError(f"{option} is {address}, expected HOST:PORT of the cluster's head, auto or local")
     return host.strip("[]"), int(port)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from dapo.errors import ConfigError, NotReady, TrainingStopped
+from dapo.errors import ClusterError, ConfigError, NotReady, TrainingStopped
 
 if TYPE_CHECKING:
     from dapo.ablation.plan import Budget, Plan, PlannedRun
+    from dapo.ablation.side_by_side import Site
     from dapo.config import Config
 
 
@@ -37,6 +39,12 @@ def ablate(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of all runs; default: ablations/RECIPE.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue; arms and seeds may be added.")] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray", metavar="ADDRESS", help="Train runs side by side on this Ray cluster: HOST:PORT, auto, or local."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all arms, show them, and exit.")] = False,
     keep_checkpoints: Annotated[
         bool, typer.Option("--keep-checkpoints", help="Keep the last checkpoint of every run, not only its records.")
@@ -64,13 +72,20 @@ def ablate(
     console = Console()
     _say(f"checking {len(plan.arms)} arms of {recipe}")
     with console.status("checking all arms"):
-        _check_arms(plan, resume=resume)
+        _check_arms(plan, resume=resume, on_ray=ray is not None)
         from dapo.ablation.tables import plan_table
     console.print(plan_table(plan))
     for sentence in warnings(plan):
-        console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        _warn(console, sentence)
     if not dry_run:
-        _run(plan, console, levels=sorted(set(reach or ())), keep_checkpoints=keep_checkpoints, quiet=quiet)
+        with ExitStack() as undo:
+            site = _join(undo, plan, ray, console) if ray is not None else None
+            levels = sorted(set(reach or ()))
+            _run(plan, console, site, levels, keep_checkpoints=keep_checkpoints, quiet=quiet)
+
+
+def _warn(console: Console, sentence: str) -> None:
+    console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _say(line: str, style: str = "dim") -> None:
@@ -90,7 +105,7 @@ def _budget(steps: int | None, seconds: float | None, tokens: int | None) -> Bud
     return given[0] if given else None
 
 
-def _check_arms(plan: Plan, *, resume: bool) -> None:
+def _check_arms(plan: Plan, *, resume: bool, on_ray: bool) -> None:
     """Check every arm as `dapo train --dry-run` does; raise with one sentence for each problem and its arms."""
     from dapo.ablation.plan import by_arms
     from dapo.ablation.records import Status, read_status
@@ -107,6 +122,8 @@ def _check_arms(plan: Plan, *, resume: bool) -> None:
     first = {run.arm: run for run in reversed(left)}
 
     def check(run: PlannedRun, *, reads_data: bool) -> list[str]:
+        if on_ray and (refusal := _unplaceable(run.config)):
+            return [refusal]
         is_begun = statuses.get(run.config.run.name, Status.MISSING) != Status.MISSING
         return check_run(run.config, resume=is_begun, has_given_name=True, reads_data=reads_data).missing
 
@@ -121,17 +138,55 @@ def _check_arms(plan: Plan, *, resume: bool) -> None:
             raise NotReady(by_arms(problems, len(first)))
 
 
+def _unplaceable(config: Config) -> str | None:
+    """Say why Ray cannot place the run as a whole, if so."""
+    from dapo.cluster.placement import wants_gpus
+    from dapo.cluster.ray_connection import needs_ray
+
+    if needs_ray(config):
+        return (
+            "cluster.learners, cluster.rollout_workers and cluster.reward_workers place parts of a run on Ray, but "
+            "--ray places whole runs; leave out --ray, or these options"
+        )
+    try:
+        wants_gpus(config, available=0)
+    except ClusterError as error:
+        return str(error)
+    return None
+
+
 def _data_options(config: Config) -> Any:
     """Return the options that decide how the data is read."""
     data = config.data.model_copy(update={"train_batch_size": 1, "gen_batch_size": 0})
     return data, config.eval.data, config.model, config.reward.use, config.reward.think_tags, config.run.seed
 
 
-def _run(plan: Plan, console: Console, *, levels: list[float], keep_checkpoints: bool, quiet: bool) -> None:
+def _join(undo: ExitStack, plan: Plan, address: str, console: Console) -> Site:
+    """Join the cluster, and find the room on it; leave it when `undo` is closed."""
+    from dapo.cluster.placement import alive_nodes
+    from dapo.cluster.ray_connection import join
+
+    has_joined = join(address)
+    import ray
+
+    from dapo.ablation.side_by_side import Site
+
+    if has_joined:
+        undo.callback(ray.shutdown)
+    site = Site.of(plan, alive_nodes())
+    if site.shares_cores:
+        instead = "; give --steps or --tokens instead" if plan.budget.unit == "seconds" else ""
+        _warn(console, f"runs on the same node slow each other, so their seconds cannot be compared{instead}")
+    return site
+
+
+def _run(
+    plan: Plan, console: Console, site: Site | None, levels: list[float], *, keep_checkpoints: bool, quiet: bool
+) -> None:
     from dapo.ablation.records import read_runs, read_status
     from dapo.ablation.report import write_report
     from dapo.ablation.results import compare
-    from dapo.ablation.session import train_all
+    from dapo.ablation.session import Session, train_in_turn
     from dapo.ablation.tables import print_result, result_json, unfinished
     from dapo.system.files import write_text
 
@@ -141,13 +196,17 @@ def _run(plan: Plan, console: Console, *, levels: list[float], keep_checkpoints:
             f"{len(done)} of {len(plan.runs)} runs {'is' if len(done) == 1 else 'are'} done already: {', '.join(done)}"
         )
 
-    def on_run(number: int, run: PlannedRun, what: str) -> None:
-        style = "bold red" if what.startswith("failed") else "bold"
+    def on_run(number: int, run: PlannedRun, what: str, style: str) -> None:
         _say(f"run {number} of {len(plan.runs)}: {run.config.run.name} {what}", style)
 
-    session = train_all(
-        plan, keep_checkpoints=keep_checkpoints, verbosity="quiet" if quiet else "normal", on_run=on_run
-    )
+    session = Session(plan, keep_checkpoints, "quiet" if quiet else "normal", on_run)
+    if site is None:
+        train_in_turn(session)
+    else:
+        from dapo.ablation.side_by_side import SideBySide
+
+        _say(site.sentence(len(plan.runs) - len(done)))
+        SideBySide(session, site, say=lambda line: _say(line, "yellow")).train()
     result = compare(plan, read_runs(plan, session.failures), levels)
     print_result(console, result)
     for line in unfinished(result.runs):

@@ -20,7 +20,7 @@ from dapo.terminal.samples import choose, sample_lines, sample_style
 from dapo.types import TERM, EvalReport, Event, Group, StepReport, Verdict, event_severity
 
 Verbosity = Literal["quiet", "normal", "verbose"]
-_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}  # by severity
+STYLES = {"info": "dim", "warning": "yellow", "error": "red"}  # by severity
 
 
 class Reporter:
@@ -117,7 +117,7 @@ class ConsoleReporter(Reporter):
 
     def event(self, event: Event) -> None:
         severity = event_severity(event.kind)
-        self._print(f"[{_STYLES[severity]}]{escape(event.kind)}: {escape(event.message)}[/]", severity != "info")
+        self._print(f"[{STYLES[severity]}]{escape(event.kind)}: {escape(event.message)}[/]", severity != "info")
 
     def stopping(self) -> None:
         self._print("[yellow]stopping after this step, then saving; press again to stop at once[/]", True)

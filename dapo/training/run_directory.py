@@ -242,6 +242,18 @@ class RunDirectory:
             )
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether another process is training the run in this folder."""
+    try:
+        with (path / _LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
     try:

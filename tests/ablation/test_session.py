@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from dapo.ablation import session
+from dapo.ablation.process import WorkerProcess
 from dapo.ablation.records import Status, read_status
+from dapo.ablation.session import Session, train_in_turn
 from dapo.cli import app
-from dapo.errors import CheckpointError, ConfigError, NotReady, TrainingStopped
+from dapo.errors import CheckpointError, ConfigError, DapoError, NotReady, TrainingStopped
 from dapo.store.database import RunDatabase
 from tests.ablation.recipes import plan_of, write_recipe
 from tests.runs import REWARD, metrics
@@ -90,13 +91,14 @@ def test_an_arm_with_nothing_left_to_learn_ends_early_and_counts(tmp_path: Path)
 
 def test_a_signal_at_the_end_of_a_run_leaves_no_checkpoints(tmp_path: Path, monkeypatch):
     plan = plan_of(write_recipe(tmp_path, run={"save_every": 1}), "hot: optim.lr=0.01")
-    train = session._Worker.train
+    train = WorkerProcess.train
 
     def interrupted(worker: Any, task: Any) -> Any:
         return train(worker, task)[0], signal.SIGINT
 
-    monkeypatch.setattr(session._Worker, "train", interrupted)
-    ended = session.train_all(plan, keep_checkpoints=False, verbosity="quiet", on_run=lambda *_: None)
+    monkeypatch.setattr(WorkerProcess, "train", interrupted)
+    ended = Session(plan, False, "quiet", on_run=lambda *_: None)
+    train_in_turn(ended)
     assert ended.signal == signal.SIGINT
     assert [read_status(run.folder) for run in plan.runs] == [Status.FINISHED, Status.MISSING]
     assert not (plan.runs[0].folder / "checkpoints").exists()
@@ -146,6 +148,23 @@ def test_nothing_starts_if_an_arm_cannot_run(tmp_path: Path):
     both = ablate(recipe, "--steps", 2, "--seconds", 3, "--out", tmp_path / "out")
     assert isinstance(both.exception, ConfigError) and "give only one" in str(both.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_nothing_starts_if_ray_cannot_place_the_runs(tmp_path: Path):
+    recipe, out = write_recipe(tmp_path), tmp_path / "out"
+    cases = {
+        "^arm 'wide': cluster.learners, .* place parts of a run on Ray, but --ray places whole runs; leave out": [
+            "local", "--arm", "wide: cluster.rollout_workers=1"
+        ],
+        "^model.device is cuda:1, but Ray assigns GPUs": ["local", "--arm", "a: optim.lr=0.1", "model.device=cuda:1"],
+        "^--ray is nonsense, expected HOST:PORT of": ["nonsense", "--arm", "a: optim.lr=0.1"],
+        "^--ray is ray://head:10001, but a driver must": ["ray://head:10001", "--arm", "a: optim.lr=0.1"],
+    }  # fmt: skip
+    for sentence, (address, *arguments) in cases.items():
+        result = ablate(recipe, *arguments, "--out", out, "--ray", address)
+        assert isinstance(result.exception, DapoError) and result.exception.exit_code == 2, result.output
+        assert re.search(sentence, str(result.exception)), result.exception
+        assert not out.exists()
 
 
 def test_a_dry_run_shows_the_arms_and_leaves_nothing(tmp_path: Path):

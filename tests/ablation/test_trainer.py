@@ -11,7 +11,9 @@ import pytest
 
 from dapo.ablation.plan import Budget, Plan
 from dapo.ablation.records import Status, read_runs, read_status
-from dapo.ablation.trainer import ArmTrainer, Task
+from dapo.ablation.session import recorded_base
+from dapo.ablation.task import Task
+from dapo.ablation.trainer import ArmTrainer
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Reporter
 from tests.ablation.recipes import plan_of, write_recipe
@@ -65,7 +67,7 @@ def test_the_first_evaluation_of_another_arm_is_its_own(tmp_path: Path):
     plan = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.1", budget=Budget("steps", 1))
     own, shared = plan.runs[0].folder, plan.runs[1].folder
     train(task(plan, 0))
-    train(task(plan, 1, base=own))
+    train(task(plan, 1, base=recorded_base(plan.runs[1], plan)))
     alone = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.1", budget=Budget("steps", 1), out=tmp_path / "alone")
     train(task(alone, 1))
     first, taken, made = (RunDatabase.open_readonly(f / "run.db") for f in (own, shared, alone.runs[1].folder))
@@ -87,7 +89,9 @@ def test_other_questions_are_evaluated_again(tmp_path: Path):
     train(task(plan, 0))
     file = tmp_path / "eval.jsonl"
     file.write_text(file.read_text().replace("other", "another"), encoding="utf-8")
-    train(task(plan, 1, base=plan.runs[0].folder))
+    base = recorded_base(plan.runs[1], plan)
+    assert base is not None
+    train(task(plan, 1, base=base))
     with RunDatabase.open_readonly(plan.runs[1].folder / "run.db") as database:
         assert len(database.eval_reports(0)) == 1
         assert not any("that of hot-s5" in event["message"] for event in database.events())

@@ -1,0 +1,250 @@
+"""Training the runs of a plan side by side: as many workers as a Ray cluster has room for, each with one run at a time.
+
+The records, and with them what is done and what is left, are those of `session`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+import torch
+
+from dapo.ablation.placed_worker import PlacedWorker
+from dapo.ablation.plan import Plan, PlannedRun
+from dapo.ablation.process import signals_collected
+from dapo.ablation.records import Status, read_status
+from dapo.ablation.session import Session, recorded_base
+from dapo.ablation.task import Base, Line, News, Outcome
+from dapo.cluster.placement import Bundle, describe, room, wants_gpus
+from dapo.cluster.supervisor import Restarts, Rules, Supervisor, Worker
+from dapo.config import REWARD_TOKEN
+from dapo.errors import ClusterError, ClusterLost, DapoError
+from dapo.training.run_directory import is_locked
+from dapo.types import EventKind
+
+_SLOW_START = 30.0  # seconds after which the user is told that no worker has started
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The resources of one run, and how many runs each node has room for."""
+
+    each: Bundle
+    per_node: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, nodes: Sequence[Bundle]) -> Site:
+        """Give a run a GPU if it trains on one, and as many CPUs as it has threads. Refuse a cluster without room."""
+        gpus = sum(node.get("GPU", 0.0) for node in nodes)
+        on_gpu = max(wants_gpus(run.config, gpus) for run in plan.runs)
+        threads = torch.get_num_threads()
+        if on_gpu:  # no more than a GPU's share of the CPUs of its node
+            threads = min([threads, *(int(node["CPU"] // node["GPU"]) for node in nodes if node.get("GPU"))])
+        each = room(max(threads, 1), int(on_gpu))
+        fits = (min(int(node.get(name, 0.0) // amount) for name, amount in each.items()) for node in nodes)
+        site = cls(each, tuple(filter(None, fits)))
+        if not site.per_node:
+            hint = "" if on_gpu else "; set OMP_NUM_THREADS to give a run fewer threads, each of which takes a CPU"
+            largest = max(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
+            raise ClusterError(
+                f"--ray: a run needs {describe(each)} on one node, but the largest node has {describe(largest)}{hint}"
+            )
+        return site
+
+    def sentence(self, left: int) -> str:
+        """Say how many of the runs that are left are trained at once, and where."""
+        count = min(left, sum(self.per_node))
+        nodes = f"{len(self.per_node)} node{'s' * (len(self.per_node) > 1)}"
+        at_once = "one run at a time" if count == 1 else f"{count} runs side by side"
+        has_threads = count < left and "GPU" not in self.each and self.each["CPU"] > 1
+        hint = "; with a lower OMP_NUM_THREADS there is room for more" if has_threads else ""
+        return f"{at_once} on {nodes}, each with {describe(self.each)}{hint}"
+
+    @property
+    def shares_cores(self) -> bool:
+        """Return whether runs without a GPU train on the same node."""
+        return "GPU" not in self.each and max(self.per_node) > 1
+
+
+@dataclass(slots=True, eq=False)
+class _Place(Worker):
+    """A worker, its node, and the run that it trains."""
+
+    node: str = ""
+    task: tuple[int, PlannedRun] | None = None
+
+
+class SideBySide(Supervisor[_Place]):
+    """Gives each idle worker the next run, in the order of the plan.
+
+    The first evaluation is made once per seed: while a run makes it, others that share it wait. A run that loses its
+    worker resumes on another one, up to cluster.max_restarts times.
+    """
+
+    role = "worker"
+    loss_event = EventKind.WORKER
+    own_faults = (DapoError,)
+    in_background = False
+
+    def __init__(self, session: Session, site: Site, say: Callable[[str], None]) -> None:
+        options = session.plan.config.cluster
+        rules = Rules(Restarts(options.max_restarts), options.timeout, on_event=lambda kind, message: say(message))
+        super().__init__(rules)
+        self.session, self.site, self.say = session, site, say
+        self.waiting = session.unfinished()
+        runs = list(enumerate(session.plan.runs, start=1))
+        # Number of a run -> number of the first run with the same first evaluation.
+        self.groups = {number: next(i for i, first in runs if run.has_base_of(first)) for number, run in runs}
+        self.bases: dict[int, Base] = {}  # by group
+        self.losses: dict[int, Restarts] = {}  # number of a run that lost its worker -> its budget
+        self.received: list[int] = []  # signals
+        self.passed_on = 0  # how many of them
+        self.slow_at: float | None = time.monotonic() + _SLOW_START
+        self.witness = session.plan.out.absolute() / f".shared-{uuid.uuid4().hex}"
+
+    def train(self) -> None:
+        """Train every run that is left, or until a signal: then all runs save and end."""
+        count = min(len(self.waiting), sum(self.site.per_node))
+        try:
+            self.witness.touch()
+            with signals_collected() as self.received:
+                self.workers = [self._opening(slot) for slot in range(count)]
+                self._wait(lambda: not self._under_way and (self.received or not self.waiting))
+            if self.received:
+                self.session.signal = self.received[0]
+        finally:
+            self.close()
+            with suppress(OSError):
+                self.witness.unlink()
+
+    @property
+    def _under_way(self) -> list[_Place]:
+        return [worker for worker in self.workers if worker.task is not None]
+
+    def _start(self, slot: int) -> tuple[_Place, Any]:
+        each = self.site.each
+        kind: Any = ray.remote(PlacedWorker)
+        actor = kind.options(
+            num_cpus=each["CPU"],
+            num_gpus=each.get("GPU", 0.0),
+            max_restarts=0,
+            max_concurrency=2,
+            scheduling_strategy="SPREAD",  # over the nodes: runs on the same one slow each other
+        ).remote()
+        # On a CPU the number of threads changes how sums round: take that of a run without Ray.
+        variables = {"OMP_NUM_THREADS": str(int(each["CPU"]))}
+        if REWARD_TOKEN in os.environ:
+            variables[REWARD_TOKEN] = os.environ[REWARD_TOKEN]
+        return _Place(slot, actor), actor.open.remote(str(self.witness), os.getcwd(), variables)
+
+    def _opened(self, worker: _Place, answer: str) -> None:
+        worker.is_open, worker.node = True, answer
+
+    def _dispatch(self) -> None:
+        self._pass_signals_on()
+        if self.slow_at is not None and time.monotonic() > self.slow_at:
+            self.slow_at = None
+            if not self.open_workers:
+                self.say("no worker has started yet: the cluster may be busy")
+        for worker in self.open_workers:
+            if worker.task is None and (found := self._next()):
+                self._begin(worker, *found)
+            elif worker.task is None and not self.waiting:
+                self._remove(worker)  # others may use its resources
+
+    def _next(self) -> tuple[int, PlannedRun] | None:
+        """Return the first run that can begin now."""
+        if self.received:
+            return None
+        being_made = {self.groups[worker.task[0]] for worker in self._under_way if worker.task} - self.bases.keys()
+        for number, run in self.waiting:
+            # The process of a lost worker may live a moment longer, or on a node that cannot be reached.
+            if self.groups[number] not in being_made and not (number in self.losses and is_locked(run.folder)):
+                return number, run
+        return None
+
+    def _begin(self, worker: _Place, number: int, run: PlannedRun) -> None:
+        self.waiting.remove((number, run))
+        if read_status(run.folder).is_done:  # by a worker that could not be reached
+            return
+        group = self.groups[number]
+        if group not in self.bases and (base := recorded_base(run, self.session.plan)):
+            self.bases[group] = base
+        task = self.session.begin(number, run, self.bases.get(group), worker.node)
+        worker.task = number, run
+        self._call(worker, worker.actor.train.remote(task), partial(self._hear, worker), has_timeout=False)
+
+    def _hear(self, worker: _Place, news: Sequence[News]) -> None:
+        assert worker.task is not None
+        number, run = worker.task
+        for each in news:
+            if isinstance(each, Outcome):
+                worker.task = None
+                self._end(worker, number, run, each)
+                return
+            if isinstance(each, Base):
+                self.bases[self.groups[number]] = each
+            elif isinstance(each, Line):
+                self.session.on_run(number, run, each.text, each.style)
+        self._call(worker, worker.actor.news.remote(), partial(self._hear, worker), has_timeout=False)
+
+    def _end(self, worker: _Place, number: int, run: PlannedRun, outcome: Outcome) -> None:
+        if outcome.signal is not None and not self.received:
+            self._retry(number, run, f"the run on {worker.node} got signal {outcome.signal}")
+        elif self.session.end(number, run, outcome) == Status.FINISHED:
+            self.session.on_run(number, run, "finished", "bold")
+
+    def _retry(self, number: int, run: PlannedRun, reason: str) -> None:
+        """Count one loss of the run, and let it resume after the others, or record it as failed."""
+        try:
+            self.losses.setdefault(number, Restarts(run.config.cluster.max_restarts)).spend(reason)
+        except ClusterLost as error:
+            self.session.end(number, run, Outcome(failure=str(error)))
+        else:
+            self.session.on_run(number, run, f"will resume: {reason}", "yellow")
+            self.waiting.append((number, run))
+
+    def _lose(self, worker: _Place, what: str) -> None:
+        self._remove(worker)
+        if self.received:
+            return
+        if worker.task is not None:
+            self._retry(*worker.task, f"the worker on {worker.node} {what}")
+            self.workers.append(self._opening(worker.slot))
+        elif self.workers:
+            self.events.append((EventKind.WORKER, f"one worker fewer: it {what}"))
+        else:
+            # At first it is the user's to mend; later the cluster has changed, and the ablation can be resumed.
+            raise (ClusterLost if self.losses else ClusterError)(f"--ray: there is no worker, the last one {what}")
+
+    def _time_out(self, worker: _Place) -> None:
+        """Give a worker up that was not opened in time: nothing else has a limit."""
+        self._lose(worker, f"did not start within {self.timeout:g} s (cluster.timeout), maybe because Ray is busy")
+
+    def _remove(self, worker: _Place) -> None:
+        self._kill(worker)
+        self.workers.remove(worker)
+
+    def _pass_signals_on(self) -> None:
+        """Let the runs under way save and end; after a second signal, end at once."""
+        new = self.received[self.passed_on :]
+        if not new:
+            return
+        self.passed_on += len(new)
+        if self.session.signal is None:
+            self.session.signal = new[0]
+            self.say("stopping all runs after their current steps, then saving; press again to stop at once")
+        for worker in [*self.workers]:
+            if worker.task is None:
+                self._remove(worker)
+        for number in new:
+            for worker in self._under_way:
+                worker.actor.send_signal.remote(number)
