@@ -202,7 +202,7 @@ def _run(
     session = Session(plan, keep_checkpoints, "quiet" if quiet else "normal", on_run)
     if site is None:
         train_in_turn(session)
-    else:
+    elif len(done) < len(plan.runs):
         from dapo.ablation.side_by_side import SideBySide
 
         _say(site.sentence(len(plan.runs) - len(done)))
