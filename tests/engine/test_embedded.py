@@ -175,8 +175,8 @@ def test_a_next_turn_computes_only_the_new_tokens(engine_for, monkeypatch):
     seen.clear()
     engine.extend([Extension(request, rollout, (20, 21, 22, 23), 10) for rollout in first.values()])
     second = drain(engine)
-    # For both: the last token of the first turn, all given ones but the last, and a step for each token that is drawn.
-    assert seen == [2 * 4, 2, 2, 2]
+    # For both: the last token of the first turn with the given ones, in the step that draws the first token.
+    assert seen == [2 * 5, 2, 2]
     assert all(len(rollout) == 10 and rollout.sampled == 6 for rollout in second.values())
 
 
