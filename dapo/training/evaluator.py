@@ -62,6 +62,7 @@ class Evaluator:
                 show,
                 self.think_tags,
                 self.environment,
+                self.recorder.reporter.phase,
             )
             self.recorder.evaluation(report)
             reports.append(report)
