@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dapo.store.encoding import turns_from_json
 from dapo.view.groups import GroupFilter, group, group_json, groups
 from dapo.view.runs import find_run
 from dapo.view.tokens import tokens
@@ -43,6 +44,11 @@ def test_turns_and_given_tokens_are_read_as_recorded(tmp_path):
     assert shown is not None and shown.length == 4 and shown.given.tolist() == [False, True, True, False]
     part = tokens(run, 1, 1, str, start=2)
     assert part is not None and part.given.tolist() == [True, False]
+
+
+def test_a_turn_whose_reward_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="the reward of a turn"):
+        turns_from_json('[{"text": "a", "messages": [], "calls": [], "seconds": 1, "reward": "much"}]')
 
 
 @pytest.mark.parametrize(("text", "hits"), [("let me SEE", 1), ("go on", 1), ("it is 42", 1), ("nowhere", 0)])
