@@ -82,6 +82,7 @@ class Workload:
 
 
 WORKLOADS = (
+    Workload("135m-small", SMOLLM2_135M, 4, 4, 64, 4, 12, 8, spread=True),  # small enough for a CPU
     Workload("135m", SMOLLM2_135M, 16, 16, 128, 4, 64, 32),
     Workload("135m-spread", SMOLLM2_135M, 64, 16, 128, 4, 64, 32, spread=True, slots=256),
     Workload("1.5b", QWEN2_1_5B, 16, 16, 128, 4, 64, 32),

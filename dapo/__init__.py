@@ -14,7 +14,7 @@ from dapo.config import Config
 from dapo.config.functions import CustomParts
 
 if TYPE_CHECKING:
-    from dapo.environments.environment import End
+    from dapo.environments.environment import End, Turn
     from dapo.errors import DapoError
     from dapo.evaluation.judging import Judgment, judge
     from dapo.training.callbacks import Callback
@@ -33,6 +33,7 @@ __all__ = [
     "RunResult",
     "StepReport",
     "Trainer",
+    "Turn",
     "judge",
 ]
 __version__ = "0.1.0"
@@ -48,6 +49,7 @@ _MODULES = {
     "RunResult": "dapo.training.trainer",
     "StepReport": "dapo.types",
     "Trainer": "dapo.training.trainer",
+    "Turn": "dapo.environments.environment",
     "judge": "dapo.evaluation.judging",
 }
 

@@ -154,8 +154,10 @@ def _sandbox() -> Finding:
     try:
         note = isolation_note(RewardConfig(use="code"))
     except RewardError as error:
-        return Finding("sandbox", "missing", f"optional, for reward.use: code; {error}", optional=True)
-    return Finding("sandbox", "ok", f"with reward.use: code, {note}", optional=True)
+        return Finding(
+            "sandbox", "missing", f"optional, for reward.use: code and environment.use: python; {error}", optional=True
+        )
+    return Finding("sandbox", "ok", f"with reward.use: code or environment.use: python, {note}", optional=True)
 
 
 def _index_answers() -> bool:

@@ -17,13 +17,20 @@ class Letters:
     """Tells the model how many letters its turn had. An episode ends with an even number of them, or at `max_turns`.
 
     The score is the number of letters of all turns. An odd serial has no score from here at its end: the judge decides.
-    `delay`: replies arrive after up to so many seconds, in any order.
+    `reward`: of each letter, for its turn. `delay`: replies arrive after up to so many seconds, in any order.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
 
-    def __init__(self, max_turns: int = 4, delay: float = 0.0, reply: str = "{count} letters", role: str = "user"):
-        self.max_turns, self.delay, self.text, self.role = max_turns, delay, reply, role
+    def __init__(
+        self,
+        max_turns: int = 4,
+        delay: float = 0.0,
+        reply: str = "{count} letters",
+        role: str = "user",
+        reward: float | None = None,
+    ):
+        self.max_turns, self.delay, self.text, self.role, self.reward = max_turns, delay, reply, role, reward
         self.threads = ThreadPoolExecutor(8)
         self.lock = threading.Lock()
         self.totals: dict[Episode, int] = {}
@@ -43,6 +50,9 @@ class Letters:
 
     def cut_off(self, episode: Episode, text: str, turn: int) -> Future[Reply]:
         return self.threads.submit(lambda: Reply(ended=True, score=Score(-1.0, acc=False)))
+
+    def waiting_for(self) -> str:
+        return "letters"
 
     def end(self, episode: Episode) -> None:
         self.totals.pop(episode, None)
@@ -64,4 +74,6 @@ class Letters:
         if count % 2 == 0 or turn == self.max_turns:
             score = None if episode[0] % 2 else Score(float(total), acc=total > 3)
             return Reply(ended=True, is_out_of_turns=count % 2 == 1, score=score, seconds=0.25, calls=calls)
-        return Reply(({"role": self.role, "content": self.text.format(count=count)},), seconds=0.25, calls=calls)
+        reward = None if self.reward is None else self.reward * count
+        message = {"role": self.role, "content": self.text.format(count=count)}
+        return Reply((message,), seconds=0.25, calls=calls, reward=reward)

@@ -28,7 +28,7 @@ MAY_USE: dict[str, set[str]] = {
     "checkpoint": {"config", "model", "store", "system", "terminal"},
     "engine": {"config", "kernels", "model", "system"},
     "policy": {"algorithm", "checkpoint", "config", "kernels", "model", "system"},
-    "sampling": {"algorithm", "checkpoint", "config", "data", "engine", "environments", "model", "rewards"},
+    "sampling": {"algorithm", "checkpoint", "config", "data", "engine", "environments", "model", "rewards", "system"},
     "cluster": {"config", "engine", "model", "policy", "rewards", "system"},
     "evaluation": {
         "algorithm", "checkpoint", "cluster", "config", "data", "engine", "environments", "model", "rewards",

@@ -249,7 +249,10 @@ class RewardConfig(Section):
     code_score: Literal["all", "share"] = Field(
         default="all", description="For `code`: 1 if all tests pass, else 0; or the share of tests that pass."
     )
-    code_unsafe: bool = Field(default=False, description="For `code`: run programs even where there is no sandbox.")
+    code_unsafe: bool = Field(
+        default=False,
+        description="For `code` and the environment `python`: run programs even where there is no sandbox.",
+    )
     workers: int = Field(
         default=0, ge=0, le=1024, description=f"Processes that judge; 0: one per core, at most {AUTO_WORKERS}."
     )

@@ -27,6 +27,16 @@ class End:
         self.score, self.acc, self.extras = score, acc, extras
 
 
+class Turn:
+    """A reply that also rewards the turn it answers: messages as `reply` returns them, and a number.
+
+    The rewards of an episode's turns are added to its score.
+    """
+
+    def __init__(self, messages: Any, reward: Any = 0.0) -> None:
+        self.messages, self.reward = messages, reward
+
+
 class Environment(Protocol):
     """One episode. Methods may be coroutine functions.
 
@@ -35,7 +45,7 @@ class Environment(Protocol):
     """
 
     def reply(self, text: str) -> Any:
-        """Take the model's turn, and return text or messages, or an End."""
+        """Take the model's turn, and return text or messages, a Turn with them, or an End."""
         ...
 
 
@@ -67,7 +77,7 @@ class _Functions:
         self.messages.append({"role": "assistant", "content": text})
         found = await finished(self.answer(copy.deepcopy(self.messages), self.row))
         if not isinstance(found, End):
-            self.messages += to_messages(found)
+            self.messages += to_messages(found.messages if isinstance(found, Turn) else found)
         return found
 
 

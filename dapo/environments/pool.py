@@ -115,6 +115,10 @@ class WorkerEnvironments(ProcessPool[_Worker]):
     def cut_off(self, episode: Episode, text: str, turn: int) -> Future[Reply]:
         return self._submit("cut_off", self.states[episode], text, is_last=True)
 
+    def waiting_for(self) -> str:
+        starting = sum(not worker.is_ready for worker in [*self.workers])
+        return f"the environment{f' ({starting} of its processes starting)' if starting else ''}"
+
     def end(self, episode: Episode) -> None:
         with self.lock:
             if (state := self.states.pop(episode, None)) is not None and not self.closing:
@@ -222,16 +226,19 @@ class WorkerEnvironments(ProcessPool[_Worker]):
 
     def _reply(self, result: Mapping[str, Any], seconds: float) -> Reply:
         """Validate what a worker sent: an environment that writes into the pipe must not forge scores."""
-        calls = tuple(ToolCall(**call) for call in result.get("calls", ()))
+        calls, reward = tuple(ToolCall(**call) for call in result.get("calls", ())), result.get("reward")
+        if reward is not None and not (isinstance(reward, float) and math.isfinite(reward)):
+            raise ValueError
+        rest = {"seconds": seconds, "calls": calls, "reward": reward}
         match result:
             case {"error": str(reason)}:
                 return Reply(ended=True, score=unjudged(reason), seconds=seconds)
             case {"score": None}:
-                return Reply(ended=True, seconds=seconds, calls=calls)
+                return Reply(ended=True, **rest)
             case {"score": [value, acc, error, dict(extras)]}:
-                return Reply(ended=True, score=read_score(value, acc, error, extras), seconds=seconds, calls=calls)
+                return Reply(ended=True, score=read_score(value, acc, error, extras), **rest)
             case {"messages": list(messages)}:
-                return Reply(to_messages(messages, is_first=True), seconds=seconds, calls=calls)
+                return Reply(to_messages(messages, is_first=True), **rest)
         raise ValueError
 
     def _on_loss(self, worker: _Worker, reason: str | None) -> None:

@@ -32,6 +32,7 @@ class Reply:
     ended: bool = False
     is_out_of_turns: bool = False  # ended because `environment.max_turns` were used up
     score: Score | None = None  # None at the end: the run's reward judges the text of the last turn
+    reward: float | None = None  # for the turn alone, besides `score`
     seconds: float = 0.0  # time of the call
     calls: tuple[ToolCall, ...] = ()
 
@@ -60,6 +61,10 @@ class EnvironmentPool(Protocol):
 
     def cut_off(self, episode: Episode, text: str, turn: int) -> Future[Reply]:
         """End an episode that has no tokens left, in the turn with this text."""
+        ...
+
+    def waiting_for(self) -> str:
+        """Say what replies that take long wait for, as a noun."""
         ...
 
     def end(self, episode: Episode) -> None:

@@ -17,6 +17,7 @@ from dapo.environments.environment import (
     End,
     Environment,
     Maker,
+    Turn,
     finished,
     first_messages,
     load_maker,
@@ -97,13 +98,14 @@ class Worker:
         found = None
         if call["do"] == "reply":
             found = await finished(environment.reply(call["text"]))
+        reward = _reward(found) if isinstance(found, Turn) else None
         is_cut_off = call["is_last"] and not isinstance(found, End)
         if is_cut_off:
             found = await self._cut_off(environment)
-        calls = [call._asdict() for call in take_calls(environment)]
+        rest = {"calls": [call._asdict() for call in take_calls(environment)], "reward": reward}
         if isinstance(found, End):
-            return {"score": _score(found), "calls": calls, "is_cut_off": is_cut_off}
-        return {"messages": to_messages(found), "calls": calls}
+            return {"score": _score(found), "is_cut_off": is_cut_off, **rest}
+        return {"messages": _messages(found), **rest}
 
     async def _begin(self, row: dict[str, Any]) -> tuple[Environment, tuple[Message, ...]]:
         own = [dict(message) for message in row["prompt"]]
@@ -120,7 +122,7 @@ class Worker:
                 "the environment begins the same row with other messages than before; derive them from the row"
             )
         for text, given in turns:
-            if list(to_messages(await finished(environment.reply(text)))) != given:
+            if list(_messages(await finished(environment.reply(text)))) != given:
                 raise EpisodeError(
                     "the process of this episode was lost, and the environment replied otherwise when its turns were "
                     "played again"
@@ -135,6 +137,18 @@ class Worker:
         if not isinstance(found, End):
             raise EpisodeError(f"cut_off returned {type(found).__name__}; expected End(score)")
         return found
+
+
+def _messages(found: Any) -> tuple[Message, ...]:
+    return to_messages(found.messages if isinstance(found, Turn) else found)
+
+
+def _reward(turn: Turn) -> float:
+    score = to_score({"score": turn.reward})
+    if score.error is not None:
+        raise EpisodeError(score.error.replace("the reward returned", "the environment rewarded a turn with", 1))
+    assert score.value is not None
+    return score.value
 
 
 def _score(end: End) -> list[Any] | None:

@@ -14,6 +14,7 @@ from dapo.engine.protocol import Engine
 from dapo.rewards.protocol import Judge
 from dapo.rewards.thought import with_reply_start
 from dapo.sampling.episodes import Environment, Episodes
+from dapo.system.progress import wait_visibly
 from dapo.terminal.evaltable import DifferenceRow, headline
 from dapo.types import EvalReport, EvalSample, Prompt, Rollout, SamplingParams, Score
 
@@ -36,6 +37,7 @@ def evaluate(
     on_sample: Callable[[int, int], None] = lambda done, total: None,
     think_tags: Sequence[str] | None = None,
     environment: Environment | None = None,
+    on_wait: Callable[[str], None] = lambda message: None,
 ) -> EvalReport:
     """Sample k responses to each prompt, and judge each group while the engine samples the others.
 
@@ -43,7 +45,7 @@ def evaluate(
     raise Interrupted, which leaves the engine idle.
     """
     by_serial = dict(enumerate(prompts, start=step * len(prompts)))
-    episodes = Episodes(engine, judge, environment)
+    episodes = Episodes(engine, judge, environment, on_wait)
     episodes.submit(by_serial, k, params, "eval")
     finished: dict[int, list[Rollout]] = defaultdict(list)
     scores: dict[int, Future[list[Score]]] = {}
@@ -63,6 +65,7 @@ def evaluate(
             raise
     assert scores.keys() == by_serial.keys(), "the engine lost samples"
     samples: list[EvalSample] = []
+    wait_visibly([*scores.values()], on_wait, lambda: "rewards")
     for serial in sorted(scores):
         prompt, members = by_serial[serial], finished[serial]
         marked = with_reply_start(prompt, members, scores[serial].result(), think_tags)

@@ -153,9 +153,9 @@ def judge_specs(options: RewardConfig) -> list[str]:
     return [options.use] if isinstance(options.use, str) else [*options.use]
 
 
-def isolation_note(options: RewardConfig) -> str | None:
-    """Say how programs are isolated on this machine, if the options run any."""
-    if "code" not in judge_specs(options):
+def isolation_note(options: RewardConfig, environment: str | None = None, *, is_judging: bool = True) -> str | None:
+    """Say how programs are isolated on this machine, if the reward or the environment runs any here."""
+    if environment != "python" and not (is_judging and "code" in judge_specs(options)):
         return None
     with closing(Sandbox(is_unsafe_allowed=options.code_unsafe)) as sandbox:
         sandbox.open()

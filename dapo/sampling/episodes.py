@@ -6,8 +6,8 @@ Without an environment, a response is one turn: requests and rollouts pass throu
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,9 +16,11 @@ from dapo.engine.protocol import Engine
 from dapo.environments.protocol import EnvironmentPool, Message, Reply
 from dapo.model.template import TurnTemplate
 from dapo.rewards.protocol import Judge
+from dapo.system.progress import wait_visibly
 from dapo.types import Ending, Extension, Phase, Prompt, Request, Rollout, SamplingParams, Score
 
 Key = tuple[int, int]  # group serial and sample index
+REWARD = "reward"  # of a turn, in its record
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +73,14 @@ class Episodes:
     however early it arrives, so that the order depends on counts only. With other engines it is read as it arrives.
     """
 
-    def __init__(self, engine: Engine, judge: Judge, environment: Environment | None = None) -> None:
-        self.engine, self.judge, self.environment = engine, judge, environment
+    def __init__(
+        self,
+        engine: Engine,
+        judge: Judge,
+        environment: Environment | None = None,
+        on_wait: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.engine, self.judge, self.environment, self.on_wait = engine, judge, environment, on_wait
         self.groups: dict[int, _Group] = {}
         self.decoding: set[Key] = set()
         self.asked: dict[Key, _Asked] = {}  # in the order in which the turns ended
@@ -111,21 +119,26 @@ class Episodes:
         return ended
 
     def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
-        """Return the scores that environments gave; the judge scores the other rollouts."""
+        """Return the scores that environments gave; the judge scores the other rollouts. Turns' rewards are added."""
         known = {r.index: self.scores.pop((r.serial, r.index), None) for r in rollouts}
         others = [rollout for rollout in rollouts if known[rollout.index] is None]
-        if len(others) == len(rollouts):
+        if self.environment is None:
             return self.judge.submit(prompt, rollouts)
+        judged: Future[list[Score]] = Future()
+        if others:
+            judged = self.judge.submit(prompt, others)
+        else:
+            judged.set_result([])
         scores: Future[list[Score]] = Future()
 
-        def merge(judged: Sequence[Score]) -> None:
-            rest = iter(judged)
-            scores.set_result([known[rollout.index] or next(rest) for rollout in rollouts])
+        def merge(judged: Future[list[Score]]) -> None:
+            if (error := judged.exception()) is not None:
+                scores.set_exception(error)
+                return
+            rest = iter(judged.result())
+            scores.set_result([_with_turns(known[rollout.index] or next(rest), rollout) for rollout in rollouts])
 
-        if others:
-            self.judge.submit(prompt, others).add_done_callback(lambda judged: merge(judged.result()))
-        else:
-            merge([])
+        judged.add_done_callback(merge)
         return scores
 
     def cancel(self, serials: Iterable[int]) -> None:
@@ -156,13 +169,19 @@ class Episodes:
         if self.engine.is_repeatable or not self.asked:
             return [*self.asked]
         if not self.decoding:
-            start = time.perf_counter()
-            wait([asked.reply for asked in self.asked.values()], return_when=FIRST_COMPLETED)
-            self.wait_seconds += time.perf_counter() - start
+            self._wait([*self.asked], for_all=False)
         return [key for key, asked in self.asked.items() if asked.reply.done()]
+
+    def _wait(self, keys: Sequence[Key], *, for_all: bool = True) -> None:
+        assert self.environment is not None
+        start = time.perf_counter()
+        replies = [self.asked[key].reply for key in keys]
+        wait_visibly(replies, self.on_wait, self.environment.pool.waiting_for, for_all=for_all)
+        self.wait_seconds += time.perf_counter() - start
 
     def _go_on(self, environment: Environment, due: Sequence[Key]) -> list[Rollout]:
         """Continue the episodes whose replies are due, and return those that ended."""
+        self._wait(due)
         ended: list[Rollout] = []
         extensions: list[Extension] = []
         for key in due:
@@ -188,10 +207,8 @@ class Episodes:
         return ended
 
     def _read(self, environment: Environment, asked: _Asked) -> tuple[Reply, tuple[int, ...]]:
-        """Wait for a reply and return it with the tokens to append. A template that rejects it ends the episode."""
-        start = time.perf_counter()
+        """Return a reply with the tokens to append. A template that rejects it ends the episode."""
         reply = asked.reply.result()
-        self.wait_seconds += time.perf_counter() - start
         if reply.ended:
             return reply, ()
         assert environment.template is not None, "the pool ends an episode after environment.max_turns"
@@ -224,10 +241,20 @@ def _ending(asked: _Asked, reply: Reply) -> Ending:
     return Ending.NO_TURNS if reply.is_out_of_turns else Ending.ENVIRONMENT
 
 
+def _with_turns(score: Score, rollout: Rollout) -> Score:
+    """Add the rewards of single turns to the score of the episode, which also gets their sum as an extra."""
+    rewards = [turn[REWARD] for turn in rollout.turns if REWARD in turn]
+    if not rewards or score.value is None:
+        return score
+    return replace(score, value=score.value + sum(rewards), extras={**score.extras, "turn_rewards": sum(rewards)})
+
+
 def _record(rollout: Rollout, reply: Reply, messages: Sequence[Message]) -> dict[str, Any]:
+    reward = {} if reply.reward is None else {REWARD: reply.reward}
     return {
         "text": rollout.text,
         "messages": [dict(message) for message in messages],
         "seconds": reply.seconds,
         "calls": [call._asdict() for call in reply.calls],
+        **reward,
     }

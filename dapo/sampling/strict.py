@@ -25,6 +25,7 @@ from dapo.sampling.drawing import Drawn, PromptDrawer
 from dapo.sampling.episodes import Environment, Episodes
 from dapo.sampling.round_size import groups_needed
 from dapo.sampling.rules import group_rules
+from dapo.system.progress import wait_visibly
 from dapo.types import Ending, Event, EventKind, Group, Prompt, Rollout, SamplingParams, Score, Verdict
 
 Reference = Callable[[Sequence[Group]], Sequence[tuple[np.ndarray, ...]]]  # float32 [L] per rollout
@@ -78,17 +79,18 @@ class DynamicSampler:
         reference: Reference | None = None,
         on_group: Callable[[Group], None] = lambda group: None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_wait: Callable[[str], None] = lambda message: None,
         parts: CustomParts | None = None,
         environment: Environment | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
         self.judge = judge
-        self.episodes = Episodes(engine, judge, environment)
+        self.episodes = Episodes(engine, judge, environment, on_wait)
         self.drawer = PromptDrawer(config, stream)
         self.reference = reference
         self.on_group = on_group
-        self.on_progress = on_progress
+        self.on_progress, self.on_wait = on_progress, on_wait
         self.carried: list[Group] = []
         self.pending: dict[int, Pending] = {}  # in submission order
         self.next_serial = 0
@@ -236,6 +238,7 @@ class DynamicSampler:
         finished = [(serial, group, group.future) for serial, group in self.pending.items() if group.future]
         start = time.perf_counter()
         tags = self.config.reward.think_tags
+        wait_visibly([future for _, _, future in finished], self.on_wait, lambda: "rewards")
         scores = [
             with_reply_start(group.prompt, group.rollouts, future.result(), tags) for _, group, future in finished
         ]

@@ -89,8 +89,8 @@ def turns_from_json(text: str) -> list[dict[str, Any]]:
             parts = turn.get(name)
             if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
                 raise ValueError(f"the {name} of a turn are not JSON objects")
-        if type(turn.get("seconds")) not in (int, float):
-            raise ValueError("the seconds of a turn are not a number")
+        if type(turn.get("seconds")) not in (int, float) or type(turn.get("reward", 0)) not in (int, float):
+            raise ValueError("the seconds or the reward of a turn are not a number")
     return turns
 
 

@@ -1,16 +1,33 @@
-"""A message on stderr while something takes long."""
+"""Messages to people while something takes long."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+SLOW = 2.0  # seconds after which people want to know
+
+
+def wait_visibly(
+    futures: Sequence[Future[Any]], say: Callable[[str], None], what: Callable[[], str], *, for_all: bool = True
+) -> None:
+    """Wait for all futures, or for one; every two seconds, say how long that has taken and what is waited for."""
+    start = time.monotonic()
+    while futures:
+        done, missing = wait(futures, SLOW, ALL_COMPLETED if for_all else FIRST_COMPLETED)
+        if not missing or (done and not for_all):
+            return
+        say(f"waiting {time.monotonic() - start:.0f} s for {what()}")
 
 
 @contextmanager
@@ -25,7 +42,7 @@ def progress(message: str) -> Iterator[None]:
             bar.add_task(escape(message), total=None)
             yield
         return
-    timer = threading.Timer(2.0, console.print, [escape(message) + " ..."], {"soft_wrap": True})
+    timer = threading.Timer(SLOW, console.print, [escape(message) + " ..."], {"soft_wrap": True})
     timer.daemon = True
     timer.start()
     try:

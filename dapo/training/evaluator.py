@@ -65,6 +65,7 @@ class Evaluator:
                 show,
                 self.think_tags,
                 self.environment,
+                self.recorder.reporter.phase,
             )
             reports.append(report)
         self.engine.metrics()  # discard the evaluation's share, so that the next step does not count it

@@ -257,7 +257,7 @@ class Trainer:
                 self.recorder.event(EventKind.CONFIGURATION, note)
             for note in self.data.notes:
                 self.recorder.event(EventKind.DATA, note)
-            if judge is not None and (note := isolation_note(config.reward)):
+            if note := isolation_note(config.reward, config.environment.use, is_judging=judge is not None):
                 self.recorder.event(EventKind.SANDBOX, note)
             if plan := self.policy.memory_plan(self.engine.cache_bytes):
                 self.recorder.event(EventKind.PLAN, plan)
@@ -311,6 +311,7 @@ class Trainer:
             reference=self.policy.reference_logprobs if config.needs_reference else None,
             on_group=self.callbacks.after(self.reporter.group),
             on_progress=self.reporter.responses,
+            on_wait=self.reporter.phase,
             parts=self._arguments.parts,
             environment=environment,
         )

@@ -165,9 +165,36 @@ def test_a_next_turn_computes_only_the_new_tokens(engine_for, monkeypatch):
     seen.clear()
     engine.extend([Extension(request, rollout, (20, 21, 22, 23), 10) for rollout in first.values()])
     second = drain(engine)
-    # For both: the last token of the first turn, all given ones but the last, and a step for each token that is drawn.
-    assert seen == [2 * 4, 2, 2, 2]
+    # For both: the last token of the first turn with the given ones, in the step that draws the first token.
+    assert seen == [2 * 5, 2, 2]
     assert all(len(rollout) == 10 and rollout.sampled == 6 for rollout in second.values())
+
+
+def test_an_episode_that_goes_on_is_unaffected_if_another_is_cancelled_before_its_given_tokens_are_computed(engine_for):
+    model = tiny_llama()
+    requests = [Request(i, p, 1, SamplingParams(max_tokens=4), turns=True) for i, p in enumerate(prompts(3, seed=7))]
+
+    def goes_on(*, is_disturbed):
+        engine = engine_for(model, stop=())
+        first = drain(engine, *requests)
+        engine.extend([Extension(r, first[r.serial, 0], (20, 21, 22), 30) for r in requests])
+        if is_disturbed:
+            # Its only token is drawn when it starts, so a decoder without bursts returns before it takes a step.
+            engine.submit([Request(9, (4, 5), 1, SamplingParams(max_tokens=1))])
+            assert [rollout.serial for rollout in engine.poll()] == [9]
+            assert not isinstance(engine.decoder, EagerDecoder) or len(engine.decoder.given) == 3
+            engine.cancel([0])
+        return drain(engine)
+
+    expected, found = goes_on(is_disturbed=False), goes_on(is_disturbed=True)
+    assert found.keys() == expected.keys() - {(0, 0)}
+    assert all(found[key].tokens.tolist() == expected[key].tokens.tolist() for key in found)
+    twin = plain.plain_copy(model, torch.float32)
+    for (serial, _), rollout in found.items():
+        with torch.no_grad():
+            (logprobs,) = plain.logprobs(twin, requests[serial].prompt, [rollout.tokens.tolist()], 1.0)
+        own = rollout.is_own
+        np.testing.assert_allclose(rollout.logprobs[own], logprobs.numpy()[own], atol=1e-5)
 
 
 def test_a_weight_update_is_visible_in_the_next_sample(engine_for):

@@ -23,7 +23,7 @@ TIMEOUT = 1.0
 ENVIRONMENT = """
 import asyncio, json, math, os, random, shutil, signal, sys, time
 from pathlib import Path
-from dapo import End
+from dapo import End, Turn
 
 FILE = Path(__file__)
 
@@ -63,6 +63,13 @@ FAULTS = {
     "no content": lambda: [{"role": "user"}],
     "more keys": lambda: [{"role": "user", "content": "a", "audio": "b"}],
     "the past": lambda: [{"role": "user", "content": "a"}, {"role": "assistant", "content": "I give up"}],
+    "turn": lambda: Turn("on", 0.5),
+    "turn without reward": lambda: Turn(["on"]),
+    "turn nan": lambda: Turn("on", math.nan),
+    "turn text": lambda: Turn("on", "good"),
+    "turn none": lambda: Turn("on", None),
+    "turn empty": lambda: Turn([], 1.0),
+    "turn turn": lambda: Turn(Turn("on"), 1.0),
     "nan": lambda: End(math.nan),
     "text score": lambda: End("good"),
     "bad acc": lambda: End(1.0, acc=2),
@@ -133,6 +140,8 @@ def converse(messages, row):
         messages[0]["content"] = "Say nothing."
         messages.append({"role": "user", "content": "go on"})
         return messages
+    if messages[-1]["content"] == "close":
+        return Turn("Nearly.", reward=0.25)
     if messages[-1]["content"] == row["answer"]:
         return End(1.0, length=len(messages), first=messages[0]["content"])
     return "Again."
@@ -222,6 +231,11 @@ def test_episodes_do_not_share_state(pool):
         ("no content", r"without content"),
         ("more keys", r"a message with 'audio'"),
         ("the past", r"what the model said cannot be changed"),
+        ("turn nan", r"the environment rewarded a turn with nan; expected a finite number"),
+        ("turn text", r"the environment rewarded a turn with str, not a number"),
+        ("turn none", r"the environment rewarded a turn with NoneType, not a number"),
+        ("turn empty", r"returned no messages"),
+        ("turn turn", r"returned Turn; expected text, messages, or End"),
         ("nan", r"the environment ended with nan; expected a finite number"),
         ("text score", r"the environment ended with str, not a number"),
         ("bad acc", r"acc = 2; expected a number from 0 to 1"),
@@ -257,6 +271,27 @@ def test_an_environment_that_never_ends_is_ended_by_the_number_of_turns(pool, fo
         assert last.score.value == 1.0 and not last.is_out_of_turns  # its own end comes first
 
 
+def test_a_turn_can_be_rewarded_also_one_that_uses_up_the_turns(pool):
+    first, second, third, last = replies(pool, ["turn", "turn without reward", "a", "turn"])
+    assert (first.messages, first.reward, first.score) == (({"role": "user", "content": "on"},), 0.5, None)
+    assert (second.reward, third.reward) == (0.0, None)
+    assert (last.ended, last.score, last.reward, last.is_out_of_turns) == (True, Score(0.0, False), 0.5, True)
+
+
+def test_a_process_that_has_to_start_again_is_named_while_it_is_waited_for(folder):
+    with closing(opened(f"{folder}/faults.py:Faulty")) as pool:
+        assert pool.waiting_for() == "the environment"
+        pool.start((0, 0), PROMPT)
+        pool.start((0, 1), PROMPT)
+        failed, other = pool.reply((0, 0), "hang", 1), pool.reply((0, 1), "a", 1)
+        seen = set()
+        while not other.done():
+            seen.add(pool.waiting_for())
+            time.sleep(0.001)
+        assert failed.result().ended and not other.result().ended
+        assert seen == {"the environment", "the environment (1 of its processes starting)"}
+
+
 def test_an_episode_without_tokens_left_is_cut_off(pool):
     pool.start((4, 0), PROMPT)
     assert pool.reply((4, 0), "a", 1).result(timeout=60).messages
@@ -265,15 +300,17 @@ def test_an_episode_without_tokens_left_is_cut_off(pool):
 
 def test_episodes_of_a_lost_process_are_played_again(folder):
     with closing(opened(f"{folder}/faults.py:Faulty", max_turns=9)) as pool:
-        for index in range(3):
+        for index in range(4):
             pool.start((0, index), PROMPT)
         assert pool.reply((0, 0), "a", 1).result(timeout=60).messages
         assert pool.reply((0, 2), "random", 1).result(timeout=60).messages
+        assert pool.reply((0, 3), "turn", 1).result(timeout=60).reward == 0.5
         assert pool.reply((0, 1), "hang", 1).result(timeout=60).score.error == "timed out after 1 s"
         assert pool.reply((0, 0), "b", 2).result(timeout=60).messages[0]["content"] == "turn 2"
         os.kill(pool.workers[0].process.pid, signal.SIGKILL)  # from outside, between two calls
         assert pool.reply((0, 0), "end", 3).result(timeout=60).score.extras["seen"] == "a b end"
         assert "replied otherwise" in pool.reply((0, 2), "end", 2).result(timeout=60).score.error
+        assert pool.reply((0, 3), "end", 2).result(timeout=60).score.extras["seen"] == "turn end"
 
 
 def test_a_call_whose_process_dies_is_tried_once_more(pool, folder):
@@ -346,6 +383,8 @@ def test_functions_get_the_conversation_and_cannot_change_it(folder):
         again, last = replies(pool, ["4", "5"], prompt=prompt)
         assert again.messages[0]["content"] == "Again."
         assert last.score == Score(1.0, extras={"length": 4, "first": "Say 5."})
+        nearly, last = replies(pool, ["close", "5"], prompt=prompt)
+        assert nearly.reward == 0.25 and last.score.extras["length"] == 4
         (edited,) = replies(pool, ["edit"], prompt=prompt)
         assert "cannot be changed" in edited.score.error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +12,14 @@ import pytest
 from dapo.config import Config, apply_override, option_names
 from dapo.data.stream import PromptStream, ShuffledSource
 from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.errors import ClusterError
 from dapo.evaluation.evaluate import evaluate
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.template import TurnTemplate
 from dapo.sampling.episodes import Environment, Episodes
 from dapo.sampling.inflight import InflightSampler
 from dapo.sampling.strict import DynamicSampler
+from dapo.system import progress
 from dapo.types import Prompt, SamplingParams, Score
 from tests.letters import Letters
 from tests.make import Scripted
@@ -153,6 +157,86 @@ def test_the_last_turn_says_why_the_episode_ended():
         assert not any("ended" in turn for turn in rollout.turns[:-1])
     found = {rollout.turns[-1]["ended"] for rollout in rollouts.values()}
     assert found == {"by the environment", "no turns left", "no tokens left"}
+
+
+def test_rewards_of_turns_are_recorded_and_added_to_the_score_of_environment_or_judge():
+    params = replace(PARAMS, max_tokens=60)
+    plain, expected = play(Letters(), count=8, params=params)
+    rollouts, scores = play(Letters(reward=0.125), count=8, params=params)
+    kinds = set()
+    for key, rollout in rollouts.items():
+        assert np.array_equal(rollout.tokens, plain[key].tokens)
+        counts = [sum(c.isalpha() for c in turn["text"]) for turn in rollout.turns]
+        rewards = {i: turn["reward"] for i, turn in enumerate(rollout.turns) if "reward" in turn}
+        # Every turn that is replied to has one, also if the reply leaves no room for another turn.
+        assert rewards == {i: 0.125 * counts[i] for i in rewards} and {*range(len(counts) - 1)} <= {*rewards}
+        extras = {"turn_rewards": sum(rewards.values())} if rewards else {}
+        total = expected[key].value + sum(rewards.values())
+        assert scores[key] == replace(expected[key], value=total, extras=extras)
+        kinds.add((rollout.turns[-1]["ended"], key[0] % 2, bool(rewards)))
+    assert {("by the environment", 0, True), ("by the environment", 1, True), ("no tokens left", 0, True)} <= kinds
+
+
+def test_rewards_of_turns_do_not_help_an_episode_that_cannot_be_judged():
+    judge = Scripted(lambda prompt, rollout: Score(None, error="no judge"))
+    episodes = Episodes(engine_for(), judge, environment(Letters(reward=1.0)))
+    asked = {1: prompts()[1]}  # an odd serial, which the judge scores
+    episodes.submit(asked, 6, PARAMS)
+    rollouts = []
+    while ended := episodes.poll():
+        rollouts += ended
+    assert any("reward" in turn for rollout in rollouts for turn in rollout.turns)
+    scores = episodes.score(asked[1], rollouts).result(timeout=10)
+    is_judged = [rollout.finish_reason == "stop" for rollout in rollouts]
+    assert any(is_judged)
+    assert [score == Score(None, error="no judge") for score in scores] == is_judged
+
+
+def test_a_judge_that_fails_ends_the_wait_for_scores():
+    class Lost(Scripted):
+        def submit(self, prompt, rollouts):
+            future = Future()
+            future.set_exception(ClusterError("the judges are lost"))
+            return future
+
+    episodes = Episodes(engine_for(), Lost(judged), environment(Letters()))
+    asked = {1: prompts()[1]}
+    episodes.submit(asked, 4, PARAMS)
+    rollouts = []
+    while ended := episodes.poll():
+        rollouts += ended
+    with pytest.raises(ClusterError, match="the judges are lost"):
+        episodes.score(asked[1], rollouts).result(timeout=10)
+
+
+@pytest.mark.parametrize("is_repeatable", [True, False])
+def test_a_reply_that_takes_long_is_named_while_it_is_waited_for(monkeypatch, is_repeatable):
+    monkeypatch.setattr(progress, "SLOW", 0.01)
+    engine, said = engine_for(), []
+    engine.is_repeatable = is_repeatable
+    episodes = Episodes(engine, Scripted(judged), environment(Letters(delay=0.3)), said.append)
+    episodes.submit(dict(enumerate(prompts(1))), 2, PARAMS)
+    while episodes.poll():
+        pass
+    assert {*said} == {"waiting 0 s for letters"} and episodes.take_wait() > 0.01
+
+
+def test_rewards_that_take_long_are_named_while_they_are_waited_for(monkeypatch):
+    class Slow(Scripted):
+        def submit(self, prompt, rollouts):
+            future, known = Future(), super().submit(prompt, rollouts)
+            threading.Timer(0.2, lambda: future.set_result(known.result())).start()
+            return future
+
+    monkeypatch.setattr(progress, "SLOW", 0.01)
+    said = []
+    sampler = sampler_for(None)
+    sampler.episodes.judge, sampler.on_wait = Slow(judged), said.append
+    sampler.fill(1, version=0)
+    assert {*said} == {"waiting 0 s for rewards"}
+    said.clear()
+    evaluate(engine_for(), Slow(judged), prompts(2), 2, PARAMS, 0, "held_out", on_wait=said.append)
+    assert {*said} == {"waiting 0 s for rewards"}
 
 
 def test_a_template_that_rejects_a_message_costs_the_episode():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dapo.store.encoding import turns_from_json
 from dapo.view.groups import GroupFilter, group, group_json, groups
 from dapo.view.runs import find_run
 from dapo.view.tokens import tokens
@@ -20,7 +21,7 @@ def recorded(folder: Path, first: str = "Let me see.", given: str = "42", argume
     failed = {"name": "", "arguments": "{", "result": "Error: not valid JSON", "seconds": 0.0, "error": True}
     messages = [{"role": "tool", "name": "python", "content": given}, {"role": "user", "content": "Go on."}]
     turns = (
-        {"text": first, "messages": messages, "seconds": 0.5, "calls": [call, failed]},
+        {"text": first, "messages": messages, "seconds": 0.5, "calls": [call, failed], "reward": 0.125},
         {"text": "It is 42.", "messages": [], "seconds": 0.001, "calls": [], "ended": "no turns left"},
     )
     made = make_group(1, accs=(True, False, True), texts=["single", "It is 42.", "single"])
@@ -36,12 +37,18 @@ def test_turns_and_given_tokens_are_read_as_recorded(tmp_path):
     found = group(run, 1)
     assert [len(response.turns) for response in found.responses] == [0, 2, 0]
     assert found.responses[1].turns[0]["calls"][0]["result"] == "42"
+    assert [turn.get("reward") for turn in found.responses[1].turns] == [0.125, None]
     assert found.responses[1].length == 2  # the model's own tokens
     assert '"Let me see."' in group_json(found)
     shown = tokens(run, 1, 1, str)
     assert shown is not None and shown.length == 4 and shown.given.tolist() == [False, True, True, False]
     part = tokens(run, 1, 1, str, start=2)
     assert part is not None and part.given.tolist() == [True, False]
+
+
+def test_a_turn_whose_reward_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="the reward of a turn"):
+        turns_from_json('[{"text": "a", "messages": [], "calls": [], "seconds": 1, "reward": "much"}]')
 
 
 @pytest.mark.parametrize(("text", "hits"), [("let me SEE", 1), ("go on", 1), ("it is 42", 1), ("nowhere", 0)])
@@ -75,6 +82,7 @@ def test_the_page_shows_a_conversation(tmp_path, page: Any, text: str):
     with running(tmp_path) as url:
         page.goto(f"{url.rstrip('/')}/run/episodes/groups/1")
         page.get_by_text("model, turn 2").wait_for()
+        assert page.get_by_text("model, turn 1, reward 0.125", exact=True).count() == 1
         given = page.locator(".given")
         assert given.count() == 2
         assert "python, took 0.250 s" in given.first.inner_text()

@@ -179,23 +179,29 @@ class CacheSpan(NamedTuple):
 
 
 class ExtendAttention:
-    """Attention of spans of tokens to the prompt and the own tokens before them. It stores their keys and values."""
+    """Attention of spans of tokens to the prompt and the own tokens before them. It stores their keys and values.
+
+    The tokens of the decode step `newest` come first. The newest token of a response may follow its span, so the keys
+    of spans are stored before that token attends.
+    """
 
     applies_rotary = False
 
-    def __init__(self, cache: ResponseCache, spans: Sequence[CacheSpan]) -> None:
-        self.storage, self.spans = cache.storage, spans
+    def __init__(self, newest: DecodeAttention, spans: Sequence[CacheSpan]) -> None:
+        self.newest, self.storage, self.spans = newest, newest.storage, spans
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cos_sin: Tensor | None = None
     ) -> Tensor:
-        outputs, first = [], 0
+        outputs, first = [], self.newest.batch
         for span in self.spans:
             tokens = slice(first, first + span.end - span.start)
             parts = (each[0, :, tokens] for each in (query, key, value))
             outputs.append(self._attend(layer, span, *parts, scale=scale))
             first = tokens.stop
-        return torch.cat(outputs, dim=1).transpose(0, 1)[None].to(query.dtype)
+        batch = self.newest.batch
+        newest = self.newest.attend(layer, query[:, :, :batch], key[:, :, :batch], value[:, :, :batch], scale)
+        return torch.cat([newest, torch.cat(outputs, dim=1).transpose(0, 1)[None].to(query.dtype)], dim=1)
 
     def _attend(
         self, layer: int, span: CacheSpan, query: Tensor, key: Tensor, value: Tensor, *, scale: float

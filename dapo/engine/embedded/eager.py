@@ -40,6 +40,7 @@ class EagerDecoder:
         self.max_concurrent = max_concurrent
         self.active: list[Response] = []
         self.parked: dict[Response, Tensor] = {}  # keys and values of finished episodes, without the last token's
+        self.given: dict[Response, int] = {}  # episodes that go on in the next step: how many tokens are cached
         self.stacked: PromptStack | None = None
         config = causal_lm.config.get_text_config()
         weight = head_weight(causal_lm)
@@ -87,12 +88,29 @@ class EagerDecoder:
         stack = self._stack()
         index = {prompt: i for i, prompt in enumerate(stack.prompts)}
         lengths_B = torch.tensor(lengths, device=self.device)
-        tokens_B = torch.tensor([response.tokens[-1] for response in self.active], device=self.device)
-        prompts_B = torch.tensor([response.prompt.length for response in self.active], device=self.device)
         plan = DecodeAttention(self.cache, stack, lengths_B, [index[response.prompt] for response in self.active])
-        hidden = hidden_states(self.model, tokens_B, lengths_B + prompts_B, plan)
+        hidden = self._hidden(plan, lengths)
         self._draw(self.active, wide_product(hidden, head_weight(self.model).t()))
         return self._collect(self.active)
+
+    def _hidden(self, plan: DecodeAttention, lengths: Sequence[int]) -> Tensor:
+        """Return the hidden states of the newest tokens.
+
+        Tokens that environments gave are computed along with them: a pass of their own would read all weights again.
+        """
+        spans = [
+            CacheSpan(response.prompt.cached, slot, self.given[response], length)
+            for slot, (response, length) in enumerate(zip(self.active, lengths, strict=True))
+            if response in self.given
+        ]
+        parts = [(slot, length, length + 1) for slot, length in enumerate(lengths)]
+        parts += [(span.slot, span.start, span.end) for span in spans]
+        tokens = [token for slot, start, end in parts for token in self.active[slot].tokens[start:end]]
+        positions = [self.active[slot].prompt.length + i for slot, start, end in parts for i in range(start, end)]
+        self.given.clear()
+        tokens_T, positions_T = (torch.tensor(values, device=self.device) for values in (tokens, positions))
+        attention = ExtendAttention(plan, spans) if spans else plan
+        return hidden_states(self.model, tokens_T, positions_T, attention)[: len(lengths)]
 
     def wait(self) -> None:
         pass
@@ -158,28 +176,17 @@ class EagerDecoder:
             )
 
     def _continue(self, responses: Sequence[Response]) -> None:
-        """Add episodes that continue, and cache the keys and values of all their tokens except the newest."""
+        """Add episodes that continue, with the keys and values of their earlier turns. The next step computes the rest."""
         if not responses:
             return
         first = len(self.active)
         self.active += responses
         self.cache.reserve(len(self.active), max(len(response.tokens) for response in responses))
-        spans = []
         for slot, response in enumerate(responses, start=first):
             cached = self.parked.pop(response, None)
-            start = 0 if cached is None else cached.shape[3]
+            self.given[response] = 0 if cached is None else cached.shape[3]
             if cached is not None:
-                self.cache.storage[:, :, slot, :, :start] = cached
-            spans.append(CacheSpan(response.prompt.cached, slot, start, len(response.tokens) - 1))
-        tokens = [t for r, span in zip(responses, spans, strict=True) for t in r.tokens[span.start : span.end]]
-        positions = [
-            response.prompt.length + i
-            for response, span in zip(responses, spans, strict=True)
-            for i in range(span.start, span.end)
-        ]
-        tokens_T, positions_T = (torch.tensor(values, device=self.device) for values in (tokens, positions))
-        plan = ExtendAttention(self.cache, spans)
-        hidden_states(self.model, tokens_T, positions_T, plan)  # for what the plan stores; the result is not needed
+                self.cache.storage[:, :, slot, :, : cached.shape[3]] = cached
 
     def _stack(self) -> PromptStack:
         """Return the prompts of the active responses, stacked.

@@ -98,6 +98,8 @@ class EmbeddedEngine:
     def poll(self, *, wait: bool = True) -> list[Rollout]:
         finished: list[Finished] = []
         steps = 0
+        if self.decoder.burst == 1:  # nothing is in flight: what waits takes part in the next step
+            finished += self._start_waiting()
         while not finished and (self.active or self.waiting) and (wait or steps < _IMPATIENT_STEPS):
             finished += self.decoder.advance()
             finished += self._start_waiting()

@@ -16,7 +16,8 @@ _SCROLLS = "model-text overflow-auto w-full max-h-96"
 
 def show_turns(turns: Sequence[Mapping[str, Any]]) -> None:
     for number, turn in enumerate(turns[:_MOST], start=1):
-        ui.label(f"model, turn {number}").classes("quiet text-xs")
+        reward = f", reward {format_number(turn['reward'])}" if "reward" in turn else ""
+        ui.label(f"model, turn {number}{reward}").classes("quiet text-xs")
         ui.label(display_text(turn["text"])).classes(_SCROLLS)
         _show_given(turn)
     if len(turns) > _MOST:
