@@ -91,17 +91,24 @@ class Division:
     reserved: int = 0  # bytes that the cache must leave free
 
 
-def divide(free: float, gradients: float, moments: float, per_token: float, *, may_lend: bool) -> Division:
+def divide(
+    free: float, gradients: float, moments: float, per_token: float, *, may_lend: bool, longest: int = 0
+) -> Division:
     """Return the division. `per_token`: bytes of activations that are recomputed; `may_lend`: nothing is in flight.
 
     Moments stay on the GPU if a small update fits beside them, or if they are small themselves. The cache keeps its
     memory during an update if half of what is then left, the other half being the cache, holds twice LEAST_TOKENS.
+    Both leave room for `longest` tokens, because a response is never split; in flight at most a third of `free`.
     """
-    update = gradients + min(LEAST_HEAD_BYTES + LEAST_TOKENS * per_token, free / 3)
+    small = min(LEAST_HEAD_BYTES + LEAST_TOKENS * per_token, free / 3)
+    whole = longest * per_token
+    whole += min(HEAD_BYTES, max(LEAST_HEAD_BYTES, whole / 7))  # an eighth of the sum, as in `micro_batch`
+    whole = min(whole, free - gradients if may_lend else free / 3)
+    update = gradients + max(small, whole)
     with_cache = 1 if may_lend else 1.25  # in flight, the cache is there too
     offloads = moments > GIB and free - moments < with_cache * update
     held = 0 if offloads else moments
-    lends = may_lend and (free - gradients - held - HEAD_BYTES) / 2 < 2 * LEAST_TOKENS * per_token
+    lends = may_lend and (free - gradients - held - HEAD_BYTES) / 2 < max(2 * LEAST_TOKENS, longest) * per_token
     return Division(offloads, lends, int(held + (0 if lends else update)))
 
 
@@ -123,15 +130,16 @@ def micro_batch(
     may_recompute: bool,
     always: bool,
     most: float = MAX_TOKENS,
+    longest: int = 0,
 ) -> MicroBatch:
     """Return how an update uses `room` bytes. `kept` and `recomputed` are bytes of activations per token.
 
-    `given`: the option for the tokens, or 0. `most`: tokens of the largest update. Tokens are fewer than 1 where
-    nothing fits.
+    `given`: the option for the tokens, or 0. `most`: tokens of the largest update. `longest`: tokens of the longest
+    sequence, which is never split. Tokens are fewer than 1 where nothing fits.
     """
     head = int(min(HEAD_BYTES, max(LEAST_HEAD_BYTES, room / 8)))
     fits = max(0, int((room - head) / kept))
-    recompute = always or (may_recompute and (given > fits if given else fits < min(ENOUGH_TOKENS, most)))
+    recompute = always or (may_recompute and fits < max(longest, given or min(ENOUGH_TOKENS, most)))
     if recompute:
         fits = max(0, int((room - head) / recomputed))
     return MicroBatch(given or min(MAX_TOKENS, fits), recompute, head)
