@@ -10,7 +10,7 @@ MAX_CHARACTERS = 20_000
 
 
 def display_text(text: str, most: int = MAX_CHARACTERS) -> str:
-    """Return at most `most` characters: the start and the end, where the answer usually is, and how many are between."""
+    """Return at most `most` characters: the start, the number left out, and the end, where the answer usually is."""
     if len(text) <= most:
         return visible(text)
     left_out, end = len(text) - most, len(text) - most // 3
