@@ -125,10 +125,14 @@ class Config(Section):
         return self.optim.ppo_mini_batch_size or self.data.train_batch_size
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a prompt with its response."""
+        return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
     def update_tokens(self) -> int:
         """The most tokens of prompts and responses that an update trains on."""
-        longest = self.data.max_prompt_length + self.data.max_response_length
-        return self.mini_batch_size * self.rollout.n * longest
+        return self.mini_batch_size * self.rollout.n * self.longest
 
     @property
     def run_dir(self) -> Path:

@@ -23,6 +23,7 @@ ATTENTION_NAME = "dapo"
 # Up to this many tokens, a prompt and its responses attend as one block with a tree-shaped mask. The cost of the block
 # grows with its square, so above this each response becomes a row of its own with the prompt's keys in front.
 TREE_TOKENS = 512
+_NO_QUERY = -1  # segment of a query whose output is not used
 
 
 class AttentionPlan(Protocol):
@@ -78,12 +79,16 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Tokens that attend together: indices into the pack, and the segment of each (0: prompt, i: i-th response)."""
+    """Tokens that attend together: indices into the pack, and the segment of each (0: prompt, i: i-th response).
+
+    A causal row has the same queries and keys, in order, and needs no mask: that would take 256 MB for 8,192 tokens.
+    """
 
     queries: Tensor
     keys: Tensor
     query_segments: Tensor
     key_segments: Tensor
+    is_causal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,7 @@ class _Bucket:
     queries: Tensor | None  # [B, Q]
     keys: Tensor | None  # [B, K]
     is_query: Tensor  # [B, Q] on the CPU, False for padding
-    bias: Tensor  # [B, 1, G * Q, K], 0 where a query sees a key and -inf elsewhere
+    bias: Tensor | None  # [B, 1, G * Q, K], 0 where a query sees a key and -inf elsewhere; None: causal
     shape: tuple[int, int, int]  # B, Q, K
 
 
@@ -114,9 +119,9 @@ class PackedAttention:
         self.captured: list[tuple[Tensor, Tensor]] | None = [] if capture else None
         self.query_groups = query_groups
         rows = [row for family in families for row in _rows(family)]
-        buckets: dict[tuple[int, int], list[_Row]] = defaultdict(list)
+        buckets: dict[tuple[bool, int, int], list[_Row]] = defaultdict(list)
         for row in rows:
-            buckets[_size_class(len(row.queries)), _size_class(len(row.keys))].append(row)
+            buckets[row.is_causal, _size_class(len(row.queries)), _size_class(len(row.keys))].append(row)
         total = len(positions_T)
         self.buckets = [_bucket(members, positions_T, query_groups, dtype, total) for members in buckets.values()]
         self.inverse = self._inverse(total, positions_T.device)
@@ -147,12 +152,16 @@ class PackedAttention:
         outputs = []
         for bucket in self.buckets:
             b, q, k = bucket.shape
-            # The query heads that share a key head become extra query rows, so that keys need not be repeated.
-            rows = _take(query_T, bucket.queries).view(b, q, kv_heads, groups, head_dim)
-            rows = rows.permute(0, 2, 3, 1, 4).reshape(b, kv_heads, groups * q, head_dim)
+            rows = _take(query_T, bucket.queries).view(b, q, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
             keys = _take(key_T, bucket.keys).view(b, k, kv_heads, head_dim).transpose(1, 2)
             values = _take(value_T, bucket.keys).view(b, k, kv_heads, head_dim).transpose(1, 2)
-            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bucket.bias, scale=scale)
+            if bucket.bias is None:
+                rows, keys, values = rows.flatten(1, 2), _repeat(keys, groups), _repeat(values, groups)
+                out = F.scaled_dot_product_attention(rows, keys, values, is_causal=True, scale=scale)
+            else:
+                # The query heads that share a key head become extra query rows, so that keys need not be repeated.
+                rows = rows.flatten(2, 3)
+                out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bucket.bias, scale=scale)
             out = out.view(b, kv_heads, groups, q, head_dim).permute(0, 3, 1, 2, 4)
             outputs.append(out.reshape(b * q, kv_heads * groups * head_dim))
         output_T = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -164,8 +173,16 @@ def _take(values_T: Tensor, index: Tensor | None) -> Tensor:
     return values_T if index is None else values_T.index_select(0, index.reshape(-1))
 
 
+def _repeat(heads: Tensor, groups: int) -> Tensor:
+    return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
+
+
 def _rows(family: Family) -> list[_Row]:
-    """Return one row for a small family, else one for the prompt and one for each response behind the prompt's keys."""
+    """Return one row for a small family, else one for each response behind the prompt's keys.
+
+    A mask costs the whole rectangle of queries and keys, a causal row half the square of the keys. So a response as
+    long as the prompt or longer is a causal row with the prompt in front; the first such row gives the prompt's output.
+    """
     start, length = family.prompt
     prompt = torch.arange(start, start + length)
     responses = [torch.arange(s, s + n) for s, n in family.responses if n > 0]
@@ -174,12 +191,23 @@ def _rows(family: Family) -> list[_Row]:
         parts = [torch.full((len(part),), i) for i, part in enumerate([prompt, *responses])]
         segments = torch.cat(parts)
         return [_Row(tokens, tokens, segments, segments)]
+    long = [response for response in responses if len(response) >= length]
+    rows = [_causal_row(prompt, response, is_first=at == 0) for at, response in enumerate(long)]
+    if not long:
+        rows.append(_causal_row(prompt, prompt[:0], is_first=True))
     zeros = torch.zeros(length, dtype=torch.long)
-    rows = [_Row(prompt, prompt, zeros, zeros)]
     for response in responses:
-        ones = torch.ones(len(response), dtype=torch.long)
-        rows.append(_Row(response, torch.cat([prompt, response]), ones, torch.cat([zeros, ones])))
+        if len(response) < length:
+            ones = torch.ones(len(response), dtype=torch.long)
+            rows.append(_Row(response, torch.cat([prompt, response]), ones, torch.cat([zeros, ones])))
     return rows
+
+
+def _causal_row(prompt: Tensor, response: Tensor, *, is_first: bool) -> _Row:
+    tokens = torch.cat([prompt, response])
+    segments = torch.zeros(len(tokens), dtype=torch.long)
+    segments[: len(prompt)] = 0 if is_first else _NO_QUERY
+    return _Row(tokens, tokens, segments, segments, is_causal=True)
 
 
 def _size_class(length: int) -> int:
@@ -193,24 +221,29 @@ def _bucket(rows: list[_Row], positions_T: Tensor, query_groups: int, dtype: tor
     b, q, k = len(rows), max(len(row.queries) for row in rows), max(len(row.keys) for row in rows)
     queries = torch.stack([_padded(row.queries, q, int(row.queries[0])) for row in rows])
     keys = torch.stack([_padded(row.keys, k, int(row.keys[0])) for row in rows])
-    # Padding has segment -1 among queries and -2 among keys, so it matches nothing.
-    query_segments = torch.stack([_padded(row.query_segments, q, -1) for row in rows])[:, :, None]
-    key_segments = torch.stack([_padded(row.key_segments, k, -2) for row in rows])[:, None, :]
-    positions = positions_T.cpu()
-    # A query sees the prompt and its own segment, up to its own position.
-    sees = (key_segments == 0) | (key_segments == query_segments)
-    sees &= positions[keys][:, None, :] <= positions[queries][:, :, None]
-    sees[:, :, 0] |= query_segments[:, :, 0] == -1  # a padded query must see one key, or its softmax is NaN
-    bias = torch.zeros(b, 1, q, k, dtype=dtype).masked_fill_(~sees[:, None], float("-inf"))
-    bias = bias.repeat(1, 1, query_groups, 1)
+    query_segments = torch.stack([_padded(row.query_segments, q, _NO_QUERY) for row in rows])
+    bias = None if rows[0].is_causal else _bias(rows, queries, keys, query_segments, positions_T.cpu())
+    if bias is not None:
+        bias = bias.to(device, dtype).repeat(1, 1, query_groups, 1)
     whole = b * q == total and b * k == total and torch.equal(queries.reshape(-1), torch.arange(total))
     return _Bucket(
         queries=None if whole else queries.to(device),
         keys=None if whole else keys.to(device),
-        is_query=query_segments[:, :, 0] >= 0,
-        bias=bias.to(device),
+        is_query=query_segments != _NO_QUERY,
+        bias=bias,
         shape=(b, q, k),
     )
+
+
+def _bias(rows: list[_Row], queries: Tensor, keys: Tensor, query_segments: Tensor, positions_T: Tensor) -> Tensor:
+    """Return [B, 1, Q, K], 0 where a query sees a key and -inf elsewhere."""
+    # Padding among the keys has segment -2, so it matches no query.
+    key_segments = torch.stack([_padded(row.key_segments, keys.shape[1], -2) for row in rows])[:, None, :]
+    # A query sees the prompt and its own segment, up to its own position.
+    sees = (key_segments == 0) | (key_segments == query_segments[:, :, None])
+    sees &= positions_T[keys][:, None, :] <= positions_T[queries][:, :, None]
+    sees[:, :, 0] |= query_segments == _NO_QUERY  # a padded query must see one key, or its softmax is NaN
+    return torch.zeros(sees.shape).masked_fill_(~sees, float("-inf"))[:, None]
 
 
 def _padded(values: Tensor, length: int, fill: int) -> Tensor:

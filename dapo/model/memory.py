@@ -91,18 +91,25 @@ class Division:
     reserved: int = 0  # bytes that the cache must leave free
 
 
-def divide(free: float, gradients: float, moments: float, per_token: float, *, may_lend: bool) -> Division:
+def divide(
+    free: float, gradients: float, moments: float, per_token: float, *, may_lend: bool, longest: int = 0
+) -> Division:
     """Decide where the moments are, and whether the cache is freed for updates.
 
     `per_token`: bytes of a token's activations if they are recomputed. `may_lend`: no response is in flight during an
     update. Moments stay on the GPU if a small update fits beside them, or if they are small themselves. The cache keeps
     its memory during an update if it leaves enough for twice LEAST_TOKENS while it takes half of what is free then.
+    Both leave room for `longest` tokens, because a response is never split; in flight at most a third of `free`.
     """
-    update = gradients + min(LEAST_HEAD_BYTES + LEAST_TOKENS * per_token, free / 3)
+    small = min(LEAST_HEAD_BYTES + LEAST_TOKENS * per_token, free / 3)
+    whole = longest * per_token
+    whole += min(HEAD_BYTES, max(LEAST_HEAD_BYTES, whole / 7))  # an eighth of the sum, as in `micro_batch`
+    whole = min(whole, free - gradients if may_lend else free / 3)
+    update = gradients + max(small, whole)
     with_cache = 1 if may_lend else 1.25  # in flight, the cache is there too
     offloads = moments > GIB and free - moments < with_cache * update
     held = 0 if offloads else moments
-    lends = may_lend and (free - gradients - held - HEAD_BYTES) / 2 < 2 * LEAST_TOKENS * per_token
+    lends = may_lend and (free - gradients - held - HEAD_BYTES) / 2 < max(2 * LEAST_TOKENS, longest) * per_token
     return Division(offloads, lends, int(held + (0 if lends else update)))
 
 
@@ -124,15 +131,17 @@ def micro_batch(
     may_recompute: bool,
     always: bool,
     most: float = MAX_TOKENS,
+    longest: int = 0,
 ) -> MicroBatch:
     """Return how an update is split to fit into `room` bytes; it has 0 tokens if not even one fits.
 
     `kept`, `recomputed`: bytes of a token's activations without and with recomputing them. `given`: the user's number
-    of tokens, or 0. `most`: tokens of the largest update.
+    of tokens, or 0. `most`: tokens of the largest update. `longest`: tokens of the longest sequence, which is never
+    split.
     """
     head = int(min(HEAD_BYTES, max(LEAST_HEAD_BYTES, room / 8)))
     fits = max(0, int((room - head) / kept))
-    recompute = always or (may_recompute and (given > fits if given else fits < min(ENOUGH_TOKENS, most)))
+    recompute = always or (may_recompute and fits < max(longest, given or min(ENOUGH_TOKENS, most)))
     if recompute:
         fits = max(0, int((room - head) / recomputed))
     return MicroBatch(given or min(MAX_TOKENS, fits), recompute, head)

@@ -99,7 +99,8 @@ def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workloa
     if layout.shares_weights:
         per_token = activation_bytes(shape, BYTES, recompute=config.optim.recompute_activations != "never")
         may_lend = config.rollout.mode == "strict"
-        division = divide(usable(gpu) - fixed, state["gradients"], state["moments"], per_token, may_lend=may_lend)
+        sizes = usable(gpu) - fixed, state["gradients"], state["moments"]
+        division = divide(*sizes, per_token, may_lend=may_lend, longest=work.longest)
     offloaded = state["moments"] if division.offloads else 0.0
     state["moments"] -= offloaded
     resting = fixed + state["moments"]
@@ -193,7 +194,10 @@ def _micro_batch(config: Config, shape: Shape, work: Workload, free: float, gpu:
     """Return the split of an update. A response is never split."""
     given, may = config.optim.max_tokens_per_micro_batch, config.optim.recompute_activations
     kept, recomputed = (activation_bytes(shape, BYTES, recompute=each) for each in (False, True))
-    found = micro_batch(free, kept, recomputed, given, may_recompute=may != "never", always=may == "always", most=most)
+    found = micro_batch(
+        free, kept, recomputed, given, may_recompute=may != "never", always=may == "always", most=most,
+        longest=work.longest,
+    )  # fmt: skip
     fits = (free - found.head_bytes) / (recomputed if found.recompute else kept)
     least = max(given, work.longest)
     if fits < least:

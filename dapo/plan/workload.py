@@ -120,7 +120,7 @@ def workload(
         n=config.rollout.n,
         prompt=prompt,
         lengths=Lengths.of(mean, data.max_response_length),
-        longest=data.max_prompt_length + data.max_response_length,
+        longest=config.longest,
         rounds=rounds,
         trained_groups=kept,
         updates=math.ceil(kept / config.mini_batch_size),

@@ -40,13 +40,13 @@ class Budget:
     @classmethod
     def of(
         cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, pending_bytes: int, cache_bytes: int = 0,
-        *, lends: bool = False, graph_tokens: int = 0, most: int = MAX_TOKENS,
+        *, lends: bool = False, graph_tokens: int = 0, most: int = MAX_TOKENS, longest: int = 0,
     ) -> Budget:  # fmt: skip
         """Return the budget of one process.
 
         `pending_bytes`: what the update will allocate besides activations. `cache_bytes` can be freed if necessary;
         `lends` says that it will be. Graphs of up to `graph_tokens` get at most a quarter of the memory. `most`: tokens
-        of the largest update.
+        of the largest update. `longest`: tokens of the longest sequence, which is never split.
         """
         given = config.max_tokens_per_micro_batch
         can_recompute = isinstance(trunk, FusedTrunk)
@@ -57,12 +57,12 @@ class Budget:
         may_recompute = can_recompute and config.recompute_activations != "never"
         kept, recomputed = (_activation_bytes(causal_lm, trunk, recompute=each) for each in (False, can_recompute))
         room = free_memory(device) - pending_bytes
-        least = (given or _TOO_FEW_TOKENS) * (recomputed if may_recompute else kept)
+        least = max(longest, given or _TOO_FEW_TOKENS) * (recomputed if may_recompute else kept)
         needs_engine_memory = cache_bytes > 0 and (lends or room - HEAD_BYTES < least)
         room += cache_bytes * needs_engine_memory
         split = partial(
             micro_batch, kept=kept, recomputed=recomputed, given=given, may_recompute=may_recompute, always=always,
-            most=most,
+            most=most, longest=longest,
         )  # fmt: skip
         found = split(room)
         graphs = 0 if found.recompute else max(0, min(graph_tokens, int((room / 4 - found.head_bytes) / kept)))
@@ -78,7 +78,7 @@ class Budget:
     @classmethod
     def shared(
         cls, causal_lm: Any, trunk: Trunk, config: OptimConfig, like: Tensor, pending_bytes: int, cache_bytes: int = 0,
-        *, recompute: bool,
+        *, recompute: bool, longest: int = 0,
     ) -> Budget:  # fmt: skip
         """Return the budget of one rank. Whether layers recompute activations was decided when they were sharded.
 
@@ -89,18 +89,21 @@ class Budget:
             return cls(given or _CPU_TOKENS, recompute)
         per_token = _activation_bytes(causal_lm, trunk, recompute=recompute, dtype=like.dtype)
         free = free_memory(like.device) - pending_bytes - HEAD_BYTES
-        needs_engine_memory = cache_bytes > 0 and free < (given or _TOO_FEW_TOKENS) * per_token
+        needs_engine_memory = cache_bytes > 0 and free < max(longest, given or _TOO_FEW_TOKENS) * per_token
         free = max(0, free + cache_bytes * needs_engine_memory)
         return cls(given or _clamp(int(free / per_token)), recompute, needs_engine_memory, free)
 
 
-def division(causal_lm: Any, trunk: Trunk, gradient_bytes: int, moment_bytes: int, *, may_lend: bool) -> Division:
+def division(
+    causal_lm: Any, trunk: Trunk, gradient_bytes: int, moment_bytes: int, *, may_lend: bool, longest: int
+) -> Division:
     """Return how one process divides the memory of its GPU, once weights and masters are on it."""
     device = head_weight(causal_lm).device
     if device.type != "cuda":
         return Division()
     per_token = _activation_bytes(causal_lm, trunk, recompute=isinstance(trunk, FusedTrunk))
-    return divide(free_memory(device), gradient_bytes, moment_bytes, per_token, may_lend=may_lend)
+    free = free_memory(device)
+    return divide(free, gradient_bytes, moment_bytes, per_token, may_lend=may_lend, longest=longest)
 
 
 def _clamp(tokens: int) -> int:

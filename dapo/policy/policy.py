@@ -99,7 +99,8 @@ class Policy:
         """Decide where the moments are, and whether sampler and update use the same memory in turns."""
         gradients, moments = self.optimizer.gradient_bytes, self.optimizer.pending_moment_bytes
         may_lend = self.config.rollout.mode == "strict"  # in flight, the cache is never empty
-        found = division(self.causal_lm, self.trunk, gradients, moments, may_lend=may_lend)
+        longest = self.config.longest
+        found = division(self.causal_lm, self.trunk, gradients, moments, may_lend=may_lend, longest=longest)
         self.optimizer.offloads, self.lends_memory, self.reserved_bytes = found.offloads, found.lends, found.reserved
         host = memory()[1]
         if found.offloads and host is not None and host < moments:
@@ -134,7 +135,7 @@ class Policy:
         found = Budget.of(
             self.causal_lm, self.trunk, self.config.optim, pending_bytes, self.cache_bytes, lends=self.lends_memory,
             graph_tokens=self.captured.sizes[-1] if self.captured is not None and self.captured.sizes else 0,
-            most=self.config.update_tokens,
+            most=self.config.update_tokens, longest=self.config.longest,
         )  # fmt: skip
         if self.captured is not None:
             self.captured.sizes = [size for size in self.captured.sizes if size <= found.graph_tokens]

@@ -92,6 +92,7 @@ class ShardedPolicy(Policy):
             pending_bytes,
             self.cache_bytes,
             recompute=self.recompute,
+            longest=self.config.longest,
         )
         # All ranks use the smallest budget, and free the cache if any of them needs it (max = -min of the negatives).
         fewest, needs_engine_memory = (

@@ -126,7 +126,8 @@ def _tag(text: str) -> str | None:
     return found
 
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+"
+# Up to 40 groups of three: without a bound, a response that repeats `123,456,` takes time with its length squared.
+_DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,40}(?![\d,])|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     # Digits inside a name (x2, H2O, a_1) are not numbers. A minus after a letter, digit or closing bracket is an
     # operator, so the number in x-3 is 3.

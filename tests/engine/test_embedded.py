@@ -256,3 +256,18 @@ def test_the_text_is_the_tokens_without_special_ones(engine_for):
     for rollout in found.values():
         plain_ids = [token for token in rollout.tokens.tolist() if token > 3]
         assert rollout.text == tokenizer.decode(plain_ids)
+
+
+def test_the_cache_for_cpus_holds_the_tokens_of_the_responses_that_still_run():
+    """Without this, one long response makes the cache as large as if all responses were so long."""
+    model = tiny_llama()
+    model.set_attn_implementation(ATTENTION_NAME)
+    engine = EmbeddedEngine(model, tiny_tokenizer(), frozenset(), seed=0)
+    (prompt,) = prompts(1)
+    engine.submit([Request(0, prompt, 15, SamplingParams(max_tokens=10))])
+    engine.submit([Request(1, prompt, 1, SamplingParams(max_tokens=400))])
+    most = 0
+    while engine.poll(wait=False) or engine.active:
+        _, _, slots, _, capacity, _ = engine.decoder.cache.storage.shape
+        most = max(most, slots * capacity)
+    assert most <= 2 * 400

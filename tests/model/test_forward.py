@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from dapo.errors import ModelError
+from dapo.model import attention
 from dapo.model.attention import ATTENTION_NAME, Family, PackedAttention
 from dapo.model.forward import check_model, hidden_states, query_groups
 from tests import plain
@@ -67,8 +68,10 @@ def test_a_window_or_context_shorter_than_required_is_refused():
         check_model(ready(tiny_llama()), 513)
 
 
+@pytest.mark.parametrize("tree_tokens", [0, 512])
 @pytest.mark.parametrize("query_heads", [2, 4, 8])
-def test_packed_families_attend_as_if_each_response_were_alone(query_heads):
+def test_packed_families_attend_as_if_each_response_were_alone(query_heads, tree_tokens, monkeypatch):
+    monkeypatch.setattr(attention, "TREE_TOKENS", tree_tokens)
     model = tiny_llama(num_attention_heads=query_heads, head_dim=8)
     twin = plain.plain_copy(model, torch.float32)
     ready(model)
@@ -84,3 +87,18 @@ def test_packed_families_attend_as_if_each_response_were_alone(query_heads):
             torch.testing.assert_close(found[start : start + length], alone[3:], atol=1e-5, rtol=0)
         alone = twin.model(torch.tensor([[20, 21]])).last_hidden_state[0]
         torch.testing.assert_close(found[10:], alone, atol=1e-5, rtol=0)
+
+
+def plan_bytes(families):
+    tokens = sum(family.tokens for family in families)
+    plan = PackedAttention(families, torch.arange(tokens), 2, torch.float32)
+    tensors = [getattr(bucket, name) for bucket in plan.buckets for name in ("queries", "keys", "is_query", "bias")]
+    return sum(each.nbytes for each in tensors if each is not None)
+
+
+@pytest.mark.parametrize("responses", [1, 3])
+def test_a_plan_for_long_responses_grows_in_proportion_to_their_length(responses):
+    def family(length):
+        return Family((0, 100), tuple((100 + i * length, length) for i in range(responses)))
+
+    assert plan_bytes([family(8192)]) < 9 * plan_bytes([family(1024)])

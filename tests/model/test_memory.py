@@ -107,6 +107,34 @@ def test_in_flight_nothing_is_lent_and_an_update_has_room_beside_the_cache():
     assert found.offloads and not found.lends and found.reserved > GRADIENT_BYTES * PARAMETERS
 
 
+@pytest.mark.parametrize("card", [24, 32, 48, 80, 141])
+@pytest.mark.parametrize("longest", [1024, 9_216, 17_408, 22_528, 31_024])
+def test_an_update_has_room_for_the_longest_response_wherever_that_is_possible(card, longest):
+    free = USABLE * card * 1e9 - (2 + MASTER_BYTES) * PARAMETERS
+    gradients, moments = GRADIENT_BYTES * PARAMETERS, MOMENT_BYTES * PARAMETERS
+    kept, recomputed = (activation_bytes(QWEN2_1_5B, 2, recompute=each) for each in (False, True))
+
+    def fits(offloads, lends, reserved):
+        cache = 0 if lends else 0.5 * (free - reserved)
+        room = free - gradients - (0 if offloads else moments) - cache
+        split = micro_batch(room, kept, recomputed, 0, may_recompute=True, always=False, longest=longest)
+        return split.tokens >= longest
+
+    found = division(card * 1e9, longest=longest)
+    assert fits(found.offloads, found.lends, found.reserved) or not fits(offloads=True, lends=True, reserved=0)
+
+
+def test_a_long_response_is_recomputed_where_its_activations_do_not_fit():
+    kept, recomputed = (activation_bytes(QWEN2_1_5B, 2, recompute=each) for each in (False, True))
+    for given in (0, 4096):
+        room = 17_000 * kept + 4 * GIB
+        long, longer = (
+            micro_batch(room, kept, recomputed, given, may_recompute=True, always=False, longest=longest)
+            for longest in (16_384, 22_528)
+        )
+        assert not long.recompute and longer.recompute
+
+
 @pytest.mark.parametrize("left", [4e9, 8e9, 12e9, 100e9])
 def test_the_cache_leaves_room_for_the_passes_of_sampling(left):
     room, prompts = cache_room(QWEN2_1_5B, 2, left, 0.5, rows=1024, longest=1024)

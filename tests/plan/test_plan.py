@@ -289,12 +289,19 @@ def test_a_plan_divides_memory_as_the_run_does():
         free = usable - (2 + 4) * shape.parameters
         per_token = activation_bytes(shape, 2, recompute=True)
         sizes = 4 * shape.parameters, 8 * shape.parameters
-        division = divide(free, *sizes, per_token, may_lend=config.rollout.mode == "strict")
+        division = divide(free, *sizes, per_token, may_lend=config.rollout.mode == "strict", longest=1024)
         assert plan.memory.offloaded == (sizes[1] if division.offloads else 0)
         room, _ = cache_room(shape, 2, free - division.reserved, 0.5, config.concurrent, 1024)
         cache = plan.memory.parts["key/value cache"]
         assert cache[0] == pytest.approx(min(room, 1024 * 1024 * 28672), abs=1)
         assert (cache[1] == 0) == division.lends
+
+
+@pytest.mark.parametrize(("model", "card", "length"), [("3B", "h100", 8192), ("0.5B", "rtx4090", 30_000)])
+def test_memory_is_divided_so_that_one_long_response_can_be_trained_on(model, card, length):
+    options = f"model.path=Qwen/Qwen2.5-{model}", f"data.max_response_length={length}"
+    plan = planned(GSM8K, 1, card, options)
+    assert plan.memory.micro_tokens >= length
 
 
 def test_a_gpu_that_is_too_small_for_all_weights_is_told_to_use_adapters():

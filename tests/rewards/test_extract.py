@@ -156,6 +156,7 @@ def test_no_policy_raises_or_returns_a_blank_answer(text):
         "Answer:",
         "Answer:\n",
         "1,000,",
+        "123,456,",
         "1/",
         "\n",
         " ",

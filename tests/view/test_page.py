@@ -387,4 +387,5 @@ def test_a_sparkline_is_made_of_numbers_only():
 
 def test_control_characters_are_named_and_long_text_is_shortened():
     assert visible("a\0b\x1b[0m\u202e\n\tc") == "a⟨nul⟩b⟨esc⟩[0m⟨RIGHT-TO-LEFT OVERRIDE⟩\n\tc"
-    assert display_text("x" * 30, 10) == "x" * 10 + "\n… 20 more characters"
+    assert display_text("a" * 28 + "bc", 6) == "aaaa\n… 24 more characters …\nbc"
+    assert display_text("abc", 2) == "ab\n… 1 more characters …\n"

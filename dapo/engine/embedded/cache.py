@@ -35,16 +35,17 @@ class ResponseCache:
         self.storage = torch.empty(2, layers, 0, kv_heads, 0, head_dim, dtype=dtype, device=device)
 
     def reserve(self, slots: int, capacity: int) -> None:
-        """Make room for `slots` responses of `capacity` tokens each."""
+        """Make room for `slots` responses of `capacity` tokens each. Slots beyond these may be given up."""
         _, _, old_slots, _, old_capacity, _ = self.storage.shape
         if slots <= old_slots and capacity <= old_capacity:
             return
         shape = list(self.storage.shape)
-        shape[2] = max(slots, old_slots)
+        # When the responses get longer, finished ones leave no slot behind: the longest run alone at the end of a step.
+        shape[2], kept = slots, min(slots, old_slots)
         # Double, so that copies are rare, but never reserve more than 512 unused tokens per slot.
         shape[4] = max(capacity, min(2 * old_capacity, capacity + 512), old_capacity)
         grown = self.storage.new_zeros(shape)
-        grown[:, :, :old_slots, :, :old_capacity] = self.storage
+        grown[:, :, :kept, :, :old_capacity] = self.storage[:, :, :kept]
         self.storage = grown
 
     def move(self, source: int, target: int, length: int) -> None:

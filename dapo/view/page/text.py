@@ -10,10 +10,11 @@ MAX_CHARACTERS = 20_000
 
 
 def display_text(text: str, most: int = MAX_CHARACTERS) -> str:
-    """Return the first `most` characters, and how many more there are."""
+    """Return at most `most` characters: the start, the number left out, and the end, where the answer usually is."""
     if len(text) <= most:
         return visible(text)
-    return visible(text[:most]) + f"\n… {len(text) - most:,} more characters"
+    left_out, end = len(text) - most, len(text) - most // 3
+    return f"{visible(text[: end - left_out])}\n… {left_out:,} more characters …\n{visible(text[end:])}"
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
