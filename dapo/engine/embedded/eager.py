@@ -176,7 +176,7 @@ class EagerDecoder:
             )
 
     def _continue(self, responses: Sequence[Response]) -> None:
-        """Add episodes that continue, with the cache of their earlier turns. The next step computes their new tokens."""
+        """Add episodes that continue, with the cache of their earlier turns. The next step computes the rest."""
         if not responses:
             return
         first = len(self.active)
