@@ -64,6 +64,21 @@ class _Asked(NamedTuple):
     is_cut_off: bool  # there are no tokens left for another turn
 
 
+class _MergedScores(Future[list[Score]]):
+    """Scores of one group: those that the environment gave, and the judge's in place of None.
+
+    `result` waits in the judge's future itself, since only there a placed judge reports its events and faults.
+    """
+
+    def __init__(self, known: Sequence[Score | None], judged: Future[list[Score]] | None) -> None:
+        super().__init__()
+        self.known, self.judged = known, judged
+
+    def result(self, timeout: float | None = None) -> list[Score]:
+        rest = iter(self.judged.result(timeout) if self.judged is not None else ())
+        return [score or next(rest) for score in self.known]
+
+
 class Episodes:
     """Drives the episodes of all groups in flight.
 
@@ -116,17 +131,7 @@ class Episodes:
         others = [rollout for rollout in rollouts if known[rollout.index] is None]
         if len(others) == len(rollouts):
             return self.judge.submit(prompt, rollouts)
-        scores: Future[list[Score]] = Future()
-
-        def merge(judged: Sequence[Score]) -> None:
-            rest = iter(judged)
-            scores.set_result([known[rollout.index] or next(rest) for rollout in rollouts])
-
-        if others:
-            self.judge.submit(prompt, others).add_done_callback(lambda judged: merge(judged.result()))
-        else:
-            merge([])
-        return scores
+        return _MergedScores([*known.values()], self.judge.submit(prompt, others) if others else None)
 
     def cancel(self, serials: Iterable[int]) -> None:
         gone = set(serials)
