@@ -55,5 +55,7 @@ def test_an_optimizer_state_that_does_not_fit_is_a_damaged_checkpoint(saved, fau
     save_file(state, file)
     if fault == "not safetensors":
         file.write_bytes(b"no header")
-    with pytest.raises(CheckpointError, match=r"step_1: the checkpoint is damaged \(the optimizer's state does not fit"):
+    with pytest.raises(
+        CheckpointError, match=r"step_1: the checkpoint is damaged \(the optimizer's state does not fit"
+    ):
         checkpoint.restore(saved.folder / "step_1", saved.policy)
