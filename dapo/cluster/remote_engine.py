@@ -296,12 +296,13 @@ class RemoteEngine(Supervisor[_Worker]):
                 self.needs_stored_weights = True
                 return
             # Responses in flight record every version that they pass through, so the engine must see each one. A
-            # worker that has not been sent any of its groups can skip to the newest.
+            # worker that has not been sent any of its groups can skip to the newest, and so can one that goes back.
             is_fresh, version = len(worker.inbox) == len(worker.groups), self.newest.version
-            versions = (version,) if is_fresh else range(worker.version + 1, version + 1)
+            goes_back = version <= worker.version
+            versions = (version,) if is_fresh or goes_back else range(worker.version + 1, version + 1)
             worker.version, worker.weights, stored = version, self.newest, self.newest.stored
         inbox, worker.inbox = worker.inbox, []
-        call = worker.actor.step.remote(inbox, versions, stored if versions else None)
+        call = worker.actor.step.remote(inbox, versions, stored)
         self._call(worker, call, lambda rollouts: self._deliver(worker, rollouts))
 
     def _requeue(self, worker: _Worker) -> int:
