@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from dapo.cluster.supervisor import Rules, Supervisor, Worker
-from dapo.errors import EngineError, LearnerLost
+from dapo.errors import ClusterLost, EngineError, LearnerLost
 from dapo.types import EventKind, Extension, Request, Rollout
 
 CLOSE_TIMEOUT = 5.0  # seconds that an engine has to close before it is killed
@@ -151,10 +151,16 @@ class RemoteEngine(Supervisor[_Worker]):
             return tokens + sum(rollout.sampled for rollout in dropped)
 
     def sync_weights(self, version: int) -> None:
-        """Give every worker the new weights before its next call. Responses in flight continue with them."""
+        """Give every worker the new weights before its next call. Responses in flight continue with them.
+
+        Too many lost workers are reported by the next `poll`, when the step whose weights these are is complete.
+        """
         if self.broadcast is not None:
             try:
                 self._broadcast_weights(version, self.broadcast)
+            except ClusterLost as lost:
+                with self.changed:
+                    self.failure = lost
             except EngineError as error:
                 self.on_event(EventKind.WEIGHTS, f"{error}; weights go through Ray's object store instead")
                 self.broadcast = None

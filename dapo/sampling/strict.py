@@ -123,11 +123,15 @@ class DynamicSampler:
             pending={serial: Drawn(group.prompt, group.chance) for serial, group in self.pending.items()},
         )
 
-    def restore(self, state: SamplerState, version: int) -> None:
-        """Continue from `state`, whatever was in flight before. Its pending groups are submitted again."""
-        self.drawer.restore(state.drawer)
+    def cancel(self) -> None:
+        """Give up all groups in flight."""
         self.episodes.cancel(list(self.pending))
         self.pending = {}
+
+    def restore(self, state: SamplerState, version: int) -> None:
+        """Continue from `state`, with nothing in flight. Its pending groups are submitted again."""
+        assert not self.pending
+        self.drawer.restore(state.drawer)
         self.next_serial = state.next_serial
         self.recent = deque(state.recent, self.recent.maxlen)
         self.carried = list(state.carried)

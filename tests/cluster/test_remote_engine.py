@@ -355,6 +355,17 @@ def test_weights_are_not_broadcast_to_a_worker_that_died_while_idle(watched):
     assert one.actors[0] is first and len(one.actors) == 3
 
 
+def test_too_many_workers_lost_while_weights_are_sent_are_reported_by_the_next_poll(watched):
+    """The step whose weights these are can then be completed and saved."""
+    one = watched(restarts=0, broadcast=lambda actors, version: None)
+    one.kill(0)
+    one.engine.sync_weights(1)
+    one.engine.metrics()
+    one.engine.submit(requests(4))
+    with pytest.raises(ClusterLost, match=r"^rollout worker 0 died.*max_restarts = 0 allows$"):
+        one.engine.poll()
+
+
 def test_learners_lost_during_a_broadcast_replace_the_workers_and_the_store_takes_over(watched):
     """Workers may wait in the collective forever, so they are replaced. They did not fail, so no restart is counted."""
     tried = []
