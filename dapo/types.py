@@ -102,6 +102,13 @@ class Prompt:
     opens_thought: bool = False  # the tokens end with the tag that opens a thought, so responses start inside one
 
 
+class Drawn(NamedTuple):
+    """A prompt that was drawn for a new group."""
+
+    prompt: Prompt
+    chance: float = 1.0  # the probability with which the ledger drew it
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample tokens. Truncation (top_p, top_k) and greedy sampling (temperature 0) are only for evaluation."""

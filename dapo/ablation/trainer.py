@@ -29,8 +29,11 @@ class ArmTrainer(Trainer):
         self.tokens = 0.0  # generated in all steps
         self.ends_early = False
         super().__init__(task.config, resume=task.resume, reporter=reporter, recipe=task.recipe)
+
+    def read_totals(self) -> None:
+        super().read_totals()
         assert self.recorder.database
-        self.tokens = self.recorder.database.total("tokens/generated")
+        self.tokens, self.ends_early = self.recorder.database.total("tokens/generated"), False
 
     @property
     def is_finished(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 from safetensors import SafetensorError
 
 from dapo.checkpoint.state import FORMAT, STATE_FILE, Best, TrainerState, best_from_json, from_document, to_document
-from dapo.errors import CheckpointError, StorageError
+from dapo.errors import CheckpointError, DapoError, StorageError
 from dapo.system.files import fsync, sync_tree
 from dapo.system.machine import size_text
 from dapo.system.tensors import TensorFiles, write_tensors
@@ -265,10 +265,15 @@ def _read_json(checkpoint: Path) -> dict[str, Any]:
 
 
 def restore(checkpoint: Path, policy: Savable) -> None:
-    """Restore optimizer and adapters. A full model's weights are loaded from the checkpoint like any other model's."""
+    """Restore optimizer and adapters. A full model's weights are loaded from the checkpoint like any other model's.
+
+    A RuntimeError passes: a lost learner or too little memory says nothing about the checkpoint.
+    """
     try:
         policy.restore(checkpoint)
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        if isinstance(error, DapoError):
+            raise
         raise CheckpointError(_damaged(checkpoint, f"the optimizer's state does not fit: {error}")) from error
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from dapo.types import FinishReason, Group, Prompt, Rollout, Score, Verdict
+from dapo.types import Drawn, FinishReason, Group, Prompt, Rollout, Score, Verdict
 
 FORMAT = 3  # raise it when a resume could misread an older state.json
 STATE_FILE = "trainer/state.json"
@@ -46,7 +46,7 @@ class SamplerState:
     next_serial: int
     recent: list[bool]  # whether each of the latest groups was kept; sizes the next round
     carried: list[Group]
-    pending: Mapping[int, Prompt] = field(default_factory=dict)  # by serial: in flight when saved, submitted again
+    pending: Mapping[int, Drawn] = field(default_factory=dict)  # by serial: in flight when saved, submitted again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,6 +112,7 @@ class _GroupData(TypedDict):
 class _PendingData(TypedDict):
     serial: int
     prompt: _PromptData
+    chance: NotRequired[float]  # missing in older checkpoints
 
 
 class _BestData(TypedDict):
@@ -154,7 +155,10 @@ def to_document(state: TrainerState) -> dict[str, Any]:
         **_plain(sampler.drawer, leave_out=("known",)),
         "known": [asdict(prompt) for prompt in sampler.drawer.known],
         "carried": [_group_to_json(group) for group in sampler.carried],
-        "pending": [{"serial": serial, "prompt": asdict(prompt)} for serial, prompt in sampler.pending.items()],
+        "pending": [
+            {"serial": serial, "prompt": asdict(drawn.prompt), "chance": drawn.chance}
+            for serial, drawn in sampler.pending.items()
+        ],
         "best": asdict(state.best) if state.best else None,
     }
 
@@ -172,7 +176,9 @@ def from_document(document: dict[str, Any]) -> TrainerState:
         raise ValueError(f"{'.'.join(map(str, fault['loc']))} in {STATE_FILE}: {fault['msg']}") from None
     document["carried"] = [_group_from_json(group) for group in document["carried"]]
     document["known"] = [_prompt(prompt) for prompt in document.get("known", ())]
-    document["pending"] = {item["serial"]: _prompt(item["prompt"]) for item in document.get("pending", ())}
+    document["pending"] = {
+        item["serial"]: Drawn(_prompt(item["prompt"]), item.get("chance", 1.0)) for item in document.get("pending", ())
+    }
     best = best_from_json(document.pop("best", None))
     drawer = DrawerState(**{f.name: document.pop(f.name) for f in fields(DrawerState) if f.name in document})
     others = {f.name: document.pop(f.name) for f in fields(SamplerState) if f.name in document}

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from dapo.cluster.supervisor import Rules, Supervisor, Worker
-from dapo.errors import EngineError, LearnerLost
+from dapo.errors import ClusterLost, EngineError, LearnerLost
 from dapo.types import EventKind, Extension, Request, Rollout
 
 CLOSE_TIMEOUT = 5.0  # seconds that an engine has to close before it is killed
@@ -151,10 +151,16 @@ class RemoteEngine(Supervisor[_Worker]):
             return tokens + sum(rollout.sampled for rollout in dropped)
 
     def sync_weights(self, version: int) -> None:
-        """Give every worker the new weights before its next call. Responses in flight continue with them."""
+        """Give every worker the new weights before its next call. Responses in flight continue with them.
+
+        Too many lost workers are reported by the next `poll`, when the step whose weights these are is complete.
+        """
         if self.broadcast is not None:
             try:
                 self._broadcast_weights(version, self.broadcast)
+            except ClusterLost as lost:
+                with self.changed:
+                    self.failure = lost
             except EngineError as error:
                 self.on_event(EventKind.WEIGHTS, f"{error}; weights go through Ray's object store instead")
                 self.broadcast = None
@@ -296,12 +302,13 @@ class RemoteEngine(Supervisor[_Worker]):
                 self.needs_stored_weights = True
                 return
             # Responses in flight record every version that they pass through, so the engine must see each one. A
-            # worker that has not been sent any of its groups can skip to the newest.
+            # worker that has not been sent any of its groups can skip to the newest, and so can one that goes back.
             is_fresh, version = len(worker.inbox) == len(worker.groups), self.newest.version
-            versions = (version,) if is_fresh else range(worker.version + 1, version + 1)
+            goes_back = version <= worker.version
+            versions = (version,) if is_fresh or goes_back else range(worker.version + 1, version + 1)
             worker.version, worker.weights, stored = version, self.newest, self.newest.stored
         inbox, worker.inbox = worker.inbox, []
-        call = worker.actor.step.remote(inbox, versions, stored if versions else None)
+        call = worker.actor.step.remote(inbox, versions, stored)
         self._call(worker, call, lambda rollouts: self._deliver(worker, rollouts))
 
     def _requeue(self, worker: _Worker) -> int:

@@ -45,9 +45,9 @@ class _Scores(Future[list[Score]]):
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> list[Score]:
-        if timeout is None:
-            self.wait(self.done)
-        return super().result(timeout)
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        self.wait(lambda: self.done() or time.monotonic() >= end)
+        return super().result(0)
 
 
 @dataclass(slots=True, eq=False)

@@ -11,6 +11,7 @@ import numpy as np
 
 from dapo.algorithm.estimators import estimate, ks, majority, paired_difference, pass_at_k
 from dapo.engine.protocol import Engine
+from dapo.errors import LearnerLost
 from dapo.rewards.protocol import Judge
 from dapo.rewards.thought import with_reply_start
 from dapo.sampling.episodes import Environment, Episodes
@@ -42,7 +43,7 @@ def evaluate(
     """Sample k responses to each prompt, and judge each group while the engine samples the others.
 
     Serials are numbered from the step, so that every evaluation of a run draws fresh random numbers. `on_sample` may
-    raise Interrupted, which leaves the engine idle.
+    raise Interrupted, which leaves the engine idle. So does a lost learner: the run continues from a checkpoint.
     """
     by_serial = dict(enumerate(prompts, start=step * len(prompts)))
     episodes = Episodes(engine, judge, environment, on_wait)
@@ -50,19 +51,19 @@ def evaluate(
     finished: dict[int, list[Rollout]] = defaultdict(list)
     scores: dict[int, Future[list[Score]]] = {}
     done = 0
-    while rollouts := episodes.poll():
-        for rollout in rollouts:
-            members = finished[rollout.serial]
-            members.append(rollout)
-            if len(members) == k:
-                members.sort(key=lambda member: member.index)
-                scores[rollout.serial] = episodes.score(by_serial[rollout.serial], members)
-        done += len(rollouts)
-        try:
+    try:
+        while rollouts := episodes.poll():
+            for rollout in rollouts:
+                members = finished[rollout.serial]
+                members.append(rollout)
+                if len(members) == k:
+                    members.sort(key=lambda member: member.index)
+                    scores[rollout.serial] = episodes.score(by_serial[rollout.serial], members)
+            done += len(rollouts)
             on_sample(done, k * len(prompts))
-        except Interrupted:
-            episodes.cancel(by_serial)
-            raise
+    except (Interrupted, LearnerLost):
+        episodes.cancel(by_serial)
+        raise
     assert scores.keys() == by_serial.keys(), "the engine lost samples"
     samples: list[EvalSample] = []
     wait_visibly([*scores.values()], on_wait, lambda: "rewards")

@@ -144,14 +144,21 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             if master is not parameter:
-                master.copy_(state[f"master/{name}"])
+                master.copy_(_fitting(state, f"master/{name}", master))
             if f"step/{name}" not in state:
                 continue
             place = to_host if self.offloads else Tensor.to
             moments: dict[str, Any] = {
-                key: place(state[f"{key}/{name}"], master.device) for key in ("exp_avg", "exp_avg_sq")
+                key: place(_fitting(state, f"{key}/{name}", master), master.device) for key in ("exp_avg", "exp_avg_sq")
             }
             self.adam.state[master] = {"step": state[f"step/{name}"].to(master.device, copy=True), **moments}
+
+
+def _fitting(state: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
+    """Return a saved tensor, after checking its shape."""
+    if state[name].shape != like.shape:
+        raise ValueError(f"{name} has shape {tuple(state[name].shape)}, expected {tuple(like.shape)}")
+    return state[name]
 
 
 def _narrow(master: Tensor, out: Tensor) -> None:

@@ -12,7 +12,7 @@ from dapo.types import Prompt, Rollout, Score
 class Judge(Protocol):
     """Takes the responses to one prompt and returns a future with their scores, in the same order.
 
-    The future always gets a result, never an exception. A response that cannot be judged gets a Score with the reason.
+    A response that cannot be judged gets a Score with the reason. `result` raises only what ends the run.
     """
 
     def submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]: ...

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
 from dapo.algorithm.ledger import Ledger
 from dapo.checkpoint.state import DrawerState
 from dapo.config import Config
 from dapo.data.stream import PromptStream
-from dapo.types import Group, Prompt
+from dapo.types import Drawn, Group, Prompt
 
 MIN_BATCHES = 8  # kept groups of this many batches come between two visits of a prompt
-
-
-class Drawn(NamedTuple):
-    prompt: Prompt
-    chance: float = 1.0  # the probability with which the ledger let it pass
 
 
 class PromptDrawer:

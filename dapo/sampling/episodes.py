@@ -66,6 +66,26 @@ class _Asked(NamedTuple):
     is_cut_off: bool  # there are no tokens left for another turn
 
 
+class _MergedScores(Future[list[Score]]):
+    """Scores of one group: those that the environment gave, and the judge's for rollouts without one.
+
+    `result` waits in the judge's future itself, since only there a placed judge reports its events and faults.
+    """
+
+    def __init__(
+        self, rollouts: Sequence[Rollout], known: Mapping[int, Score | None], judged: Future[list[Score]] | None
+    ) -> None:
+        super().__init__()
+        self.rollouts, self.known, self.judged = rollouts, known, judged
+
+    def done(self) -> bool:
+        return self.judged is None or self.judged.done()
+
+    def result(self, timeout: float | None = None) -> list[Score]:
+        rest = iter(self.judged.result(timeout) if self.judged is not None else ())
+        return [_with_turns(self.known[rollout.index] or next(rest), rollout) for rollout in self.rollouts]
+
+
 class Episodes:
     """Drives the episodes of all groups in flight.
 
@@ -124,22 +144,7 @@ class Episodes:
         others = [rollout for rollout in rollouts if known[rollout.index] is None]
         if self.environment is None:
             return self.judge.submit(prompt, rollouts)
-        judged: Future[list[Score]] = Future()
-        if others:
-            judged = self.judge.submit(prompt, others)
-        else:
-            judged.set_result([])
-        scores: Future[list[Score]] = Future()
-
-        def merge(judged: Future[list[Score]]) -> None:
-            if (error := judged.exception()) is not None:
-                scores.set_exception(error)
-                return
-            rest = iter(judged.result())
-            scores.set_result([_with_turns(known[rollout.index] or next(rest), rollout) for rollout in rollouts])
-
-        judged.add_done_callback(merge)
-        return scores
+        return _MergedScores(rollouts, known, self.judge.submit(prompt, others) if others else None)
 
     def cancel(self, serials: Iterable[int]) -> None:
         gone = set(serials)

@@ -21,12 +21,12 @@ from dapo.errors import RewardError
 from dapo.rewards.protocol import Judge
 from dapo.rewards.thought import with_reply_start
 from dapo.sampling.accounting import Sampled, count_tokens, differing_scores, mean_histogram, unjudged_message
-from dapo.sampling.drawing import Drawn, PromptDrawer
+from dapo.sampling.drawing import PromptDrawer
 from dapo.sampling.episodes import Environment, Episodes
 from dapo.sampling.round_size import groups_needed
 from dapo.sampling.rules import group_rules
 from dapo.system.progress import wait_visibly
-from dapo.types import Ending, Event, EventKind, Group, Prompt, Rollout, SamplingParams, Score, Verdict
+from dapo.types import Drawn, Ending, Event, EventKind, Group, Prompt, Rollout, SamplingParams, Score, Verdict
 
 Reference = Callable[[Sequence[Group]], Sequence[tuple[np.ndarray, ...]]]  # float32 [L] per rollout
 
@@ -122,18 +122,22 @@ class DynamicSampler:
             next_serial=self.next_serial,
             recent=list(self.recent),
             carried=self.carried,
-            pending={serial: group.prompt for serial, group in self.pending.items()},
+            pending={serial: Drawn(group.prompt, group.chance) for serial, group in self.pending.items()},
         )
 
-    def restore(self, state: SamplerState, version: int) -> None:
-        """Continue from `state`, whatever was in flight before. Its pending groups are submitted again."""
-        self.drawer.restore(state.drawer)
+    def cancel(self) -> None:
+        """Give up all groups in flight."""
         self.episodes.cancel(list(self.pending))
         self.pending = {}
+
+    def restore(self, state: SamplerState, version: int) -> None:
+        """Continue from `state`, with nothing in flight. Its pending groups are submitted again."""
+        assert not self.pending
+        self.drawer.restore(state.drawer)
         self.next_serial = state.next_serial
         self.recent = deque(state.recent, self.recent.maxlen)
         self.carried = list(state.carried)
-        self._submit({serial: Drawn(prompt) for serial, prompt in state.pending.items()}, version)
+        self._submit(state.pending, version)
 
     def _submit(self, drawn: Mapping[int, Drawn], version: int) -> None:
         prompts = {serial: new.prompt for serial, new in drawn.items()}

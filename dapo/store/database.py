@@ -130,7 +130,8 @@ class RunDatabase(RunReader):
     def rewind(self, step: int) -> int:
         """Remove everything after `step`, and return the number of steps removed.
 
-        Groups generated up to `step` but decided later are carried-over groups again. Events of earlier resumes stay.
+        Groups generated up to `step` but decided later are carried-over groups again. Their next verdict also replaces
+        their advantages. Events of earlier resumes stay.
         """
         with self._transaction() as connection:
             (last,) = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()
@@ -202,9 +203,10 @@ class RunDatabase(RunReader):
         self._insert("prompts", row, f"ON CONFLICT (uid) DO UPDATE SET {earlier}")
 
     def _record_group(self, group: Group, step: int) -> None:
-        """Insert a group, or, if it was carried over, update its verdict: nothing else about it has changed.
+        """Insert a group, or, if it was carried over, update what has changed: its verdict and its advantages.
 
-        Recording a group that already has its final verdict fails on the primary key.
+        The ledger's correction weights the advantages when the group is trained on. Recording a group that already has
+        its final verdict fails on the primary key.
         """
         verdict = to_text(group.verdict)
         decided_step = None if verdict == Verdict.CARRIED else step
@@ -213,6 +215,8 @@ class RunDatabase(RunReader):
             (verdict, decided_step, group.serial, Verdict.CARRIED),
         )
         if known.rowcount:
+            values = [(float(a), group.serial, r.index) for r, a in zip(group.rollouts, group.advantages, strict=True)]
+            self._connection.executemany("UPDATE rollouts SET advantage = ? WHERE (serial, sample) = (?, ?)", values)
             return
         self._insert_prompt(group.prompt, step)
         row = {"serial": group.serial, "prompt_uid": to_text(group.prompt.uid), "generated_step": step}

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,13 +21,23 @@ SLOW = 2.0  # seconds after which people want to know
 def wait_visibly(
     futures: Sequence[Future[Any]], say: Callable[[str], None], what: Callable[[], str], *, for_all: bool = True
 ) -> None:
-    """Wait for all futures, or for one; every two seconds, say how long that has taken and what is waited for."""
+    """Wait for all futures, or for one; every two seconds, say how long that has taken and what is waited for.
+
+    Waiting for all waits in the futures themselves, and raises what they raise.
+    """
     start = time.monotonic()
-    while futures:
-        done, missing = wait(futures, SLOW, ALL_COMPLETED if for_all else FIRST_COMPLETED)
-        if not missing or (done and not for_all):
-            return
+
+    def tell() -> None:
         say(f"waiting {time.monotonic() - start:.0f} s for {what()}")
+
+    while futures and not for_all and not wait(futures, SLOW, FIRST_COMPLETED).done:
+        tell()
+    for future in futures if for_all else ():
+        while not future.done():
+            try:
+                future.result(SLOW)
+            except TimeoutError:
+                tell()
 
 
 @contextmanager

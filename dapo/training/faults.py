@@ -20,36 +20,51 @@ def faults_handled(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except LearnerLost as lost:
-        _restart_from_checkpoint(trainer, lost)
+        _recover(trainer, lost)
     except StorageError as fault:
         with suppress(StorageError):  # the database may be on the same failing disk
             trainer.recorder.event(EventKind.STOPPED, str(fault))
         raise
-    except ClusterLost as lost:  # the learner still has the weights of the last whole step
-        if trainer.step > trainer.saved_step:
-            trainer.save_checkpoint(trainer.last_state)
+    except ClusterLost as lost:
+        _save_last_step(trainer)
         trainer.recorder.event(EventKind.STOPPED, str(lost))
         raise
     except Exception as error:
-        if error is trainer.callbacks.failure:  # the weights are those of the last whole step
-            if trainer.step > trainer.saved_step:
-                trainer.save_checkpoint(trainer.last_state)
+        if error is trainer.callbacks.failure:
+            _save_last_step(trainer)
             trainer.recorder.event(EventKind.STOPPED, f"a callback raised {type(error).__name__}: {error}")
         raise
 
 
-def _restart_from_checkpoint(trainer: Trainer, lost: LearnerLost) -> None:
+def _save_last_step(trainer: Trainer) -> None:
+    """Save the last whole step if it is not saved, unless an update has changed the weights since."""
+    if trainer.step > trainer.saved_step and trainer.version == trainer.last_state.version:
+        trainer.save_checkpoint(trainer.last_state)
+
+
+def _recover(trainer: Trainer, lost: LearnerLost) -> None:
     """Restart all learners and everything else from the newest checkpoint, because the weights are lost."""
-    saved = checkpoint.newest(trainer.directory.checkpoints)
     try:
-        trainer.parts.restart(lost, saved)
+        while (again := _restart_from_checkpoint(trainer, lost)) is not None:
+            lost = LearnerLost(f"{lost}; {again} during the restart")
     except ClusterLost as end:
         trainer.recorder.event(EventKind.STOPPED, str(end))
         raise
-    trainer.restore(saved, checkpoint.read_state(saved) if saved else trainer.first_state)
-    trainer.engine.metrics()  # discard the metrics of the undone steps
     undone = trainer.recorder.rewind(trainer.step)
     trainer.evaluator.reports = trainer.evaluator.recorded()  # without the evaluations of the undone steps
-    trainer.last_state = trainer.state()
+    trainer.read_totals()
     message = f"{lost}; all learners start again from step {trainer.step}, {undone} step{'s' * (undone != 1)} undone"
     trainer.recorder.event(EventKind.LEARNERS, message)
+
+
+def _restart_from_checkpoint(trainer: Trainer, lost: LearnerLost) -> LearnerLost | None:
+    """Restart and restore once. Return the loss of another learner, if it happened after the restart."""
+    saved = checkpoint.newest(trainer.directory.checkpoints)
+    trainer.parts.restart(lost, saved)  # raises ClusterLost if there were too many losses
+    try:
+        trainer.restore(saved, checkpoint.read_state(saved) if saved else trainer.first_state)
+        trainer.engine.metrics()  # discard the metrics of the undone steps
+        trainer.last_state = trainer.state()
+    except LearnerLost as again:
+        return again
+    return None

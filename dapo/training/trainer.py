@@ -251,7 +251,7 @@ class Trainer:
                     )
             about = environment() | file_digests(config) | ({"recipe": self._recipe} if self._recipe else {})
             self.recorder.open(config, about, self.step)
-            self.seconds = self.recorder.training_seconds()
+            self.read_totals()
             if config.run_dir != wanted:
                 note = f"{wanted} holds another run, so this one is {config.run_dir}"
                 self.recorder.event(EventKind.CONFIGURATION, note)
@@ -366,8 +366,13 @@ class Trainer:
         self.empty_in_a_row = state.empty_in_a_row
         self.policy.non_finite_in_a_row = state.non_finite_in_a_row
         self.evaluator.best = checkpoint.best(self.directory.checkpoints)
+        self.sampler.cancel()  # before the weights go back: no response may pass from undone weights to these
         self.engine.sync_weights(self.version)
         self.sampler.restore(state.sampler, self.version)
+
+    def read_totals(self) -> None:
+        """Read what the recorded steps took: when the run is opened, and after steps were undone."""
+        self.seconds = self.recorder.training_seconds()
 
     def save_checkpoint(self, state: TrainerState | None = None, *, in_background: bool = False) -> None:
         self.reporter.phase("saving")

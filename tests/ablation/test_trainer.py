@@ -18,6 +18,7 @@ from dapo.store.database import RunDatabase
 from dapo.terminal.console import Reporter
 from tests.ablation.recipes import plan_of, write_recipe
 from tests.runs import Interrupts, eval_sets, metrics
+from tests.training.test_faults import Losses
 
 
 def task(plan: Plan, number: int = 0, **changes) -> Task:
@@ -44,6 +45,17 @@ def test_a_budget_of_tokens_ends_the_run_with_the_step_in_which_it_is_spent(tmp_
     assert points[-1].seconds == pytest.approx(trainer.seconds)
     assert not list(folder.glob("checkpoints/*"))
     assert record.training.tokens == sum(generated)
+
+
+def test_undone_steps_do_not_count_against_the_budget(tmp_path: Path):
+    recipe = write_recipe(tmp_path, eval={"every": 0}, run={"save_every": 1})
+    plan = plan_of(recipe, "a: optim.lr=0.1", budget=Budget("tokens", 900))
+    trainer = ArmTrainer(task(plan), Reporter())
+    Losses(trainer).lose("save", 2)  # the checkpoint of step 2: the run returns to step 1
+    trainer.train()
+    generated = [step["tokens/generated"] for step in metrics(plan.runs[0].folder)]
+    assert len(generated) > 2
+    assert sum(generated[:-1]) < 900 <= sum(generated) == trainer.tokens
 
 
 def test_an_interrupted_run_resumes_to_the_same_result_and_budget(tmp_path: Path):

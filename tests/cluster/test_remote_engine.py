@@ -163,6 +163,30 @@ def test_new_weights_reach_every_worker_before_it_samples_again_also_a_replaced_
     assert {rollout.weight_version for rollout in drain(one.engine)} == {2}
 
 
+class Stamped(SimulatedEngine):
+    """Gives responses the number that comes with the weights, in place of their version."""
+
+    def __init__(self, weights):
+        super().__init__(100.0)
+        self.weights = weights
+
+    def sync_weights(self, version):
+        self.version = self.weights()["number"]
+
+
+@pytest.mark.parametrize("version", [5, 7])
+def test_weights_that_go_back_reach_a_worker_with_groups_in_flight(watched, version):
+    """A run that returned to a checkpoint can also reach the worker's version again before the worker is called."""
+    engine = watched(1, build=Stamped).engine
+    engine.weights = lambda: ray.put({"number": 70})
+    engine.sync_weights(7)
+    engine.submit(requests(4))
+    assert {rollout.weight_version for rollout in engine.poll()} == {70}
+    engine.weights = lambda: ray.put({"number": 50})
+    engine.sync_weights(version)
+    assert drain(engine)[-1].weight_version == 50
+
+
 def test_workers_keep_sampling_while_the_caller_is_busy(watched):
     engine = watched(limit=8).engine
     engine.submit(requests(8))  # twice the limit of the two workers
@@ -329,6 +353,17 @@ def test_weights_are_not_broadcast_to_a_worker_that_died_while_idle(watched):
     assert_each_once(drain(one.engine), 6)
     assert [kind for kind, _ in one.events] == ["worker"]
     assert one.actors[0] is first and len(one.actors) == 3
+
+
+def test_too_many_workers_lost_while_weights_are_sent_are_reported_by_the_next_poll(watched):
+    """The step whose weights these are can then be completed and saved."""
+    one = watched(restarts=0, broadcast=lambda actors, version: None)
+    one.kill(0)
+    one.engine.sync_weights(1)
+    one.engine.metrics()
+    one.engine.submit(requests(4))
+    with pytest.raises(ClusterLost, match=r"^rollout worker 0 died.*max_restarts = 0 allows$"):
+        one.engine.poll()
 
 
 def test_learners_lost_during_a_broadcast_replace_the_workers_and_the_store_takes_over(watched):

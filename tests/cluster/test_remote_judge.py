@@ -15,7 +15,8 @@ from dapo import Trainer
 from dapo.config import RewardConfig
 from dapo.errors import ClusterLost, ConfigError, RewardError
 from dapo.rewards.judge import build_judge
-from dapo.types import Prompt, Rollout
+from dapo.sampling.episodes import Episodes
+from dapo.types import Prompt, Rollout, Score
 from tests import runs
 from tests.cluster.test_placement import sentence
 from tests.cluster.test_runs import assert_accounts_balance, events, node, once_in_step, pid, train
@@ -173,6 +174,24 @@ def test_more_losses_than_max_restarts_fail_pending_and_later_groups(watched):
         future.result()
     with pytest.raises(ClusterLost):
         one.judge.submit(*group(1, "a")).result()
+
+
+def test_a_group_that_an_environment_scored_in_part_reports_losses_in_the_callers_thread(watched):
+    one, seen = watched(count=1, restarts=1), []
+    one.judge.on_event = lambda kind, message: seen.append(threading.current_thread())
+    episodes = Episodes(None, one.judge)
+
+    def score(serial):
+        episodes.scores[serial, 0] = Score(0.5)
+        future = episodes.score(*group(serial, "a", "b", seconds=1.5))
+        os.kill(pid(one.actors[-1]), signal.SIGKILL)
+        return future.result()
+
+    given, judged = score(0)
+    assert (given, judged.value) == (Score(0.5), 1.0)
+    assert seen == [threading.current_thread()]
+    with pytest.raises(ClusterLost, match="reward worker 0 died"):  # one loss too many
+        score(1)
 
 
 def test_groups_pending_at_close_are_returned_unjudged(watched):

@@ -207,6 +207,51 @@ def test_a_learner_killed_during_an_update_returns_the_run_to_its_start_or_newes
     assert_close(local.run_dir, config.run_dir, step=6)
 
 
+def test_a_learner_killed_again_during_the_restart_costs_only_another_restart(tmp_path, driver):
+    config = runs.load(tmp_path, "run.name=again", "run.save_every=1", "run.steps=3", "cluster.rollout_workers=1")
+    reporter = KillInUpdate(2)
+
+    def prepare(trainer):
+        reporter.trainer, restore, killed = trainer, trainer.policy.restore, []
+
+        def restore_or_die(folder):
+            if not killed:
+                killed.append(pid(trainer.policy.ranks.workers[0].actor))
+                os.kill(killed[0], signal.SIGKILL)
+            restore(folder)
+
+        trainer.policy.restore = restore_or_die
+
+    train(config, reporter, prepare)
+    assert_accounts_balance(config.run_dir, steps=3)
+    died = "learner 0 died: its worker process has died"
+    assert events(config.run_dir, "learners") == [
+        f"{died}; {died} during the restart; all learners start again from step 1, 0 steps undone"
+    ]
+
+
+def test_a_cluster_lost_while_weights_are_sent_saves_the_step_that_made_them(tmp_path, driver):
+    local = runs.load(tmp_path, "run.name=local", "run.save_every=0", "run.steps=3")
+    train(local)
+    options = ["run.name=lost", "run.save_every=0", "run.steps=3", "cluster.rollout_workers=1"]
+    config = runs.load(tmp_path, *options, "cluster.max_restarts=0")
+
+    class KillInSecondUpdate(Reporter):
+        def phase(self, name: str) -> None:
+            if name == "training" and trainer.step == 1:
+                trainer.engine.broadcast = lambda actors, version: None
+                os.kill(pid(trainer.engine.workers[0].actor), signal.SIGKILL)
+
+    trainer = Trainer(config, reporter=KillInSecondUpdate())
+    with pytest.raises(ClusterLost, match=r"^rollout worker 0 died"):
+        trainer.train()
+    assert checkpoint.steps(config.run_dir / "checkpoints") == [2]
+    train(config, resume=True)
+    one, two = runs.weights(local.run_dir, 3), runs.weights(config.run_dir, 3)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert runs.verdicts(local.run_dir) == runs.verdicts(config.run_dir)
+
+
 def test_without_restarts_left_the_run_saves_the_last_whole_step_and_can_resume(tmp_path, driver):
     options = ["run.name=lost", "cluster.rollout_workers=1", "run.save_every=0"]
     config = runs.load(tmp_path, *options, "cluster.max_restarts=0")

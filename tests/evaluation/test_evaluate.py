@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from dapo.engine.embedded.engine import EmbeddedEngine
-from dapo.evaluation.evaluate import evaluate, metric_names, metrics_by_problem
+from dapo.errors import LearnerLost
+from dapo.evaluation.evaluate import Interrupted, evaluate, metric_names, metrics_by_problem
 from dapo.model.attention import ATTENTION_NAME
 from dapo.types import EvalSample, Prompt, Rollout, SamplingParams, Score
 from tests import make
@@ -97,6 +98,22 @@ def test_groups_are_judged_while_the_engine_still_samples(engine):
     evaluate(engine, Watching(letters), prompts(5), K, PARAMS, 0, "set")
     assert unfinished[0] > K
     assert len(unfinished) == 5
+
+
+@pytest.mark.parametrize("error", [Interrupted, LearnerLost])
+def test_an_evaluation_after_which_the_run_continues_leaves_nothing_in_the_engine(engine, monkeypatch, error):
+    poll, polls = engine.poll, []
+
+    def poll_or_fail(**options):
+        polls.append(options)
+        if len(polls) == 2:
+            raise error
+        return poll(**options)
+
+    monkeypatch.setattr(engine, "poll", poll_or_fail)
+    with pytest.raises(error):
+        run(engine)
+    assert not engine.active and not engine.waiting
 
 
 def test_each_step_draws_its_own_random_numbers(engine):

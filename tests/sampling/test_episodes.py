@@ -12,7 +12,7 @@ import pytest
 from dapo.config import Config, apply_override, option_names
 from dapo.data.stream import PromptStream, ShuffledSource
 from dapo.engine.embedded.engine import EmbeddedEngine
-from dapo.errors import ClusterError
+from dapo.errors import ClusterError, ClusterLost
 from dapo.evaluation.evaluate import evaluate
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.template import TurnTemplate
@@ -255,6 +255,30 @@ def test_a_template_that_rejects_a_message_costs_the_episode():
     reasons = {score.error for score in scores if not score.judged}
     assert reasons == {"the model's chat template rejects the environment's messages (no tools here)"}
     assert all(len(rollout.turns) == 1 for rollout in rollouts)
+
+
+class Lost:
+    """A judge whose workers are gone."""
+
+    def submit(self, prompt, rollouts):
+        future = Future()
+        future.set_exception(ClusterLost("reward worker 0 died"))
+        return future
+
+
+def test_a_judge_that_is_lost_ends_the_wait_for_a_group_that_the_environment_scored_in_part():
+    episodes = Episodes(engine_for(), Lost(), environment(Letters()))
+    asked = dict(enumerate(prompts(4)))
+    episodes.submit(asked, 6, replace(PARAMS, max_tokens=38))
+    ended = []
+    while found := episodes.poll():
+        ended += found
+    groups = [[rollout for rollout in ended if rollout.serial == serial] for serial in asked]
+    in_part = [each for each in groups if len({(r.serial, r.index) in episodes.scores for r in each}) == 2]
+    assert in_part
+    for group in in_part:
+        with pytest.raises(ClusterLost, match="reward worker 0 died"):
+            episodes.score(asked[group[0].serial], group).result(timeout=10)
 
 
 def test_cancelled_groups_leave_nothing_behind():

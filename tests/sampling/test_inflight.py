@@ -509,7 +509,7 @@ def assert_no_prompt_is_lost(config: Config) -> None:
     state = checkpoint.read_state(checkpoint.find(config.run_dir / "checkpoints", "last"))
     asked = {group["serial"]: group["prompt_uid"] for group, _ in recorded(config.run_dir)}
     assert not asked.keys() & state.sampler.pending.keys()
-    asked |= {serial: prompt.uid for serial, prompt in state.sampler.pending.items()}
+    asked |= {serial: drawn.prompt.uid for serial, drawn in state.sampler.pending.items()}
     assert sorted(asked) == list(range(state.sampler.next_serial))
     fresh = Trainer(config.model_copy(update={"run": config.run.model_copy(update={"name": "fresh"})}))
     expected = [prompt.uid for prompt in fresh.data.stream.take(state.sampler.next_serial)]
@@ -527,11 +527,25 @@ def test_a_resumed_run_submits_groups_in_flight_again(tmp_path, then):
     train(longer, resume=True)
     assert_no_prompt_is_lost(longer)
     again = {group["serial"]: (group, rows) for group, rows in recorded(longer.run_dir)}
-    for serial, prompt in saved.sampler.pending.items():
+    for serial, drawn in saved.sampler.pending.items():
         group, rows = again[serial]
-        assert group["prompt_uid"] == prompt.uid
+        assert group["prompt_uid"] == drawn.prompt.uid
         assert group["generated_step"] > 3
         assert all(row["weight_version"] >= saved.version for row in rows)
+
+
+def test_a_resumed_run_weights_groups_in_flight_by_the_chance_with_which_they_were_drawn(tmp_path):
+    ledger = "algorithm.ledger={enable: true, correct: true, explore: 0.1}"
+    config = runs.load(tmp_path, *INFLIGHT, ledger, "run.steps=9")
+    trainer = Trainer(config)
+    for _ in trainer.steps():
+        if min((group.chance for group in trainer.sampler.pending.values()), default=1.0) < 1:
+            break
+    chances = {serial: group.chance for serial, group in trainer.sampler.pending.items()}
+    assert min(chances.values()) < 1
+    trainer = Trainer(config, resume=True)
+    assert {serial: group.chance for serial, group in trainer.sampler.pending.items()} == chances
+    trainer.close()
 
 
 # Kills the trainer during sampling, with groups in flight.

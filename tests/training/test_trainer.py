@@ -514,6 +514,29 @@ def test_a_state_with_wrong_types_is_refused_in_one_sentence(tmp_path, key, valu
         checkpoint.read_state(saved.folder / "step_1")
 
 
+def test_the_database_has_the_advantages_that_were_trained_on_also_of_carried_groups(tmp_path):
+    ledger = "algorithm.ledger={enable: true, correct: true, explore: 0.1}"
+    config = runs.load(tmp_path, ledger, "data.gen_batch_size=9", "run.steps=9")
+    trainer, trained = Trainer(config), {}
+    update = trainer.policy.update
+
+    def recording(groups, step, version):
+        trained.update({group.serial: group for group in groups})
+        return update(groups, step, version)
+
+    trainer.policy.update = recording
+    trainer.train()
+    carried = 0
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        for row in [row for row in database.groups() if row["serial"] in trained]:
+            group = trained[row["serial"]]
+            assert [member["advantage"] for member in database.rollouts(row["serial"])] == group.advantages.tolist()
+            plain_group = form_group(group.serial, group.prompt, group.rollouts, group.scores, trainer.sampler.rules)
+            is_weighted = not np.array_equal(group.advantages, plain_group.advantages)
+            carried += row["generated_step"] < row["decided_step"] and is_weighted
+    assert carried, "this test needs carried groups that the ledger's correction weights"
+
+
 def test_without_carry_over_a_run_is_the_published_algorithm(tmp_path):
     """Whole rounds are sampled, and the surplus is dropped in submission order."""
     config = runs.load(tmp_path, "algorithm.max_staleness=0", "run.steps=3")
