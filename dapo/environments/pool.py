@@ -93,7 +93,11 @@ class WorkerEnvironments(ProcessPool[_Worker]):
         size = pool_size(options.workers, "environment.workers", EpisodeError)
         super().__init__(size, "dapo-environments", f"{USE}: {options.use}")
         self.timeout, self.max_turns = options.timeout, options.max_turns
-        self.setup = {"options": options.model_dump_json(), "unsafe": config.reward.code_unsafe}
+        self.setup = {
+            "options": options.model_dump_json(),
+            "unsafe": config.reward.code_unsafe,
+            "think_tags": config.reward.think_tags,
+        }
         self.tools: tuple[Mapping[str, Any], ...] = ()
         self.most_calls, self.patience, self.grace = 1, 1.0, 0.0
         self.states: dict[Episode, _State] = {}

@@ -1,8 +1,9 @@
 """The worker process of environments: keeps the state of episodes and replies to turns. It may be killed any time.
 
-Protocol: the pool first sends {"options", "unsafe"}, and the worker answers {"ready"} or {"refused"}. After that
-it answers each call with [number, result]. A call names its episode. If this worker does not have it, the call brings
-the row, the first messages and the turns so far, and the worker plays them again. {"end"} forgets an episode.
+Protocol: the pool first sends {"options", "unsafe", "think_tags"}, and the worker answers {"ready"} or {"refused"}.
+After that it answers each call with [number, result]. A call names its episode. If this worker does not have it, the
+call brings the row, the first messages and the turns so far, and the worker plays them again. {"end"} forgets an
+episode.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main(requests: int, answers: int, lifeline: int) -> None:
     options = EnvironmentConfig.model_validate_json(setup["options"])
     limit_memory(options.memory_gb)
     try:
-        maker = _load(options, is_unsafe_allowed=setup["unsafe"])
+        maker = _load(options, setup["think_tags"], is_unsafe_allowed=setup["unsafe"])
     except DapoError as error:
         channel.send({"refused": f"{error}{memory_hint(str(error), 'environment.memory_gb', options.memory_gb)}"})
     else:
@@ -47,13 +48,15 @@ def main(requests: int, answers: int, lifeline: int) -> None:
     end_worker()
 
 
-def _load(options: EnvironmentConfig, *, is_unsafe_allowed: bool) -> Maker:
+def _load(options: EnvironmentConfig, think_tags: Sequence[str] | None, *, is_unsafe_allowed: bool) -> Maker:
     assert options.use is not None
     if options.use == "guess":
         return Maker(Guess, is_async=False)
     if options.use == "python":
-        return python_maker(options.timeout, options.memory_gb, is_unsafe_allowed=is_unsafe_allowed)
-    return tools_maker(options.use) if options.use.startswith(TOOLS) else load_maker(options.use)
+        return python_maker(
+            options.timeout, options.memory_gb, is_unsafe_allowed=is_unsafe_allowed, think_tags=think_tags
+        )
+    return tools_maker(options.use, think_tags) if options.use.startswith(TOOLS) else load_maker(options.use)
 
 
 class Worker:
@@ -73,7 +76,10 @@ class Worker:
             task.add_done_callback(self.tasks.discard)
 
     async def _handle(self, call: Mapping[str, Any]) -> None:
-        start, clock = time.monotonic(), asyncio.timeout(self.timeout if self.maker.is_async else None)
+        start, replies = time.monotonic(), 1
+        if "turns" in call:  # the episode begins again, and its turns are repeated
+            replies += 1 + len(call["turns"])
+        clock = asyncio.timeout(self.timeout * replies if self.maker.is_async else None)
         try:
             async with clock:
                 result = await self._result(call)
@@ -153,6 +159,8 @@ def _reward(turn: Turn) -> float:
 
 def _score(end: End) -> list[Any] | None:
     if end.score is None:
+        if end.acc is not None or end.extras:
+            raise EpisodeError("the environment ended with End(acc or extras) but no score; give End(score, ...)")
         return None
     score = to_score({**end.extras, "score": end.score, "acc": end.acc})
     error = score.error and score.error.replace("the reward returned", "the environment ended with", 1)

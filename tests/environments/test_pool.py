@@ -73,6 +73,7 @@ FAULTS = {
     "nan": lambda: End(math.nan),
     "text score": lambda: End("good"),
     "bad acc": lambda: End(1.0, acc=2),
+    "no score": lambda: End(acc=True, steps=3),
     "fork": fork,
     "shout": shout,
     "lie": lie,
@@ -116,6 +117,8 @@ class Opening:
             await asyncio.sleep(3600)
         if text == "block":
             time.sleep(3600)
+        if text == "slow":
+            await asyncio.sleep(0.6)
         await asyncio.sleep(0.01)
         return End(None) if text == "end" else "next"
 
@@ -239,6 +242,7 @@ def test_episodes_do_not_share_state(pool):
         ("nan", r"the environment ended with nan; expected a finite number"),
         ("text score", r"the environment ended with str, not a number"),
         ("bad acc", r"acc = 2; expected a number from 0 to 1"),
+        ("no score", r"but no score; give End\(score, ...\)"),
         ("lie", r"sent an invalid message"),
     ],
 )
@@ -349,6 +353,16 @@ def test_async_environments_reply_concurrently_and_time_out_one_by_one(folder):
         end = pool.reply((0, 0), "end", 2).result(timeout=60)
         assert end.ended and end.score is None  # the run's reward judges the last turn
         assert pool.reply((0, 2), "a", 2).result(timeout=60).score.value == 0.25
+
+
+def test_repeated_turns_of_an_async_environment_have_their_own_time(folder):
+    with closing(opened(f"{folder}/faults.py:Opening", max_turns=9)) as pool:
+        first = pool.first_messages(PROMPT).result(timeout=60)
+        pool.start((0, 0), Prompt("u", first, (1,), "5", "mine", {"level": 3}))
+        for turn in (1, 2, 3):
+            assert pool.reply((0, 0), "slow", turn).result(timeout=60).messages
+        os.kill(pool.workers[0].process.pid, signal.SIGKILL)
+        assert pool.reply((0, 0), "slow", 4).result(timeout=60).messages  # 2.4 s in all, and TIMEOUT is for each turn
 
 
 def test_an_async_environment_that_blocks_its_process_costs_only_itself(folder):

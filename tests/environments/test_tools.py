@@ -239,3 +239,16 @@ def test_what_a_model_writes_runs_in_the_sandbox_only(python, tmp_path):
         (reply,) = replies(python, [text], (0, index))
         assert reply.score is None, reply.score
     assert not mark.exists()
+
+
+def test_what_is_only_thought_is_not_called():
+    call_in_thought = f"<think>Maybe {call('weather', city='Rome')}, but no.</think>"
+
+    def reply(text: str) -> Any:
+        environment = ToolEnvironment({"weather": Tool(weather)}, think_tags=("<think>", "</think>"))
+        return asyncio.run(environment.reply(text)), len(environment.calls)
+
+    assert reply(f"{call_in_thought}Answer: 5")[1] == 0
+    assert reply(f"{call_in_thought}{call('weather', city='Oslo')}")[1] == 1
+    assert reply('<think>hm</think>{"name": "weather", "arguments": {"city": "Oslo"}}')[1] == 1
+    assert reply(f"<think>Maybe {call('weather', city='Rome')}")[1] == 0  # the thought does not end
