@@ -19,14 +19,14 @@ def _cluster_lines(config: Config) -> list[str]:
 
 def _token_lines(config: Config) -> list[str]:
     data, n = config.data, config.rollout.n
-    rounds = config.algorithm.filter_groups.max_num_gen_batches
-    most = f"at most {rounds} rounds" if rounds > 0 else "rounds without limit"
+    limit = config.algorithm.filter_groups.max_num_gen_batches
+    most = f"at most {limit * config.gen_batch_size:,} prompts" if limit > 0 else "prompts without limit"
     trained = data.train_batch_size * n
     updates = -(-data.train_batch_size // config.mini_batch_size) * config.optim.ppo_epochs
     return [
         "plan, per step:",
-        f"  sampling  {most} of {config.gen_batch_size} prompts x {n} responses, up to "
-        f"{config.gen_batch_size * n * data.max_response_length:,} tokens a round",
+        f"  sampling  {most} x {n} responses of up to {data.max_response_length:,} tokens, until "
+        f"{data.train_batch_size} groups are kept",
         f"  training  {data.train_batch_size} prompts x {n} responses, up to "
         f"{trained * data.max_response_length:,} response tokens and "
         f"{data.train_batch_size * data.max_prompt_length:,} prompt tokens (each prompt once), {updates} updates",
