@@ -74,7 +74,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_is_not_started(full):
     full.save(1)
     huge = torch.empty(shutil.disk_usage(full.folder).free, device="meta")  # takes no memory
     full.policy.model.register_parameter("huge", torch.nn.Parameter(huge))
-    with pytest.raises(StorageError, match=r"takes about .* GB, but only .* GB .* --resume, which continues after ste"):
+    with pytest.raises(StorageError, match=r"takes about .* GB, but only .* GB .* dapo resume .* continues after ste"):
         full.save(2)
     assert [path.name for path in full.folder.iterdir()] == ["step_1"]
 

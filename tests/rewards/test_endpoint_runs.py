@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def test_a_second_ctrl_c_ends_a_run_whose_judges_hang(tmp_path):
                 output.append(line)
                 if "stopping after this step" in line:
                     break
+            time.sleep(1)  # a second one is ignored until the line above is written whole
             run.send_signal(signal.SIGINT)
             output.append(run.communicate(timeout=60)[0])
         finally:

@@ -12,7 +12,8 @@ from dapo.checkpoint import folder as checkpoint
 from dapo.errors import ClusterLost, LearnerLost
 from dapo.store.database import RunDatabase
 from tests import runs
-from tests.training.test_trainer import assert_same_run, train
+from tests.runs import assert_same_run
+from tests.training.test_trainer import train
 
 
 class Losses:
