@@ -141,7 +141,7 @@ def _corrected(found: Mapping[str, Contrast]) -> dict[str, Difference]:
 
 
 def _reached(runs: Sequence[Sequence[Evaluation]], level: float) -> Reached:
-    first = [next((each for each in evaluations if each.mean >= level), None) for evaluations in runs]
+    first = [next((each for each in evaluations if each.mean >= level - 1e-9), None) for evaluations in runs]
     found = [each for each in first if each is not None]
     spent = found if len(found) == len(runs) else []
     return Reached(level, len(found), _mean([each.seconds for each in spent]), _mean([each.tokens for each in spent]))

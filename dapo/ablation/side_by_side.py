@@ -47,7 +47,8 @@ class Site:
         on_gpu = max(wants_gpus(run.config, gpus) for run in plan.runs)
         threads = torch.get_num_threads()
         if on_gpu:  # no more than a GPU's share of the CPUs of its node
-            threads = min([threads, *(int(node["CPU"] // node["GPU"]) for node in nodes if node.get("GPU"))])
+            shares = (node.get("CPU", 0.0) // node["GPU"] for node in nodes if node.get("GPU"))
+            threads = int(min([threads, *filter(None, shares)]))
         each = room(max(threads, 1), int(on_gpu))
         fits = (min(int(node.get(name, 0.0) // amount) for name, amount in each.items()) for node in nodes)
         site = cls(each, tuple(filter(None, fits)))
@@ -105,6 +106,7 @@ class SideBySide(Supervisor[_Place]):
         self.groups = {number: next(i for i, first in runs if run.has_base_of(first)) for number, run in runs}
         self.bases: dict[int, Base] = {}  # by group
         self.losses: dict[int, Restarts] = {}  # number of a run that lost its worker -> its budget
+        self.locked: dict[int, float] = {}  # number of a lost run whose folder is locked -> since when
         self.received: list[int] = []  # signals
         self.passed_on = 0  # how many of them
         self.slow_at: float | None = time.monotonic() + _SLOW_START
@@ -154,6 +156,7 @@ class SideBySide(Supervisor[_Place]):
             self.slow_at = None
             if not self.open_workers:
                 self.say("no worker has started yet: the cluster may be busy")
+        self._give_up_locked()
         for worker in self.open_workers:
             if worker.task is None and (found := self._next()):
                 self._begin(worker, *found)
@@ -170,6 +173,19 @@ class SideBySide(Supervisor[_Place]):
             if self.groups[number] not in being_made and not (number in self.losses and is_locked(run.folder)):
                 return number, run
         return None
+
+    def _give_up_locked(self) -> None:
+        """Record lost runs as failed whose process keeps the lock of its folder longer than cluster.timeout."""
+        for number, run in [each for each in self.waiting if each[0] in self.losses]:
+            if not is_locked(run.folder):
+                self.locked.pop(number, None)
+            elif number not in self.locked:
+                self.locked[number] = time.monotonic()
+                self.session.on_run(number, run, "waits until its lost process unlocks its folder", "yellow")
+            elif time.monotonic() > self.locked[number] + self.timeout:
+                self.waiting.remove((number, run))
+                reason = f"its lost process still locks {run.folder} after {self.timeout:g} s (cluster.timeout)"
+                self.session.end(number, run, Outcome(failure=reason))
 
     def _begin(self, worker: _Place, number: int, run: PlannedRun) -> None:
         self.waiting.remove((number, run))

@@ -101,7 +101,10 @@ def begin(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) ->
 
 
 def clean(folder: Path) -> None:
-    """Delete checkpoints that a killed process left half written or half deleted."""
+    """Delete checkpoints that are half written or half deleted. One that was to be replaced but was not is put back."""
+    for old in (folder / PARTIAL).glob("step_*.old"):
+        if not (target := folder / old.stem).exists():
+            old.rename(target)
     shutil.rmtree(folder / PARTIAL, ignore_errors=True)
     for path in folder.glob(".step_*"):
         if _OLD_LEFTOVER.fullmatch(path.name):

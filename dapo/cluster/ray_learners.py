@@ -126,6 +126,8 @@ class RayRanks(Supervisor[Worker]):
             self.restart(again, saved)
 
     def call(self, name: str, *arguments: Any) -> Any:
+        if not self.workers:
+            raise LearnerLost("the learners have ended")
         stored = ray.put(arguments)  # once for all ranks
         return self._answers([rank.actor.call.remote(name, stored) for rank in self.workers])[0]
 

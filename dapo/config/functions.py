@@ -196,7 +196,7 @@ def _refuse_other_neighbors(folder: Path) -> None:
     """Raise if a file in the folder has the name of a module that a user's file in another folder has imported."""
     for name, module in list(sys.modules.items()):
         file = Path(getattr(module, "__file__", None) or "/")
-        is_users = file.parent in _USER_FOLDERS - {folder} and not name.startswith("dapo_user_")
+        is_users = file.parent in _USER_FOLDERS - {folder} and name == file.stem
         if is_users and (folder / file.name).is_file():
             raise ImportError(f"{file} is imported already, and {folder / file.name} has the same name; rename one")
 

@@ -50,10 +50,14 @@ class Environment(Protocol):
 
 
 class Maker:
-    """Makes an environment for each episode. `patience`: a reply may take this many times environment.timeout."""
+    """Makes an environment for each episode. `patience`: a reply may take this many times environment.timeout.
+
+    `reads_thoughts`: turns are given with their thoughts (reward.think_tags), not only what follows them.
+    """
 
     tools: Sequence[Mapping[str, Any]] = ()
     patience = 1.0
+    reads_thoughts = True
 
     def __init__(self, make: Callable[[dict[str, Any]], Any], *, is_async: bool) -> None:
         self.make, self.is_async = make, is_async

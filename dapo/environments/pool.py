@@ -22,6 +22,7 @@ from dapo.errors import EpisodeError
 from dapo.rewards.function import to_json, unjudged
 from dapo.rewards.pool import read_score
 from dapo.rewards.process_pool import PooledProcess, ProcessPool, pool_size
+from dapo.rewards.thought import split_thought
 from dapo.types import Prompt
 
 CLOSED = "the environments were closed before this reply"
@@ -38,6 +39,7 @@ class _State:
     key: str
     row: Mapping[str, Any]
     first: Sequence[Message]
+    opens_thought: bool = False  # the chat template opens a thought for the model
     turns: list[tuple[str, Sequence[Message]]] = field(default_factory=list)  # the model's texts and the replies
     worker: _Worker | None = None  # holds the episode's state
 
@@ -93,11 +95,8 @@ class WorkerEnvironments(ProcessPool[_Worker]):
         size = pool_size(options.workers, "environment.workers", EpisodeError)
         super().__init__(size, "dapo-environments", f"{USE}: {options.use}")
         self.timeout, self.max_turns = options.timeout, options.max_turns
-        self.setup = {
-            "options": options.model_dump_json(),
-            "unsafe": config.reward.code_unsafe,
-            "think_tags": config.reward.think_tags,
-        }
+        self.setup = {"options": options.model_dump_json(), "unsafe": config.reward.code_unsafe}
+        self.think_tags, self.reads_thoughts = config.reward.think_tags, True
         self.tools: tuple[Mapping[str, Any], ...] = ()
         self.most_calls, self.patience, self.grace = 1, 1.0, 0.0
         self.states: dict[Episode, _State] = {}
@@ -111,10 +110,14 @@ class WorkerEnvironments(ProcessPool[_Worker]):
 
     def start(self, episode: Episode, prompt: Prompt) -> None:
         with self.lock:
-            self.states[episode] = _State(f"{episode[0]}-{episode[1]}", _row(prompt), prompt.messages)
+            key = f"{episode[0]}-{episode[1]}"
+            self.states[episode] = _State(key, _row(prompt), prompt.messages, prompt.opens_thought)
 
     def reply(self, episode: Episode, text: str, turn: int) -> Future[Reply]:
-        return self._submit("reply", self.states[episode], text, is_last=turn >= self.max_turns)
+        state = self.states[episode]
+        if not self.reads_thoughts:
+            text = split_thought(text, self.think_tags, state.opens_thought).reply or ""
+        return self._submit("reply", state, text, is_last=turn >= self.max_turns)
 
     def cut_off(self, episode: Episode, text: str, turn: int) -> Future[Reply]:
         return self._submit("cut_off", self.states[episode], text, is_last=True)
@@ -151,6 +154,7 @@ class WorkerEnvironments(ProcessPool[_Worker]):
 
     def _on_ready(self, properties: Mapping[str, Any]) -> None:
         self.tools, self.patience = tuple(properties["tools"]), float(properties["patience"])
+        self.reads_thoughts = bool(properties["reads_thoughts"])
         if properties["is_async"]:
             self.most_calls, self.grace = MAX_CALLS, GRACE
 

@@ -27,7 +27,6 @@ from dapo.environments.protocol import Message, ToolCall
 from dapo.errors import EpisodeError
 from dapo.rewards.code import find_program
 from dapo.rewards.sandbox.sandbox import WALL_FACTOR, Sandbox, SandboxError
-from dapo.rewards.thought import split_thought
 
 MAX_CALLS = 8  # in one turn
 MAX_RESULT = 2**12  # characters of a result: those of MAX_CALLS calls fit into a reply
@@ -116,18 +115,12 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
 class ToolEnvironment:
     """One episode with tools. `calls` are those of the turns that were answered, for the record."""
 
-    def __init__(
-        self,
-        tools: Mapping[str, Tool],
-        *,
-        think_tags: Sequence[str] | None = None,
-        before_turn: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.tools, self.think_tags, self.before_turn = tools, think_tags, before_turn
+    def __init__(self, tools: Mapping[str, Tool], *, before_turn: Callable[[], None] = lambda: None) -> None:
+        self.tools, self.before_turn = tools, before_turn
         self.calls: list[ToolCall] = []
 
     async def reply(self, text: str) -> list[Message] | End:
-        wanted = find_calls(split_thought(text, self.think_tags).reply or "")
+        wanted = find_calls(text)
         if not wanted:
             return End()
         self.before_turn()
@@ -196,24 +189,21 @@ class PythonTool:
         return ToolError(f"timeout: the programs of a turn may use {self.timeout:g} s")
 
 
-def python_maker(
-    timeout: float, memory_gb: float, *, is_unsafe_allowed: bool, think_tags: Sequence[str] | None
-) -> Maker:
+def python_maker(timeout: float, memory_gb: float, *, is_unsafe_allowed: bool) -> Maker:
     runner = PythonTool(timeout, memory_gb=memory_gb, is_unsafe_allowed=is_unsafe_allowed)
     tools = {"python": Tool(runner.python)}
-    maker = Maker(
-        lambda row: ToolEnvironment(tools, think_tags=think_tags, before_turn=runner.before_turn), is_async=False
-    )
+    maker = Maker(lambda row: ToolEnvironment(tools, before_turn=runner.before_turn), is_async=False)
     maker.tools, maker.patience = [tool.schema for tool in tools.values()], WALL_FACTOR + 1
+    maker.reads_thoughts = False
     return maker
 
 
-def tools_maker(spec: str, think_tags: Sequence[str] | None = None) -> Maker:
+def tools_maker(spec: str) -> Maker:
     """Return the maker for `tools:path/to/file.py`, or `tools:path/to/file.py:NAME` for one function or a list."""
     tools = {tool.name: tool for tool in map(Tool, _functions(spec.removeprefix(TOOLS)))}
     is_async = any(inspect.iscoroutinefunction(tool.function) for tool in tools.values())
-    maker = Maker(lambda row: ToolEnvironment(tools, think_tags=think_tags), is_async=is_async)
-    maker.tools = [tool.schema for tool in tools.values()]
+    maker = Maker(lambda row: ToolEnvironment(tools), is_async=is_async)
+    maker.tools, maker.reads_thoughts = [tool.schema for tool in tools.values()], False
     return maker
 
 

@@ -1,6 +1,6 @@
 """The worker process of environments: keeps the state of episodes and replies to turns. It may be killed any time.
 
-Protocol: the pool first sends {"options", "unsafe", "think_tags"}, and the worker answers {"ready"} or {"refused"}.
+Protocol: the pool first sends {"options", "unsafe"}, and the worker answers {"ready"} or {"refused"}.
 After that it answers each call with [number, result]. A call names its episode. If this worker does not have it, the
 call brings the row, the first messages and the turns so far, and the worker plays them again. {"end"} forgets an
 episode.
@@ -39,24 +39,23 @@ def main(requests: int, answers: int, lifeline: int) -> None:
     options = EnvironmentConfig.model_validate_json(setup["options"])
     limit_memory(options.memory_gb)
     try:
-        maker = _load(options, setup["think_tags"], is_unsafe_allowed=setup["unsafe"])
+        maker = _load(options, is_unsafe_allowed=setup["unsafe"])
     except DapoError as error:
         channel.send({"refused": f"{error}{memory_hint(str(error), 'environment.memory_gb', options.memory_gb)}"})
     else:
-        channel.send({"ready": {"tools": maker.tools, "is_async": maker.is_async, "patience": maker.patience}})
+        names = ("tools", "is_async", "patience", "reads_thoughts")
+        channel.send({"ready": {name: getattr(maker, name) for name in names}})
         asyncio.run(Worker(maker, options.timeout, channel).serve())
     end_worker()
 
 
-def _load(options: EnvironmentConfig, think_tags: Sequence[str] | None, *, is_unsafe_allowed: bool) -> Maker:
+def _load(options: EnvironmentConfig, *, is_unsafe_allowed: bool) -> Maker:
     assert options.use is not None
     if options.use == "guess":
         return Maker(Guess, is_async=False)
     if options.use == "python":
-        return python_maker(
-            options.timeout, options.memory_gb, is_unsafe_allowed=is_unsafe_allowed, think_tags=think_tags
-        )
-    return tools_maker(options.use, think_tags) if options.use.startswith(TOOLS) else load_maker(options.use)
+        return python_maker(options.timeout, options.memory_gb, is_unsafe_allowed=is_unsafe_allowed)
+    return tools_maker(options.use) if options.use.startswith(TOOLS) else load_maker(options.use)
 
 
 class Worker:

@@ -142,7 +142,7 @@ class Episodes:
         """Return the scores that environments gave; the judge scores the other rollouts. Turns' rewards are added."""
         known = {r.index: self.scores.pop((r.serial, r.index), None) for r in rollouts}
         others = [rollout for rollout in rollouts if known[rollout.index] is None]
-        if self.environment is None:
+        if self.environment is None and len(others) == len(rollouts):
             return self.judge.submit(prompt, rollouts)
         return _MergedScores(rollouts, known, self.judge.submit(prompt, others) if others else None)
 
@@ -181,7 +181,7 @@ class Episodes:
         assert self.environment is not None
         start = time.perf_counter()
         replies = [self.asked[key].reply for key in keys]
-        wait_visibly(replies, self.on_wait, self.environment.pool.waiting_for, for_all=for_all)
+        wait_visibly(replies, self.on_wait, self.environment.pool.waiting_for, for_all=for_all, then="sampling")
         self.wait_seconds += time.perf_counter() - start
 
     def _go_on(self, environment: Environment, due: Sequence[Key]) -> list[Rollout]:

@@ -19,15 +19,22 @@ SLOW = 2.0  # seconds after which people want to know
 
 
 def wait_visibly(
-    futures: Sequence[Future[Any]], say: Callable[[str], None], what: Callable[[], str], *, for_all: bool = True
+    futures: Sequence[Future[Any]],
+    say: Callable[[str], None],
+    what: Callable[[], str],
+    *,
+    for_all: bool = True,
+    then: str = "",
 ) -> None:
     """Wait for all futures, or for one; every two seconds, say how long that has taken and what is waited for.
 
-    Waiting for all waits in the futures themselves, and raises what they raise.
+    Waiting for all waits in the futures themselves, and raises what they raise. `then` is said after a long wait.
     """
-    start = time.monotonic()
+    start, has_told = time.monotonic(), False
 
     def tell() -> None:
+        nonlocal has_told
+        has_told = True
         say(f"waiting {time.monotonic() - start:.0f} s for {what()}")
 
     while futures and not for_all and not wait(futures, SLOW, FIRST_COMPLETED).done:
@@ -38,6 +45,8 @@ def wait_visibly(
                 future.result(SLOW)
             except TimeoutError:
                 tell()
+    if has_told and then:
+        say(then)
 
 
 @contextmanager

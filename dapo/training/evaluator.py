@@ -78,13 +78,20 @@ class Evaluator:
             self.recorder.event(EventKind.UNJUDGED, f"{message}; {unjudged_message(reasons)}" if reasons else message)
 
     def recorded(self, step: int | None = None) -> tuple[EvalReport, ...]:
-        """Return the recorded evaluation of a step (default: the newest), in the order in which `run` evaluates."""
+        """Return the recorded evaluation of a step (default: the newest), in the order in which `run` evaluates.
+
+        Sets whose questions were others, because a resume has changed eval.data, are left out.
+        """
         found = {report.name: report for report in self.recorder.evaluations(step)}
-        return tuple(found[name] for name in self.sets if name in found)
+        return tuple(found[name] for name in self.sets if name in found and self._has_questions(found[name]))
 
     def has_evaluated(self, step: int) -> bool:
         """Return whether the latest evaluation is that of `step`, on every set."""
         return self.sets.keys() <= {report.name for report in self.reports if report.step == step}
+
+    def _has_questions(self, report: EvalReport) -> bool:
+        asked = {sample.prompt.uid for sample in report.samples}
+        return asked == {prompt.uid for prompt in self.sets[report.name]}
 
     def is_best(self, step: int) -> bool:
         """Return whether `step` was evaluated and is the best so far by eval.best_metric; if so, remember it."""

@@ -39,7 +39,8 @@ def faults_handled(trainer: Trainer) -> Iterator[None]:
 def _save_last_step(trainer: Trainer) -> None:
     """Save the last whole step if it is not saved, unless an update has changed the weights since."""
     if trainer.step > trainer.saved_step and trainer.version == trainer.last_state.version:
-        trainer.save_checkpoint(trainer.last_state)
+        with suppress(LearnerLost):
+            trainer.save_checkpoint(trainer.last_state)
 
 
 def _recover(trainer: Trainer, lost: LearnerLost) -> None:

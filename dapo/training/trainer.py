@@ -122,7 +122,11 @@ class Trainer:
         self._begin()
         handled = signals.handled(self.stopping, self.reporter.stopping)
         with closing(self), handled, self.reporter.training(self.config, self.step), self.saver:
-            self._evaluate_first()
+            has_begun = False
+            while not has_begun:  # again if a learner was lost
+                with faults_handled(self):
+                    self._evaluate_first()
+                    has_begun = True
             try:
                 while not self.is_finished and not self.stopping and self._close.alive:
                     if report := self._whole_step():

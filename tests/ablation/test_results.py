@@ -58,9 +58,9 @@ def plan(tmp_path: Path) -> Plan:
 def test_time_to_accuracy_is_that_of_the_first_evaluation_at_the_level(plan: Plan):
     runs = fast_and_slow(plan)
     runs[3] = record("recipe", 6, points((0, 0, 0, 0.1), (2, 60, 3000, 0.31), (4, 90, 4000, 0.5), seed=6))
-    result = compare(plan, runs, levels=[9, 29, 55, 90])
+    result = compare(plan, runs, levels=[10, 30, 55, 90])
     fast, recipe = result.sets[0].arms
-    assert [(each.level, each.runs) for each in fast.reached] == [(0.09, 2), (0.29, 2), (0.55, 0), (0.9, 0)]
+    assert [(each.level, each.runs) for each in fast.reached] == [(0.1, 2), (0.3, 2), (0.55, 0), (0.9, 0)]
     assert [(each.seconds, each.tokens) for each in recipe.reached[:2]] == [(0, 0), (55, 2500)]
     assert recipe.reached[2].runs == 1  # a mean over the one seed that reached it would flatter the arm
     assert math.isnan(recipe.reached[2].seconds)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.weights import OPTIMIZER
-from dapo.errors import CheckpointError, LearnerLost
+from dapo.errors import CheckpointError, LearnerLost, StorageError
 from tests.saved import SavedRun
 
 
@@ -59,3 +62,21 @@ def test_an_optimizer_state_that_does_not_fit_is_a_damaged_checkpoint(saved, fau
         CheckpointError, match=r"step_1: the checkpoint is damaged \(the optimizer's state does not fit"
     ):
         checkpoint.restore(saved.folder / "step_1", saved.policy)
+
+
+def test_a_checkpoint_that_could_not_be_replaced_stays(saved, monkeypatch):
+    before = {path.name: path.read_bytes() for path in (saved.folder / "step_1").iterdir() if path.is_file()}
+    rename, made = Path.rename, []
+
+    def fail_second(path, target):
+        made.append(target)
+        if len(made) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_second)
+    with pytest.raises(StorageError, match="Input/output error"):
+        saved.save(1)  # again, as after a late evaluation
+    monkeypatch.undo()
+    assert [path.name for path in saved.folder.iterdir()] == ["step_1"]
+    assert {path.name: path.read_bytes() for path in (saved.folder / "step_1").iterdir() if path.is_file()} == before

@@ -23,6 +23,7 @@ from dapo.ablation.records import Status, read_status  # noqa: E402
 from dapo.ablation.session import Session  # noqa: E402
 from dapo.ablation.side_by_side import SideBySide, Site  # noqa: E402
 from dapo.cluster.placement import room  # noqa: E402
+from dapo.cluster.supervisor import Restarts  # noqa: E402
 from dapo.errors import ClusterError  # noqa: E402
 from dapo.store.database import RunDatabase  # noqa: E402
 from tests.ablation.recipes import plan_of, write_recipe  # noqa: E402
@@ -248,7 +249,25 @@ def test_each_run_gets_one_gpu_or_as_many_cpus_as_it_has_threads(tmp_path, monke
     on_gpu = plan_of(recipe, "hot: optim.lr=0.01", overrides=["model.device=auto"])
     site = Site.of(on_gpu, [room(16), room(6, 2), room(64, 8)])
     assert (site.each, site.per_node, site.shares_cores) == (room(3, 1), (2, 8), False)
+    assert Site.of(on_gpu, [room(16, 2), {"GPU": 1.0}]).per_node == (2,)  # Ray leaves out what a node has none of
     with pytest.raises(
         ClusterError, match=r"a run needs 4 CPUs and 1 GPU on one node, but the largest node has 16 CPUs$"
     ):
         Site.of(plan_of(recipe, "hot: optim.lr=0.01", overrides=["model.device=cuda"]), [room(16)])
+
+
+def test_a_lost_run_whose_folder_stays_locked_fails_after_a_while(tmp_path):
+    plan, said = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.01", budget=Budget("steps", 2)), []
+    session = Session(plan, False, "quiet", lambda number, run, what, style: said.append(what))
+    runs = SideBySide(session, Site(room(1), (1,)), say=said.append)
+    (number, run), *others = runs.waiting
+    runs.losses[number], runs.timeout = Restarts(3), 0.2
+    run.folder.mkdir(parents=True)
+    with (run.folder / ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        runs._give_up_locked()
+        assert said == ["waits until its lost process unlocks its folder"] and len(runs.waiting) == 1 + len(others)
+        time.sleep(0.3)
+        runs._give_up_locked()
+    assert runs.waiting == others
+    assert "still locks" in session.failures[run.config.run.name]

@@ -171,11 +171,10 @@ def folder(tmp_path_factory):
     return path
 
 
-def opened(use: str, **options) -> WorkerEnvironments:
+def opened(use: str, think_tags: list[str] | None = None, **options) -> WorkerEnvironments:
     values = {"workers": 1, "timeout": TIMEOUT, "memory_gb": 1.0, **options}
-    pool = build_environment(
-        Config.from_values({"model": {"path": "m"}, "data": {"train": "d"}, "environment": {"use": use, **values}})
-    )
+    sections = {"environment": {"use": use, **values}, "reward": {"think_tags": think_tags}}
+    pool = build_environment(Config.from_values({"model": {"path": "m"}, "data": {"train": "d"}, **sections}))
     assert pool is not None
     return pool
 

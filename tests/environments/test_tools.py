@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -191,6 +192,24 @@ def test_the_functions_of_a_file_are_its_tools(tmp_path):
         opened(f"tools:{path}")
 
 
+def test_what_is_only_thought_is_not_called(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def add(a: int, b: int) -> int:\n    '''Add.'''\n    return a + b\n")
+    made, thought = call("add", a=2, b=3), f"Maybe {call('add', a=1, b=1)}, but no."
+    opening = replace(PROMPT, opens_thought=True)  # as the chat template does
+    with closing(opened(f"tools:{path}", think_tags=["<think>", "</think>"])) as pool:
+        for text, prompt, results in [
+            (f"<think>{thought}</think>Answer: 5", PROMPT, []),
+            (f"<think>{thought}</think>{made}", PROMPT, ["5"]),
+            ('<think>hm</think>{"name": "add", "arguments": {"a": 2, "b": 3}}', PROMPT, ["5"]),
+            (f"<think>{thought}", PROMPT, []),  # a thought that does not end
+            (thought, opening, []),
+            (f"{thought}</think>{made}", opening, ["5"]),
+        ]:
+            (reply,) = replies(pool, [text], prompt=prompt)
+            assert [each.result for each in reply.calls] == results
+
+
 @pytest.fixture(scope="module")
 def python():
     with closing(opened("python", max_turns=99)) as pool:
@@ -239,16 +258,3 @@ def test_what_a_model_writes_runs_in_the_sandbox_only(python, tmp_path):
         (reply,) = replies(python, [text], (0, index))
         assert reply.score is None, reply.score
     assert not mark.exists()
-
-
-def test_what_is_only_thought_is_not_called():
-    call_in_thought = f"<think>Maybe {call('weather', city='Rome')}, but no.</think>"
-
-    def reply(text: str) -> Any:
-        environment = ToolEnvironment({"weather": Tool(weather)}, think_tags=("<think>", "</think>"))
-        return asyncio.run(environment.reply(text)), len(environment.calls)
-
-    assert reply(f"{call_in_thought}Answer: 5")[1] == 0
-    assert reply(f"{call_in_thought}{call('weather', city='Oslo')}")[1] == 1
-    assert reply('<think>hm</think>{"name": "weather", "arguments": {"city": "Oslo"}}')[1] == 1
-    assert reply(f"<think>Maybe {call('weather', city='Rome')}")[1] == 0  # the thought does not end

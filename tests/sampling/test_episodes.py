@@ -218,7 +218,8 @@ def test_a_reply_that_takes_long_is_named_while_it_is_waited_for(monkeypatch, is
     episodes.submit(dict(enumerate(prompts(1))), 2, PARAMS)
     while episodes.poll():
         pass
-    assert {*said} == {"waiting 0 s for letters"} and episodes.take_wait() > 0.01
+    assert {*said} == {"waiting 0 s for letters", "sampling"} and said[-1] == "sampling"
+    assert episodes.take_wait() > 0.01
 
 
 def test_rewards_that_take_long_are_named_while_they_are_waited_for(monkeypatch):

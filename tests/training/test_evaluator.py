@@ -104,6 +104,21 @@ def test_an_evaluation_that_another_set_was_added_to_is_made_again(tmp_path):
     assert found == [(0, "hard"), (1, "easy"), (1, "hard"), (2, "easy"), (2, "hard")]
 
 
+def test_an_evaluation_of_other_questions_is_made_again(tmp_path):
+    recipe, sets = runs.recipe(tmp_path), runs.eval_sets(tmp_path)
+    common = ("eval.k=2", "eval.every=1", "run.save_every=1")
+    Trainer(Config.load(recipe, (*common, "run.steps=1", f"eval.data={{mine: {sets['easy']}}}"))).train()
+    (tmp_path / "new.jsonl").write_text('{"prompt": "something new", "answer": 1}', encoding="utf-8")
+    others = f"eval.data={{mine: {tmp_path / 'new.jsonl'}}}"
+    trainer = Trainer(Config.load(recipe, (*common, "run.steps=2", others)), resume=True)
+    asked = {prompt.uid for prompt in trainer.data.eval_sets["mine"]}
+    result = trainer.train()
+    with RunDatabase.open_readonly(result.run_dir / "run.db") as database:
+        found = [{sample.prompt.uid for sample in database.eval_reports(step)[0].samples} for step in range(3)]
+    assert found[0] != asked and found[1:] == [asked, asked]
+    assert result.before == ()  # it had other questions
+
+
 class Outage(Callback):
     """Lets the judge fail during the evaluation of `step`."""
 
