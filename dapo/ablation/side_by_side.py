@@ -190,6 +190,7 @@ class SideBySide(Supervisor[_Place]):
     def _begin(self, worker: _Place, number: int, run: PlannedRun) -> None:
         self.waiting.remove((number, run))
         if read_status(run.folder).is_done:  # by a worker that could not be reached
+            self._end(worker, number, run, Outcome())
             return
         group = self.groups[number]
         if group not in self.bases and (base := recorded_base(run, self.session.plan)):
