@@ -21,7 +21,7 @@ from dapo.types import Event, EventKind
 
 @dataclass(slots=True)
 class Session:
-    """What the runs trained now have in common, and what happened to them.
+    """One call of `dapo ablate`: its settings, and how its runs ended.
 
     `on_run` is called with the number of a run, what happens to it, and the style in which to show that.
     """

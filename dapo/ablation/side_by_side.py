@@ -251,7 +251,7 @@ class SideBySide(Supervisor[_Place]):
         self.workers.remove(worker)
 
     def _pass_signals_on(self) -> None:
-        """Let the runs under way save and end; after a second signal, end at once."""
+        """Send new signals to the runs: the first lets a run save and end after its step, the second ends it at once."""
         new = self.received[self.passed_on :]
         if not new:
             return

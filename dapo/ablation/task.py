@@ -1,4 +1,4 @@
-"""What the process that trains the runs is given, and what it answers."""
+"""The messages between `dapo ablate` and the process that trains its runs: tasks, news and outcomes."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def ablate(
     loss and dynamic sampling, as the paper's table does. leave-one-out takes one of them away from all. Each run is an
     ordinary run directory in OUT/runs. The result is printed and written to OUT/ablation.html and OUT/ablation.json.
     """
-    from dapo.ablation.plan import make_plan, warnings
+    from dapo.ablation.plan import make_plan
 
     plan = make_plan(
         recipe,
@@ -71,17 +71,22 @@ def ablate(
     plan.check_folder(resume=resume)
     console = Console()
     _say(f"checking {len(plan.arms)} arms of {recipe}")
-    with console.status("checking all arms"):
-        _check_arms(plan, resume=resume, on_ray=ray is not None)
-        from dapo.ablation.tables import plan_table
-    console.print(plan_table(plan))
-    for sentence in warnings(plan):
-        _warn(console, sentence)
+    _check_and_show(plan, console, resume=resume, on_ray=ray is not None)
     if not dry_run:
         with ExitStack() as undo:
             site = _join(undo, plan, ray, console) if ray is not None else None
             levels = sorted(set(reach or ()))
             _run(plan, console, site, levels, keep_checkpoints=keep_checkpoints, quiet=quiet)
+
+
+def _check_and_show(plan: Plan, console: Console, *, resume: bool, on_ray: bool) -> None:
+    with console.status("checking all arms"):
+        _check_arms(plan, resume=resume, on_ray=on_ray)
+        from dapo.ablation.plan import warnings
+        from dapo.ablation.tables import plan_table
+    console.print(plan_table(plan))
+    for sentence in warnings(plan):
+        _warn(console, sentence)
 
 
 def _warn(console: Console, sentence: str) -> None:
