@@ -251,7 +251,7 @@ class SideBySide(Supervisor[_Place]):
         self.workers.remove(worker)
 
     def _pass_signals_on(self) -> None:
-        """Send new signals to the runs: the first lets a run save and end after its step, the second ends it at once."""
+        """Send new signals to the runs: on the first they save and end after their step, on the second at once."""
         new = self.received[self.passed_on :]
         if not new:
             return
