@@ -31,27 +31,39 @@ from dapo.training.run_directory import is_locked
 from dapo.types import EventKind
 
 _SLOW_START = 30.0  # seconds after which the user is told that no worker has started
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_SHARED_MEMORY = 0.92  # of a GPU that several runs share; the rest is for their CUDA contexts
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The resources of one run, and how many runs each node has room for."""
+    """The resources of one run, and how many runs each node has room for. `per_gpu` runs share a GPU."""
 
     each: Bundle
     per_node: tuple[int, ...]
+    per_gpu: int = 1
 
     @classmethod
-    def of(cls, plan: Plan, nodes: Sequence[Bundle]) -> Site:
-        """Give a run a GPU if it trains on one, and as many CPUs as it has threads. Refuse a cluster without room."""
+    def of(cls, plan: Plan, nodes: Sequence[Bundle], per_gpu: int = 1) -> Site:
+        """Give a run its share of a GPU if it trains on one, and as many CPUs as it has threads.
+
+        Refuse a cluster without room.
+        """
         gpus = sum(node.get("GPU", 0.0) for node in nodes)
         on_gpu = max(wants_gpus(run.config, gpus) for run in plan.runs)
+        if per_gpu > 1 and not on_gpu:
+            raise ClusterError("--runs-per-gpu: the runs train on CPUs; leave it out")
         threads = torch.get_num_threads()
-        if on_gpu:  # no more than a GPU's share of the CPUs of its node
-            shares = (node.get("CPU", 0.0) // node["GPU"] for node in nodes if node.get("GPU"))
+        if on_gpu:  # no more than a run's share of the CPUs of its node
+            shares = (node.get("CPU", 0.0) // (node["GPU"] * per_gpu) for node in nodes if node.get("GPU"))
             threads = int(min([threads, *filter(None, shares)]))
         each = room(max(threads, 1), int(on_gpu))
-        fits = (min(int(node.get(name, 0.0) // amount) for name, amount in each.items()) for node in nodes)
-        site = cls(each, tuple(filter(None, fits)))
+        # Whole GPUs times runs: a quotient of fractions would round to one run too few.
+        fits = (
+            min(int(node.get(name, 0.0) // amount) * (per_gpu if name == "GPU" else 1) for name, amount in each.items())
+            for node in nodes
+        )
+        site = cls(each, tuple(filter(None, fits)), per_gpu)
         if not site.per_node:
             hint = "" if on_gpu else "; set OMP_NUM_THREADS to give a run fewer threads, each of which takes a CPU"
             largest = max(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
@@ -67,12 +79,34 @@ class Site:
         at_once = "one run at a time" if count == 1 else f"{count} runs side by side"
         has_threads = count < left and "GPU" not in self.each and self.each["CPU"] > 1
         hint = "; with a lower OMP_NUM_THREADS there is room for more" if has_threads else ""
-        return f"{at_once} on {nodes}, each with {describe(self.each)}{hint}"
+        resources = describe(self.each)
+        if self.per_gpu > 1:
+            resources = resources.replace("1 GPU", f"1/{self.per_gpu} of a GPU")
+        return f"{at_once} on {nodes}, each with {resources}{hint}"
 
     @property
-    def shares_cores(self) -> bool:
-        """Return whether runs without a GPU train on the same node."""
-        return "GPU" not in self.each and max(self.per_node) > 1
+    def shared(self) -> str | None:
+        """What runs share that slows them down: "GPU", "node", or None."""
+        if "GPU" in self.each:
+            return "GPU" if self.per_gpu > 1 else None
+        return "node" if max(self.per_node) > 1 else None
+
+    @property
+    def gpu_share(self) -> float:
+        """The fraction of a GPU that a run asks Ray for, which counts in steps of 0.0001."""
+        return self.each.get("GPU", 0.0) * (10_000 // self.per_gpu) / 10_000
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables of a worker's process."""
+        # On a CPU the number of threads changes how sums round: take that of a run without Ray.
+        variables = {"OMP_NUM_THREADS": str(int(self.each["CPU"]))}
+        if self.per_gpu > 1:  # a run plans with this limit as if the GPU were smaller
+            given = os.environ.get(_ALLOCATOR, "")
+            limit = f"per_process_memory_fraction:{_SHARED_MEMORY / self.per_gpu:.4f}"
+            variables[_ALLOCATOR] = f"{given},{limit}" if given else limit
+        if REWARD_TOKEN in os.environ:
+            variables[REWARD_TOKEN] = os.environ[REWARD_TOKEN]
+        return variables
 
 
 @dataclass(slots=True, eq=False)
@@ -132,20 +166,15 @@ class SideBySide(Supervisor[_Place]):
         return [worker for worker in self.workers if worker.task is not None]
 
     def _start(self, slot: int) -> tuple[_Place, Any]:
-        each = self.site.each
         kind: Any = ray.remote(PlacedWorker)
         actor = kind.options(
-            num_cpus=each["CPU"],
-            num_gpus=each.get("GPU", 0.0),
+            num_cpus=self.site.each["CPU"],
+            num_gpus=self.site.gpu_share,
             max_restarts=0,
             max_concurrency=2,
             scheduling_strategy="SPREAD",  # over the nodes: runs on the same one slow each other
         ).remote()
-        # On a CPU the number of threads changes how sums round: take that of a run without Ray.
-        variables = {"OMP_NUM_THREADS": str(int(each["CPU"]))}
-        if REWARD_TOKEN in os.environ:
-            variables[REWARD_TOKEN] = os.environ[REWARD_TOKEN]
-        return _Place(slot, actor), actor.open.remote(str(self.witness), os.getcwd(), variables)
+        return _Place(slot, actor), actor.open.remote(str(self.witness), os.getcwd(), self.site.variables())
 
     def _opened(self, worker: _Place, answer: str) -> None:
         worker.is_open, worker.node = True, answer

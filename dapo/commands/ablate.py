@@ -45,6 +45,9 @@ def ablate(
             "--ray", metavar="ADDRESS", help="Train runs side by side on this Ray cluster: HOST:PORT, auto, or local."
         ),
     ] = None,
+    runs_per_gpu: Annotated[
+        int, typer.Option("--runs-per-gpu", min=1, max=64, help="With --ray: runs that share a GPU and its memory.")
+    ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all arms, show them, and exit.")] = False,
     keep_checkpoints: Annotated[
         bool, typer.Option("--keep-checkpoints", help="Keep the last checkpoint of every run, not only its records.")
@@ -59,6 +62,8 @@ def ablate(
     """
     from dapo.ablation.plan import make_plan
 
+    if runs_per_gpu > 1 and ray is None:
+        raise ConfigError("--runs-per-gpu: runs are trained at once only with --ray; add --ray local")
     plan = make_plan(
         recipe,
         overrides or (),
@@ -74,7 +79,7 @@ def ablate(
     _check_and_show(plan, console, resume=resume, on_ray=ray is not None)
     if not dry_run:
         with ExitStack() as undo:
-            site = _join(undo, plan, ray, console) if ray is not None else None
+            site = _join(undo, plan, ray, runs_per_gpu, console) if ray is not None else None
             levels = sorted(set(reach or ()))
             _run(plan, console, site, levels, keep_checkpoints=keep_checkpoints, quiet=quiet)
 
@@ -166,7 +171,7 @@ def _data_options(config: Config) -> Any:
     return data, config.eval.data, config.model, config.reward.use, config.reward.think_tags, config.run.seed
 
 
-def _join(undo: ExitStack, plan: Plan, address: str, console: Console) -> Site:
+def _join(undo: ExitStack, plan: Plan, address: str, runs_per_gpu: int, console: Console) -> Site:
     """Join the cluster, and find the room on it; leave it when `undo` is closed."""
     from dapo.cluster.placement import alive_nodes
     from dapo.cluster.ray_connection import join
@@ -178,10 +183,10 @@ def _join(undo: ExitStack, plan: Plan, address: str, console: Console) -> Site:
 
     if has_joined:
         undo.callback(ray.shutdown)
-    site = Site.of(plan, alive_nodes())
-    if site.shares_cores:
+    site = Site.of(plan, alive_nodes(), runs_per_gpu)
+    if site.shared:
         instead = "; give --steps or --tokens instead" if plan.budget.unit == "seconds" else ""
-        _warn(console, f"runs on the same node slow each other, so their seconds cannot be compared{instead}")
+        _warn(console, f"runs on the same {site.shared} slow each other, so their seconds cannot be compared{instead}")
     return site
 
 

@@ -240,20 +240,56 @@ def test_each_run_gets_one_gpu_or_as_many_cpus_as_it_has_threads(tmp_path, monke
     recipe = write_recipe(tmp_path)
     plan = plan_of(recipe, "hot: optim.lr=0.01", budget=Budget("seconds", 5))
     site = Site.of(plan, [room(1), room(9), room(4)])
-    assert (site.each, site.per_node, site.shares_cores) == (room(4), (2, 1), True)
+    assert (site.each, site.per_node, site.shared) == (room(4), (2, 1), "node")
     assert site.sentence(left=3) == "3 runs side by side on 2 nodes, each with 4 CPUs"
     assert site.sentence(left=6).endswith("each with 4 CPUs; with a lower OMP_NUM_THREADS there is room for more")
-    assert not Site.of(plan, [room(5), room(4)]).shares_cores
+    assert Site.of(plan, [room(5), room(4)]).shared is None
     with pytest.raises(ClusterError, match=r"needs 4 CPUs on one node, but the largest node has 3 CPUs; set OMP_NUM"):
         Site.of(plan, [room(3), room(2)])
     on_gpu = plan_of(recipe, "hot: optim.lr=0.01", overrides=["model.device=auto"])
     site = Site.of(on_gpu, [room(16), room(6, 2), room(64, 8)])
-    assert (site.each, site.per_node, site.shares_cores) == (room(3, 1), (2, 8), False)
+    assert (site.each, site.per_node, site.shared) == (room(3, 1), (2, 8), None)
     assert Site.of(on_gpu, [room(16, 2), {"GPU": 1.0}]).per_node == (2,)  # Ray leaves out what a node has none of
     with pytest.raises(
         ClusterError, match=r"a run needs 4 CPUs and 1 GPU on one node, but the largest node has 16 CPUs$"
     ):
         Site.of(plan_of(recipe, "hot: optim.lr=0.01", overrides=["model.device=cuda"]), [room(16)])
+
+
+def test_runs_that_share_a_gpu_divide_its_cpus_and_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    recipe = write_recipe(tmp_path)
+    plan = plan_of(recipe, "hot: optim.lr=0.01", overrides=["model.device=auto"])
+    site = Site.of(plan, [room(6, 2), room(64, 1), room(16)], per_gpu=3)
+    assert (site.each, site.per_node, site.shared) == (room(1, 1), (6, 3), "GPU")
+    assert site.sentence(left=9) == "9 runs side by side on 2 nodes, each with 1 CPU and 1/3 of a GPU"
+    assert site.variables()["PYTORCH_CUDA_ALLOC_CONF"] == "per_process_memory_fraction:0.3067"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert site.variables()["PYTORCH_CUDA_ALLOC_CONF"].startswith("expandable_segments:True,per_process_memory")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in Site.of(plan, [room(6, 2)]).variables()
+    for per_gpu in range(1, 65):  # Ray counts in steps of 0.0001: all shares of a GPU must fit on it
+        shared = Site.of(plan, [room(64, 1)], per_gpu)
+        assert shared.per_node == (per_gpu,)
+        assert 0.99 < round(shared.gpu_share * 10_000) * per_gpu / 10_000 <= 1
+    with pytest.raises(ClusterError, match=r"--runs-per-gpu: the runs train on CPUs; leave it out"):
+        Site.of(plan_of(recipe, "hot: optim.lr=0.01"), [room(64)], per_gpu=2)
+
+
+def test_runs_that_share_a_gpu_are_trained_at_once(cluster, in_turn, tmp_path):
+    """A node that only claims to have a GPU: its runs train on a CPU."""
+    node = cluster.add_node(num_cpus=2, num_gpus=1)
+    try:
+        done = Ablation(
+            write_recipe(tmp_path), tmp_path / "out", "--ray", cluster.address, "--runs-per-gpu", "2",
+            "model.device=auto",
+        )  # fmt: skip
+        assert done.wait() == 0, done.output
+    finally:
+        cluster.remove_node(node)
+    assert "2 runs side by side on 1 node, each with 1 CPU and 1/2 of a GPU" in done.output
+    assert "runs on the same GPU slow each other" in done.output
+    assert_same(tmp_path / "out", in_turn)
 
 
 def test_a_lost_run_whose_folder_stays_locked_fails_after_a_while(tmp_path):
