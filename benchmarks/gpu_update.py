@@ -28,7 +28,7 @@ from benchmarks.gpu_common import (
 )
 from dapo.algorithm.loss import LossConfig, policy_loss
 from dapo.config import Config
-from dapo.model.meter import peak_flops, training_flops
+from dapo.model.meter import causal_pairs, peak_flops, training_flops
 from dapo.policy.policy import Policy
 from dapo.types import Group
 
@@ -60,14 +60,11 @@ class Workload:
     @property
     def flops(self) -> float:
         sequences = self.groups * self.n
-        spared = self.groups * (self.n - 1) if self.share_prompts else 0
-        return training_flops(
-            self.shape,
-            self.computed_tokens,
-            [self.prompt_tokens + self.response_tokens - 1] * sequences,
-            head_tokens=sequences * self.response_tokens,
-            spared_prompts=[self.prompt_tokens] * spared,
-        )
+        pairs = causal_pairs([self.prompt_tokens + self.response_tokens - 1] * sequences)
+        if self.share_prompts:
+            pairs -= causal_pairs([self.prompt_tokens] * self.groups * (self.n - 1))
+        head_tokens = sequences * self.response_tokens
+        return training_flops(self.shape, self.computed_tokens, pairs, head_tokens=head_tokens)
 
 
 WORKLOADS = (

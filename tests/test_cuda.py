@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -27,6 +28,7 @@ from dapo.model.products import linear, same_bits_for_any_rows, wide_product
 from dapo.model.trunk import FusedTrunk, PlainTrunk, trunk_of
 from dapo.policy import policy as policy_module
 from dapo.policy.offload import offloaded_step
+from dapo.policy.packing import micro_batches
 from dapo.policy.policy import Policy
 from dapo.types import Extension, Prompt, Request, SamplingParams, Score
 from tests import plain
@@ -189,14 +191,18 @@ def test_a_captured_update_is_not_affected_by_one_of_another_size():
         assert (first - second).norm() < 0.03 * first.norm()  # attention's backward sums with atomics, in any order
 
 
-def gap(policy, prompts, rollouts):
-    """Return the mean and the largest difference between the sampler's and the update's log-probabilities."""
+def groups_of(prompts, rollouts):
     groups = []
     for serial, tokens in enumerate(prompts):
         members = sorted((r for r in rollouts if r.serial == serial), key=lambda rollout: rollout.index)
         scores = [Score(float(i % 2)) for i in range(len(members))]
         groups.append(form_group(serial, Prompt(str(serial), (), tokens, None), members, scores, GroupRules(400)))
-    metrics = policy.update(groups, step=1, version=0).metrics
+    return groups
+
+
+def gap(policy, prompts, rollouts):
+    """Return the mean and the largest difference between the sampler's and the update's log-probabilities."""
+    metrics = policy.update(groups_of(prompts, rollouts), step=1, version=0).metrics
     assert metrics["updates"] == 1
     return metrics["logprob_gap/mean"], metrics["logprob_gap/max"]
 
@@ -247,6 +253,37 @@ def test_in_bf16_episodes_have_the_same_bits_in_sampler_and_trainer(build, how):
     assert bool(engine.decoder.extension.captured) == (how == "captured")
     mean, largest = gap(Policy(model, config()), PROMPTS, rollouts)
     assert mean < 1e-6 and largest < 1e-5
+
+
+def beginning(rollout, length, index):
+    """Return the first tokens of an episode as an episode of its own."""
+    given = tuple((start, min(end, length)) for start, end in rollout.given if start < length)
+    values = {"tokens": rollout.tokens[:length], "logprobs": rollout.logprobs[:length], "given": given}
+    return replace(rollout, index=index, **values)
+
+
+@pytest.mark.parametrize("how", ["captured", "eager"])
+@pytest.mark.parametrize("build", FUSED)
+def test_in_bf16_turns_that_episodes_share_have_the_same_bits_in_sampler_and_trainer(build, how):
+    model = build().to(torch.bfloat16)
+    engine = engine_for(model, max_concurrent=11)
+    params = SamplingParams(max_tokens=60)
+    played = play(engine, [Request(i, p, 5, params, turns=True) for i, p in enumerate(PROMPTS)])
+    rollouts = []
+    for rollout in played:  # each with two episodes that end earlier, inside of a page and of a turn
+        ends = len(rollout), 2 * len(rollout) // 3, len(rollout) // 2
+        rollouts += [beginning(rollout, end, 3 * rollout.index + place) for place, end in enumerate(ends)]
+    policy = Policy(model, config())
+    if how == "eager":
+        policy.captured = None
+    mean, largest = gap(policy, PROMPTS, rollouts)
+    assert mean < 1e-6 and largest < 1e-5
+    groups = groups_of(PROMPTS, rollouts)
+    shared, alone = (
+        sum(len(batch.tokens_T) for batch in micro_batches(groups, "token-mean", 10**6, 0, policy.like, **options))
+        for options in ({}, {"share_prompts": False})
+    )
+    assert shared < 0.6 * alone
 
 
 def test_episodes_that_give_their_cache_up_on_the_gpu_go_on_with_the_same_tokens():

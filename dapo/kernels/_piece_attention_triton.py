@@ -76,7 +76,7 @@ def empty_softmax(ROWS: tl.constexpr, DIMS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    query, key, value, output, lse, starts, lengths, prefix_starts, prefix_lengths, joints,
+    query, key, value, output, lse, starts, lengths, prefix_starts, prefix_lengths, joint_starts, joint_lengths,
     query_token, query_head, key_token, key_head, value_token, value_head, tokens, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -84,15 +84,15 @@ def _attend(
     """Attend with ROWS consecutive queries of one head of one piece.
 
     Grid: (query heads, tiles of the longest piece, pieces). Keys and values are read page by page where they lie in the
-    pack: the pages of the prefix, then the own pages, whose slot 0 is the joint if there is one.
+    pack: the pages of the prefix, then the own pages, whose first slots are the joint if there is one.
     """
     head, tile, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + piece)
     if tile * ROWS >= length:  # the grid is sized for the longest piece
         return
     start, prefix_start = tl.load(starts + piece), tl.load(prefix_starts + piece)
-    prefix, joint = tl.load(prefix_lengths + piece), tl.load(joints + piece)
-    has_joint = (joint >= 0).to(tl.int32)
+    prefix = tl.load(prefix_lengths + piece)
+    joint_start, joint = tl.load(joint_starts + piece), tl.load(joint_lengths + piece)
     dims, slots = tl.arange(0, DIMS), tl.arange(0, PAGE)
     rows = tile * ROWS + tl.arange(0, ROWS)
     is_row = (rows < length)[:, None]
@@ -104,7 +104,7 @@ def _attend(
 
     prefix_pages = tl.cdiv(prefix, PAGE)
     # The own slot of the tile's last query. Pages beyond it are seen by none of the tile's queries.
-    last = tl.minimum(tile * ROWS + ROWS, length) - 1 + has_joint
+    last = tl.minimum(tile * ROWS + ROWS, length) - 1 + joint
     pages = prefix_pages + last // PAGE + 1
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -115,14 +115,14 @@ def _attend(
             is_own = index >= prefix_pages
             # `slot` counts keys within the prefix or within the own keys; `token` is where the key lies in the pack.
             slot = (index - tl.where(is_own, prefix_pages, 0)) * PAGE + slots
-            own = tl.where((slot == 0) & (has_joint == 1), joint, start + slot - has_joint)
+            own = tl.where(slot < joint, joint_start + slot, start + slot - joint)
             token = tl.where(is_own, own, prefix_start + slot).to(tl.int64)[:, None]
-            is_key = slot < tl.where(is_own, length + has_joint, prefix)
+            is_key = slot < tl.where(is_own, length + joint, prefix)
             is_read = is_key[:, None] & is_dim
             k = tl.load(key + token * key_token + dims[None, :], mask=is_read, other=0.0)
             v = tl.load(value + token * value_token + dims[None, :], mask=is_read, other=0.0)
-            # Causal within the own keys: query r sees the own slots up to r + has_joint. Every query sees the prefix.
-            reach = tl.where(is_own, rows + has_joint, prefix)
+            # Causal within the own keys: query r sees the own slots up to r + joint. Every query sees the prefix.
+            reach = tl.where(is_own, rows + joint, prefix)
             sees = is_key[None, :] & (slot[None, :] <= reach[:, None])
             chunk_peak, chunk_total, chunk_sum = fold(q, k, v, sees, chunk_peak, chunk_total, chunk_sum, scale)
         # The columns of chunk_total are equal, so the maximum just picks one.
@@ -143,7 +143,8 @@ def piece_attention(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, s
     lse = torch.zeros(heads, tokens, dtype=torch.float32, device=query.device)
     _attend[heads, triton.cdiv(pieces.longest, ROWS), len(pieces.starts)](
         query, key, value, output, lse,
-        pieces.starts, pieces.lengths, pieces.prefix_starts, pieces.prefix_lengths, pieces.joints,
+        pieces.starts, pieces.lengths, pieces.prefix_starts, pieces.prefix_lengths, pieces.joint_starts,
+        pieces.joint_lengths,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], tokens, scale * LOG2_E,
         GROUP=heads // kv_heads, ROWS=ROWS, HEAD_DIM=head_dim, DIMS=max(MIN_DIMS, triton.next_power_of_2(head_dim)),
         PAGE=PAGE, CHUNK=CHUNK, num_warps=NUM_WARPS, num_stages=NUM_STAGES,

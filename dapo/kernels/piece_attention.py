@@ -27,16 +27,18 @@ class Pieces:
     A query sees the keys of the prefix, then the joint, then the keys of its own piece up to itself. The joint (or the
     own keys, where there is none) begins a new page.
 
-    The pieces follow the sampler: it prefills a prompt without its last token. That last token, the joint, is the first
-    decode step of every response, so its key is the first one in each response's own pages. Unused entries at the end
-    have length 0.
+    The pieces follow the sampler: it prefills a prompt without its last token. That last token is the first decode step
+    of every response, so its key is the first one in each response's own pages. Then come the keys of the response. So
+    the joint is that token, with the tokens that several responses share after it. Unused entries at the end have
+    length 0.
     """
 
     starts: Tensor  # first token of the piece, whose queries and keys these are
     lengths: Tensor
     prefix_starts: Tensor
     prefix_lengths: Tensor
-    joints: Tensor  # token whose key stands between prefix and own keys; -1: none
+    joint_starts: Tensor  # tokens whose keys stand between prefix and own keys
+    joint_lengths: Tensor  # 0: none
     longest: int  # greatest length of a piece
 
 
@@ -48,13 +50,17 @@ def piece_attention(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, s
     """
     groups = query.shape[1] // key.shape[1]
     output, lse = torch.zeros_like(query), query.new_zeros(query.shape[1], len(query))
-    columns = (pieces.starts, pieces.lengths, pieces.prefix_starts, pieces.prefix_lengths, pieces.joints)
-    for start, length, prefix_start, prefix, joint in zip(*(column.tolist() for column in columns), strict=True):
+    columns = (
+        pieces.starts, pieces.lengths, pieces.prefix_starts, pieces.prefix_lengths, pieces.joint_starts,
+        pieces.joint_lengths,
+    )  # fmt: skip
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for start, length, prefix_start, prefix, joint_start, joint in rows:
         if length == 0:
             continue
         own = torch.arange(start, start + length, device=query.device)
-        before = torch.arange(prefix_start, prefix_start + prefix, device=query.device)
-        before = torch.cat([before, before.new_tensor([joint] if joint >= 0 else [])])
+        runs = (prefix_start, prefix), (joint_start, joint)
+        before = torch.cat([torch.arange(first, first + count, device=query.device) for first, count in runs])
         keys_K = torch.cat([before, own])
         scores = torch.einsum("qhd,khd->hqk", query[own], key[keys_K].repeat_interleave(groups, dim=1)) * scale
         sees = torch.arange(len(keys_K), device=query.device) <= len(before) + (own - start)[:, None]

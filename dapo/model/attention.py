@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from dapo.errors import ModelError
+from dapo.model.meter import causal_pairs
 
 ATTENTION_NAME = "dapo"
 
@@ -67,14 +68,24 @@ AttentionInterface.register(ATTENTION_NAME, _attention)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One prompt in the pack and the responses that continue it, each as (start, length) in tokens."""
+    """One prompt in the pack and the responses that continue it, each as (start, length) in tokens.
+
+    The last `shared` tokens of the prompt were sampled: all responses begin with them.
+    """
 
     prompt: tuple[int, int]
     responses: tuple[tuple[int, int], ...] = ()
+    shared: int = 0
 
     @property
     def tokens(self) -> int:
         return self.prompt[1] + sum(length for _, length in self.responses)
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of a query and a key that it sees."""
+        prefix = self.prompt[1]
+        return causal_pairs([prefix]) + sum(prefix * length + causal_pairs([length]) for _, length in self.responses)
 
 
 @dataclass(frozen=True, slots=True)

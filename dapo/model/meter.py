@@ -43,30 +43,27 @@ def matmul_parameters(config: Any) -> int:
 def training_flops(
     config: Any,
     tokens: int,
-    sequence_lengths: Iterable[int],
+    pairs: int,
     *,
     head_tokens: int | None = None,
-    spared_prompts: Iterable[int] = (),
     frozen: bool = False,
 ) -> float:
     """Return the operations of forward and backward over `tokens` packed inputs, without recomputation.
 
-    Each weight takes part in one product forward and two backward, at two operations per token. Attention is causal: a
-    token is paired with itself and the tokens before it in its sequence. `head_tokens` counts the tokens that reach the
-    lm-head; by default all. `spared_prompts` are the lengths of prompts that sequences in `sequence_lengths` share
-    instead of computing them: n - 1 for a group of n. `frozen` weights need no gradient: one product less. The few
-    operations of LoRA adapters are not counted.
+    Each weight takes part in one product forward and two backward, at two operations per token. `pairs` are those of a
+    query and a key that it sees, in one head. `head_tokens` counts the tokens that reach the lm-head; by default all.
+    `frozen` weights need no gradient: one product less. The few operations of LoRA adapters are not counted.
     """
     weights = _trunk_parameters(config) * tokens
     weights += _head_parameters(config) * (tokens if head_tokens is None else head_tokens)
-    pairs = sum(map(_causal_pairs, sequence_lengths)) - sum(map(_causal_pairs, spared_prompts))
     # Two products (scores, and the weighted sum of values) in each layer and query head.
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * head_size(config) * pairs
     return (4.0 if frozen else 6.0) * weights + 6.0 * attention
 
 
-def _causal_pairs(length: int) -> int:
-    return length * (length + 1) // 2
+def causal_pairs(lengths: Iterable[int]) -> int:
+    """Return the pairs of sequences in which a token is paired with itself and the tokens before it."""
+    return sum(length * (length + 1) // 2 for length in lengths)
 
 
 def _trunk_parameters(config: Any) -> int:

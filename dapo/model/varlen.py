@@ -19,7 +19,7 @@ from dapo.kernels.share import gather_sum, spread
 from dapo.model.attention import Family
 from dapo.model.transfer import to_device
 
-_NO_JOINT = -1
+_NO_JOINT = (0, 0)
 _PADDING = 64  # padding tokens attend to each other in segments of this length
 
 
@@ -37,7 +37,7 @@ class Layout:
     query_lengths: np.ndarray  # per segment
     key_lengths: np.ndarray  # per segment
     sources_K: np.ndarray  # the token that each key, over all segments, is a copy of
-    pieces: np.ndarray  # [pieces, 5]: the columns of Pieces
+    pieces: np.ndarray  # [pieces, 6]: the columns of Pieces
 
     @classmethod
     def of(cls, families: Sequence[Family]) -> Layout:
@@ -88,24 +88,26 @@ class Layout:
         return np.concatenate([[0], np.cumsum(counts)]), np.argsort(self.sources_K, kind="stable")
 
 
-def _pieces(family: Family) -> list[tuple[int, int, int, int, int]]:
-    """Return (start, length, prefix start, prefix length, joint) of each piece, as the sampler computes these tokens.
+def _pieces(family: Family) -> list[tuple[int, ...]]:
+    """Return the columns of `Pieces` for each piece, as the sampler computes these tokens.
 
-    The sampler prefills the prompt without its last token. That token, the joint, is the first decode step of each
-    response. So: the prefix on its own, the joint after the prefix, and each response after prefix and joint.
+    The sampler prefills the prompt without its last token. That token is the first decode step of each response. It is
+    the joint, with what the responses share. So: the prefix on its own, the joint after the prefix, and the rest of
+    each response after prefix and joint.
     """
     start, length = family.prompt
     if not family.responses:
-        return [(start, length, 0, 0, _NO_JOINT)]
-    joint, prefix = start + length - 1, (start, length - 1)
-    pieces = [(*prefix, 0, 0, _NO_JOINT), (joint, 1, *prefix, _NO_JOINT)]
-    pieces += [(first, count, *prefix, joint) for first, count in family.responses]
+        return [(start, length, 0, 0, *_NO_JOINT)]
+    prefill = length - family.shared - 1
+    prefix, joint = (start, prefill), (start + prefill, family.shared + 1)
+    pieces = [(*prefix, 0, 0, *_NO_JOINT), (*joint, *prefix, *_NO_JOINT)]
+    pieces += [(*response, *prefix, *joint) for response in family.responses]
     return [piece for piece in pieces if piece[1] > 0]
 
 
 def _padding_pieces(start: int, lengths: np.ndarray) -> np.ndarray:
-    columns = np.zeros((len(lengths), 5), np.int64)
-    columns[:, 0], columns[:, 1], columns[:, 4] = start + np.cumsum(lengths) - lengths, lengths, _NO_JOINT
+    columns = np.zeros((len(lengths), 6), np.int64)
+    columns[:, 0], columns[:, 1] = start + np.cumsum(lengths) - lengths, lengths
     return columns
 
 
@@ -159,9 +161,9 @@ class FixedSegments(Segments):
         self.sources_K, self.copies_K = (_zeros(size.keys, device) for _ in range(2))
         self.copy_bounds = _zeros(size.tokens + 1, device)
         # A segment has at most three pieces: a prompt with its only response is prefix, joint and response.
-        self.columns = torch.zeros(5, 3 * size.segments, dtype=torch.int32, device=device)
+        self.columns = torch.zeros(6, 3 * size.segments, dtype=torch.int32, device=device)
         self.pieces = Pieces(*self.columns, longest=size.longest_query)
-        self.fill(Layout(*(np.zeros(0, np.int64) for _ in range(3)), pieces=np.zeros((0, 5), np.int64)))
+        self.fill(Layout(*(np.zeros(0, np.int64) for _ in range(3)), pieces=np.zeros((0, 6), np.int64)))
 
     def fill(self, layout: Layout) -> None:
         """Overwrite the contents with a layout, padded to the fixed size."""

@@ -115,7 +115,7 @@ def _longest_load(shape: Shape, work: Workload, responses: float) -> tuple[float
 
 
 def training_operations(shape: Shape, tokens: float, predicted: float, pairs: float) -> float:
-    """Return the FLOPs of forward and backward from averages. `dapo.model.meter.training_flops` counts sequences.
+    """Return the FLOPs of forward and backward from averages. `dapo.model.meter.training_flops` counts exactly.
 
     tokens: computed; predicted: with logits; pairs: of a query and a key.
     """

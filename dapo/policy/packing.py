@@ -1,4 +1,4 @@
-"""Packing of groups into micro-batches without padding, in which a prompt is computed once for all its responses."""
+"""Packing of groups into micro-batches without padding, in which responses share their prompt and equal beginnings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from torch import Tensor
 from dapo.algorithm.loss import AggregationMode, token_weight
 from dapo.model.attention import Family
 from dapo.model.transfer import to_device
+from dapo.policy.sharing import Bundle, Item, bundle, by_prompt
 from dapo.types import Group, Rollout
+
+# Trained tokens per input of a micro-batch, at most, once there are more than a few: where responses share most of
+# their tokens, the states that predict them take memory that `max_tokens` does not count.
+_MOST_TRAINED, _FEW_TOKENS = 4, 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,8 +28,9 @@ class Batch:
     """A micro-batch: T packed input tokens, R response tokens to learn from.
 
     A response's last token is never an input. Its first token is predicted by the prompt's last hidden state, which all
-    responses to that prompt share. Tokens that an environment gave are inputs, and not among the R. Turns that several
-    episodes have in common are computed for each of them: only the prompt is shared.
+    responses to that prompt share. Tokens that an environment gave are inputs, and not among the R. Where responses
+    begin alike (the first turns of episodes, say), the equal tokens are computed once: several of the R then have the
+    same predictor, each with its own advantage and old log-probability.
     """
 
     tokens_T: Tensor
@@ -40,29 +46,6 @@ class Batch:
     start_logprobs_R: Tensor | None
     weights_R: Tensor  # of each token's loss in the loss of the whole mini-batch
     is_current_R: Tensor  # whether the token's group was sampled by the weights that the update starts from
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Item:
-    """One rollout to pack."""
-
-    group: Group
-    index: int
-    weight: float
-    is_current: bool
-
-    @property
-    def rollout(self) -> Rollout:
-        return self.group.rollouts[self.index]
-
-    @property
-    def inputs(self) -> int:
-        """Response tokens that are inputs: all but the last."""
-        return len(self.rollout) - 1
-
-    def of_own(self, values_L: np.ndarray) -> np.ndarray:
-        """Return the values at the model's own tokens."""
-        return values_L[self.rollout.is_own] if self.rollout.given else values_L
 
 
 def mini_batches(
@@ -101,7 +84,7 @@ def micro_batches(
     pairs = [(group, i) for group in groups for i in np.flatnonzero(group.trains)]
     total_tokens = sum(group.rollouts[i].sampled for group, i in pairs)
     items = [
-        _Item(
+        Item(
             group=group,
             index=int(i),
             weight=token_weight(mode, group.rollouts[i].sampled, total_tokens, len(pairs)),
@@ -116,94 +99,110 @@ def reference_batches(
     groups: Sequence[Group], max_tokens: int, like: Tensor, *, rank: int = 0, ranks: int = 1
 ) -> list[Batch]:
     """Pack every rollout of these groups, trained or not, to compute log-probabilities only."""
-    items = [_Item(group, i, 0.0, False) for group in groups for i in range(len(group.rollouts))]
+    items = [Item(group, i, 0.0, False) for group in groups for i in range(len(group.rollouts))]
     return _packed(items, max_tokens, like, True, rank, ranks)
 
 
-def _packed(
-    items: list[_Item], max_tokens: int, like: Tensor, share_prompts: bool, rank: int, ranks: int
-) -> list[Batch]:
-    if ranks == 1:
-        return [_pack(part, like, share_prompts) for part in _cut(items, max_tokens, share_prompts)]
-    cuts = [list(_cut(share, max_tokens, share_prompts)) for share in _split_over_ranks(items, ranks, share_prompts)]
-    own = cuts[rank] if rank < len(cuts) else []
-    batches = [_pack(part, like, share_prompts) for part in own]
-    missing = max(map(len, cuts), default=0) - len(own)
-    return batches + [_filler(items, like)] * missing
+def _packed(items: list[Item], max_tokens: int, like: Tensor, share: bool, rank: int, ranks: int) -> list[Batch]:
+    if not items:
+        return []
+    shares = _divided(items, max_tokens, share, ranks)
+    own = shares[rank] if rank < len(shares) else []
+    missing = max(map(len, shares)) - len(own)
+    return [_pack(part, like) for part in own] + [_filler(items, like)] * missing
 
 
-def _split_over_ranks(items: list[_Item], ranks: int, share_prompts: bool) -> list[list[_Item]]:
-    """Split items into at most one share per rank, with the smallest possible largest share.
+def _divided(items: list[Item], max_tokens: int, share: bool, ranks: int) -> list[list[list[Bundle]]]:
+    """Return the micro-batches of each rank, each as its bundles, with the fewest tokens on the busiest rank."""
+    found = _shares(bundle(items, share), max_tokens, ranks)
+    if not share or sum(map(len, found)) == 1:
+        return found
+    # Where bundles are cut, sharing prompts only can be better: a prefix is longer than its prompt.
+    prompts = [Bundle(0, members) for members in by_prompt(items)]
+    return min(found, _shares(prompts, max_tokens, ranks), key=_load)
+
+
+def _load(shares: list[list[list[Bundle]]]) -> tuple[int, int]:
+    """Return the tokens of the busiest rank, and of all ranks."""
+    tokens = [sum(each.tokens for part in parts for each in part) for parts in shares]
+    return max(tokens), sum(tokens)
+
+
+def _shares(bundles: list[Bundle], max_tokens: int, ranks: int) -> list[list[list[Bundle]]]:
+    shares = [bundles] if ranks == 1 else _split_over_ranks(bundles, ranks)
+    return [list(_cut(share, max_tokens)) for share in shares]
+
+
+def _split_over_ranks(bundles: list[Bundle], ranks: int) -> list[list[Bundle]]:
+    """Split bundles into at most one share per rank, with the smallest possible largest share.
 
     Binary search for the smallest limit at which `_cut` needs no more than `ranks` parts.
     """
-    if not items:
-        return []
-    most = sum(item.inputs + len(item.group.prompt.tokens) for item in items)
-    limit = bisect_left(
-        range(most), True, key=lambda tokens: sum(1 for _ in _cut(items, tokens, share_prompts)) <= ranks
-    )
-    return list(_cut(items, limit, share_prompts))
+    most = sum(each.prefix * len(each.items) + each.tokens for each in bundles)
+    limit = bisect_left(range(most), True, key=lambda tokens: sum(1 for _ in _cut(bundles, tokens)) <= ranks)
+    return list(_cut(bundles, limit))
 
 
-def _filler(items: list[_Item], like: Tensor) -> Batch:
+def _filler(items: list[Item], like: Tensor) -> Batch:
     """Return a small micro-batch of weight zero, for a rank that has fewer micro-batches than others.
 
     Forward and backward are collective, so all ranks must run the same number of them.
     """
-    smallest = min(items, key=lambda item: item.inputs + len(item.group.prompt.tokens))
-    batch = _pack([replace(smallest, weight=0.0, is_current=False)], like, share_prompts=True)
+    smallest = min(items, key=lambda item: item.inputs + len(item.prompt))
+    batch = _pack([Bundle(0, [replace(smallest, weight=0.0, is_current=False)])], like)
     # A weight of zero times an advantage that is not finite would be NaN.
     return replace(batch, rollouts=(), advantages_R=torch.zeros_like(batch.advantages_R))
 
 
-def _cut(items: list[_Item], max_tokens: int, share_prompts: bool) -> Iterator[list[_Item]]:
-    """Cut items into parts of at most `max_tokens` inputs, with equal prompts side by side.
+def _cut(bundles: list[Bundle], max_tokens: int) -> Iterator[list[Bundle]]:
+    """Cut bundles into parts of at most `max_tokens` inputs. The rest of a bundle computes its prefix again.
 
     A single rollout that is longer than that is a part of its own.
     """
-    first_seen: dict[tuple[int, ...], int] = {}
-    for item in items:
-        first_seen.setdefault(item.group.prompt.tokens, len(first_seen))
-    items = sorted(items, key=lambda item: first_seen[item.group.prompt.tokens])
-    part: list[_Item] = []
-    used = 0
-    for item in items:
-        prompt = item.group.prompt.tokens
-        is_new = not share_prompts or not part or part[-1].group.prompt.tokens != prompt
-        cost = item.inputs + (len(prompt) if is_new else 0)
-        if part and used + cost > max_tokens:
-            yield part
-            part, used, cost = [], 0, item.inputs + len(prompt)
-        part.append(item)
-        used += cost
+    most_trained = max(_MOST_TRAINED * max_tokens, _FEW_TOKENS)
+    part: list[Bundle] = []
+    used = trained = 0
+    for each in bundles:
+        members: list[Item] = []
+        for item in each.items:
+            cost = item.inputs - each.shared + (0 if members else each.prefix)
+            if used and (used + cost > max_tokens or trained + item.rollout.sampled > most_trained):
+                yield part + [replace(each, items=members)] * bool(members)
+                part, members, used, trained = [], [], 0, 0
+                cost = item.inputs + len(item.prompt)
+            members.append(item)
+            used, trained = used + cost, trained + item.rollout.sampled
+        part.append(replace(each, items=members))
     if part:
         yield part
 
 
-def _pack(items: list[_Item], like: Tensor, share_prompts: bool) -> Batch:
-    """Lay out prompt, response 1, ..., response n of each prompt one after the other."""
+def _pack(bundles: list[Bundle], like: Tensor) -> Batch:
+    """Lay out the bundles one after the other: the prefix, then what follows it in response 1, ..., response n."""
     device, dtype = like.device, torch.promote_types(like.dtype, torch.float32)
+    items = [item for each in bundles for item in each.items]
     families: list[Family] = []
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     predictors: list[np.ndarray] = []
     cursor = 0
-    for prompt, members in _by_prompt(items, share_prompts):
-        start, length = cursor, len(prompt)
-        tokens.append(np.array(prompt))
+    for each in bundles:
+        start, length, shared = cursor, each.prefix, each.shared
+        tokens += [np.array(each.items[0].prompt), each.items[0].rollout.tokens[:shared]]
         positions.append(np.arange(length))
         cursor += length
         responses = []
-        for item in members:
-            inputs = item.inputs
-            tokens.append(item.rollout.tokens[:-1])
-            positions.append(np.arange(length, length + inputs))
-            # Token 0 is predicted by the prompt's last token, token i by token i - 1 of the response.
-            predictors.append(item.of_own(np.concatenate([[start + length - 1], np.arange(cursor, cursor + inputs)])))
-            responses.append((cursor, inputs))
-            cursor += inputs
-        families.append(Family((start, length), tuple(responses)))
+        for item in each.items:
+            rest = item.inputs - shared
+            tokens.append(item.rollout.tokens[shared:-1])
+            positions.append(np.arange(length, length + rest))
+            # Token 0 is predicted by the prompt's last token, token i by token i - 1 of the response: in the prefix, up
+            # to the first token that is not shared.
+            places = np.arange(start + length - shared - 1, start + length), np.arange(cursor, cursor + rest)
+            predictors.append(item.of_own(np.concatenate(places)))
+            responses.append((cursor, rest))
+            cursor += rest
+        families.append(Family((start, length), tuple(responses), shared))
 
     def logprobs(name: Literal["ref_logprobs", "start_logprobs"]) -> Tensor | None:
         if getattr(items[0].group, name) is None:
@@ -227,22 +226,11 @@ def _pack(items: list[_Item], like: Tensor, share_prompts: bool) -> Batch:
     )
 
 
-def _by_prompt(items: list[_Item], share_prompts: bool) -> Iterator[tuple[tuple[int, ...], list[_Item]]]:
-    """Yield each prompt with the consecutive items that share it."""
-    members: list[_Item] = []
-    for item in items:
-        if members and (not share_prompts or members[-1].group.prompt.tokens != item.group.prompt.tokens):
-            yield members[0].group.prompt.tokens, members
-            members = []
-        members.append(item)
-    yield members[0].group.prompt.tokens, members
-
-
 def _tensor(parts: Sequence[np.ndarray], dtype: torch.dtype, device: torch.device) -> Tensor:
     return to_device(np.concatenate(parts), dtype, device)
 
 
-def _per_token(items: list[_Item], values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _per_token(items: list[Item], values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Repeat one value per rollout for each of the model's tokens in it."""
     spread = np.repeat(np.array(values), [item.rollout.sampled for item in items])
     return to_device(spread, dtype, device)

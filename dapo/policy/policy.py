@@ -172,6 +172,7 @@ class Policy:
             self._gather(tally.token_stats),
             updates=len(tally.norms),
             computed=tally.computed,
+            pairs=tally.pairs,
             stop=tally.stop,
             notes=tuple(tally.notes),
         )
@@ -359,14 +360,11 @@ class Policy:
         peak = peak_flops(torch.cuda.get_device_name(self.like.device), self.like.dtype.itemsize)
         if peak is None:
             return {}
-        trained = [(g, r) for g in batch for r, trains in zip(g.rollouts, g.trains, strict=True) if trains]
-        epochs = self.config.optim.ppo_epochs
         flops = training_flops(
             self.causal_lm.config.get_text_config(),
             update.computed,
-            [len(group.prompt.tokens) + len(rollout) - 1 for group, rollout in trained] * epochs,
-            head_tokens=epochs * sum(rollout.sampled for _, rollout in trained),
-            spared_prompts=[n for g in batch for n in [len(g.prompt.tokens)] * (int(g.trains.sum()) - 1)] * epochs,
+            update.pairs,
+            head_tokens=self.config.optim.ppo_epochs * sum(group.trained_tokens for group in batch),
             frozen=self.config.model.lora.rank > 0,
         )
         return {"throughput/mfu": flops / max(seconds, 1e-9) / (peak * self.ranks)}

@@ -21,6 +21,7 @@ class UpdateResult:
     token_stats: dict[tuple[int, int], TokenStats]  # by (serial, index)
     updates: int  # optimizer steps made; 0: the weights are unchanged
     computed: int  # tokens that went through the trunk
+    pairs: int  # of a query and a key, in one attention head
     stop: str | None = None  # why the run must stop; None: it continues
     notes: tuple[str, ...] = ()  # messages for the user
 

@@ -185,6 +185,7 @@ class ShardedPolicy(Policy):
             part.loss,
             part.tokens,
             part.computed,
+            part.pairs,
             part.gap_sum,
             part.gap_tokens,
             *(part.sums[n] for n in names),
@@ -192,8 +193,8 @@ class ShardedPolicy(Policy):
         sums, largest = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (counters, part.gap_max))
         dist.all_reduce(sums)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-        part.loss, tokens, computed, part.gap_sum, gap_tokens, *totals = sums.tolist()
-        part.tokens, part.computed, part.gap_tokens = int(tokens), int(computed), int(gap_tokens)
+        part.loss, tokens, computed, pairs, part.gap_sum, gap_tokens, *totals = sums.tolist()
+        part.tokens, part.computed, part.pairs, part.gap_tokens = map(int, (tokens, computed, pairs, gap_tokens))
         part.gap_max = float(largest)
         part.sums |= dict(zip(names, totals, strict=True))
 

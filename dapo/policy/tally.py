@@ -29,6 +29,7 @@ class Tally:
     skipped: int = 0  # optimizer steps that were not finite
     stop: str | None = None
     computed: int = 0  # tokens that went through the trunk
+    pairs: int = 0  # of a query and a key, in one attention head
     notes: list[str] = field(default_factory=list)
     token_stats: dict[tuple[int, int], TokenStats] = field(default_factory=dict)
 
@@ -44,6 +45,7 @@ class Tally:
         self.loss += float(result.loss)
         self.tokens += len(batch.targets_R)
         self.computed += len(batch.tokens_T)
+        self.pairs += sum(family.pairs for family in batch.families)
         self.sums["entropy"] += float(result.entropy_R.sum())
         for name, values in result.metrics.items():
             self.sums[name] += float(values.sum())
@@ -63,6 +65,7 @@ class Tally:
             self.sums[name] += value
         self.tokens += part.tokens
         self.computed += part.computed
+        self.pairs += part.pairs
         self.gap_sum += part.gap_sum
         self.gap_max = max(self.gap_max, part.gap_max)
         self.gap_tokens += part.gap_tokens

@@ -351,10 +351,13 @@ def decoded(query, key, value, prefix, cos_sin, split):
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(("prefix", "own"), [(0, 3), (5, 70), (PAGE, 2), (PAGE * CHUNK - 30, 40)])
-def test_trainer_and_sampler_attention_give_the_same_bits(prefix, own, split):
+@pytest.mark.parametrize(
+    ("prefix", "own", "joint"), [(0, 3, 0), (5, 70, 1), (5, 70, 67), (PAGE, 2, 1), (PAGE * CHUNK - 30, 40, 3)]
+)
+def test_trainer_and_sampler_attention_give_the_same_bits(prefix, own, joint, split):
+    """The own tokens as one piece, or with the first of them as the joint of the others, which several pieces share."""
     if DEVICE == "cpu" and own > 3:
-        own = 4  # the interpreter is slow, and does not compute products as a GPU does anyway
+        own, joint = 4, min(joint, 3)  # the interpreter is slow, and does not compute products as a GPU does anyway
     dtype, heads, kv_heads, head_dim = torch.bfloat16 if DEVICE == "cuda" else torch.float32, 6, 2, 64
     generator = torch.Generator().manual_seed(prefix + own)
     parts = [torch.randn(prefix + own, h, head_dim, generator=generator) for h in (heads, kv_heads, kv_heads)]
@@ -362,8 +365,9 @@ def test_trainer_and_sampler_attention_give_the_same_bits(prefix, own, split):
     cos_sin, positions = angles(head_dim, 600), torch.arange(prefix + own, device=DEVICE)
     both = rotate(torch.cat([query, key, value], dim=1).flatten(1), positions, cos_sin, heads, kv_heads, None)
     rotated_query, rotated_key = both.unflatten(1, (-1, head_dim)).split([heads, kv_heads], dim=1)
-    columns = [[0, prefix], [prefix, own], [0, 0], [0, prefix], [-1, -1]]
-    pieces = Pieces(*torch.tensor(columns, dtype=torch.int32, device=DEVICE), longest=max(prefix, own))
+    table = [(0, prefix, 0, 0, 0, 0), (prefix, joint, 0, prefix, 0, 0)]
+    table.append((prefix + joint, own - joint, 0, prefix, prefix, joint))
+    pieces = Pieces(*torch.tensor(table, dtype=torch.int32, device=DEVICE).t().contiguous(), longest=max(prefix, own))
     found, _ = piece_attention.triton(rotated_query, rotated_key, value, pieces, 0.2)
     raw_key = torch.cat([rotated_key[:prefix], key[prefix:]])
     expected = decoded(query, raw_key, value, prefix, cos_sin, split)

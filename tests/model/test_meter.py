@@ -7,8 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, Qwen2Config
 
+from dapo.model.attention import Family
 from dapo.model.memory import kv_bytes
-from dapo.model.meter import matmul_parameters, peak_flops, training_flops
+from dapo.model.meter import causal_pairs, matmul_parameters, peak_flops, training_flops
 from tests.tiny import tiny_llama, tiny_qwen2
 
 
@@ -26,7 +27,7 @@ def counted(model, batch: int, length: int) -> int:
 @pytest.mark.parametrize("tied", [False, True])
 def test_sequences_of_one_token_cost_what_torch_counts(build, tied):
     model = build(tie_word_embeddings=tied)
-    assert training_flops(model.config, 5, [1] * 5) == counted(model, 5, 1)
+    assert training_flops(model.config, 5, causal_pairs([1] * 5)) == counted(model, 5, 1)
 
 
 def test_a_long_sequence_costs_what_torch_counts_minus_the_masked_pairs():
@@ -34,7 +35,7 @@ def test_a_long_sequence_costs_what_torch_counts_minus_the_masked_pairs():
     config = model.config
     masked = length * (length - 1) // 2
     wasted = 12 * config.num_hidden_layers * config.num_attention_heads * 16 * masked
-    assert training_flops(config, 2 * length, [length] * 2) == counted(model, 2, length) - 2 * wasted
+    assert training_flops(config, 2 * length, causal_pairs([length] * 2)) == counted(model, 2, length) - 2 * wasted
 
 
 def test_frozen_weights_cost_what_torch_counts_where_only_their_input_needs_a_gradient():
@@ -44,7 +45,9 @@ def test_frozen_weights_cost_what_torch_counts_where_only_their_input_needs_a_gr
     with FlopCounterMode(display=False) as counter:
         model(inputs_embeds=inputs, use_cache=False).logits.sum().backward()
     rotary = [sum(c.values()) for name, c in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
-    assert training_flops(model.config, 5, [1] * 5, frozen=True) == counter.get_total_flops() - sum(rotary)
+    assert training_flops(model.config, 5, causal_pairs([1] * 5), frozen=True) == counter.get_total_flops() - sum(
+        rotary
+    )
 
 
 def test_attention_counts_each_query_with_the_keys_up_to_its_own():
@@ -55,23 +58,21 @@ def test_attention_counts_each_query_with_the_keys_up_to_its_own():
         for t in range(1, 5):
             (query[t - 1 : t] @ key[:t].t() @ value[:t]).sum().backward()
     one_head = counter.get_total_flops()
-    without = training_flops(config, 4, [])
+    without = training_flops(config, 4, 0)
     heads = config.num_hidden_layers * config.num_attention_heads
-    assert training_flops(config, 4, [4]) - without == heads * one_head
+    assert training_flops(config, 4, causal_pairs([4])) - without == heads * one_head
 
 
 def test_tokens_that_do_not_reach_the_head_are_not_counted_there():
     config = tiny_llama().config
-    full, part = training_flops(config, 10, [10]), training_flops(config, 10, [10], head_tokens=4)
+    full, part = (training_flops(config, 10, 55, head_tokens=count) for count in (None, 4))
     assert full - part == 6 * 6 * config.vocab_size * config.hidden_size
 
 
 def test_a_shared_prompt_counts_once():
-    config = tiny_llama().config
     # Pairs of a prompt of 3 with responses of 2 and 4, counted one by one.
     pairs = sum(q + 1 for q in range(3)) + sum(3 + q + 1 for q in range(2)) + sum(3 + q + 1 for q in range(4))
-    per_pair = training_flops(config, 0, [1])
-    assert training_flops(config, 9, [5, 7], spared_prompts=[3]) == training_flops(config, 9, []) + pairs * per_pair
+    assert Family((0, 3), ((3, 2), (5, 4))).pairs == pairs == causal_pairs([5, 7]) - causal_pairs([3])
 
 
 def test_matmul_parameters_are_the_model_s_matrices_with_the_head_once():

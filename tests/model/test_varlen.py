@@ -9,8 +9,16 @@ from dapo.model import varlen
 from dapo.model.attention import Family, PackedAttention
 from dapo.model.varlen import FixedSegments, FixedSize, Layout, Segments, VarlenAttention
 
-FAMILIES = [Family((0, 5), ((5, 4), (9, 7), (16, 0), (16, 1))), Family((17, 3), ((20, 6),)), Family((26, 9))]
-POSITIONS = torch.tensor([*range(5), *range(5, 9), *range(5, 12), 5, *range(9), *range(9)])
+FAMILIES = [
+    Family((0, 5), ((5, 4), (9, 7), (16, 0), (16, 1))),
+    Family((17, 3), ((20, 6),)),
+    Family((26, 9)),
+    Family((35, 6), ((41, 2), (43, 0), (43, 3)), shared=4),
+    Family((46, 3), ((49, 1),), shared=2),
+]
+POSITIONS = torch.tensor(
+    [*range(5), *range(5, 9), *range(5, 12), 5, *range(9), *range(9), *range(6), 6, 7, *range(6, 9), *range(4)]
+)
 
 
 def flash_backward(grad_out, query, key, value, out, lse, segments, scale):
@@ -78,7 +86,7 @@ def test_without_shared_prompts_nothing_is_copied():
     assert Segments(layout, torch.device("cpu")).sources_K is None
 
 
-@pytest.mark.parametrize("tokens", [35, 36, 99, 256])
+@pytest.mark.parametrize("tokens", [50, 51, 114, 256])
 def test_padding_up_to_a_fixed_size_changes_nothing(tokens):
     layout = Layout.of(FAMILIES)
     segments = FixedSegments(FixedSize.of(layout, tokens), torch.device("cpu"))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from dapo.config import Config
 from dapo.errors import ModelError
 from dapo.model.memory import CONTEXT_BYTES, USABLE, activation_bytes, cache_room, divide
-from dapo.model.meter import peak_flops, training_flops
+from dapo.model.meter import causal_pairs, peak_flops, training_flops
 from dapo.plan import hardware, shapes
 from dapo.plan.command import PlanOptions, plan_command
 from dapo.plan.decode import Sampler, round_seconds
@@ -106,7 +106,7 @@ def test_flops_from_averages_equal_those_counted_per_sequence_and_by_torch():
     assert shape is not None
     pairs = 3 * length * (length + 1) / 2
     ours = training_operations(shape, 3 * length, 3 * length, pairs)
-    assert ours == training_flops(config, 3 * length, [length] * 3)
+    assert ours == training_flops(config, 3 * length, causal_pairs([length] * 3))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.ones(3, length, dtype=torch.long), use_cache=False).logits.sum().backward()
     rotary = [sum(c.values()) for name, c in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
@@ -195,8 +195,9 @@ def test_a_round_with_a_long_tail_is_as_fast_as_measured_without_being_fitted():
 
 
 def test_updates_take_as_long_as_measured():
-    small = training_flops(SMALL, 67_328, [384] * 256, head_tokens=256 * 256, spared_prompts=[128] * 240)
-    large = training_flops(MIDDLE, 16_384, [1024] * 16)
+    pairs = causal_pairs([384] * 256) - causal_pairs([128] * 240)
+    small = training_flops(SMALL, 67_328, pairs, head_tokens=256 * 256)
+    large = training_flops(MIDDLE, 16_384, causal_pairs([1024] * 16))
     assert device_seconds(Learner(SMALL, H200, 1, 1e5, False), small, 67_328) == pytest.approx(0.212, rel=0.03)
     assert device_seconds(Learner(MIDDLE, H200, 1, 1e5, False), large, 16_384) == pytest.approx(0.309, rel=0.03)
 

@@ -13,6 +13,7 @@ from dapo.policy.captured import CapturedBackward
 from dapo.policy.policy import Policy
 from tests.graphs import capture
 from tests.model.test_varlen import flash_backward
+from tests.policy.test_sharing import episodes
 from tests.policy.test_update import config, for_dapo, random_groups
 from tests.tiny import tiny_llama, tiny_qwen3
 
@@ -86,6 +87,17 @@ def test_padding_does_not_change_a_loss_over_whole_responses(options):
             torch.testing.assert_close(result.metrics[name], values, atol=1e-5, rtol=1e-5)
     for name, value in expected_grads.items():
         torch.testing.assert_close(grads[name], value, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_turns_that_episodes_share_have_the_gradient_of_an_ordinary_update_in_graphs_and_in_pieces(seed):
+    groups = episodes(seed, 4, 6)
+    policies = [Policy(for_dapo(tiny_llama()), config(), share_prompts=False), fused_policy(), captured_policy()]
+    assert any(family.shared for batch in policies[1]._micro_batches(groups, 0) for family in batch.families)
+    expected, *found = (gradients(policy, groups)[1] for policy in policies)
+    for grads in found:
+        for name, value in expected.items():
+            torch.testing.assert_close(grads[name], value, atol=1e-6, rtol=1e-4)
 
 
 def test_a_loss_with_a_reference_has_a_graph_of_its_own_and_the_same_result():
