@@ -13,6 +13,8 @@ _ENOUGH_ROWS = 128
 # A sum over many tokens with a small result would leave most of a GPU idle too: it is split into this many parts.
 _SUM_PARTS = 16
 _LEAST_SUMMED = 64  # tokens of a part
+_REFINED = 16  # likeliest tokens of a row whose logits are not rounded
+_BLOCK = 128  # tokens whose maximum is taken first
 
 
 def same_bits_for_any_rows() -> None:
@@ -38,6 +40,34 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype != torch.bfloat16:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def sampling_logits(hidden_Bd: Tensor, weight_Vd: Tensor) -> Tensor:
+    """Return logits [B, V] to draw from, in float32.
+
+    A CPU multiplies bf16 matrices only into a bf16 result, and in float32 the product takes three times as long. There,
+    rounded logits tell the likeliest tokens of each row, and the logits of those are computed again in float32. They
+    hold most of the probability, so the distribution is close to that of the trainer.
+    """
+    if hidden_Bd.dtype != torch.bfloat16 or hidden_Bd.is_cuda:
+        return wide_product(hidden_Bd, weight_Vd.t())
+    rounded_BV = F.linear(hidden_Bd, weight_Vd)
+    tokens_BK = _likeliest(rounded_BV, min(_REFINED, len(weight_Vd)))
+    rows_BKd = F.embedding(tokens_BK, weight_Vd).float()
+    exact_BK = torch.bmm(rows_BKd, hidden_Bd.float()[:, :, None])[:, :, 0]
+    return rounded_BV.float().scatter_(1, tokens_BK, exact_BK)
+
+
+def _likeliest(logits_BV: Tensor, count: int) -> Tensor:
+    """Return the tokens with the largest logits. They are in the blocks with the largest maxima, so few are sorted."""
+    batch, vocabulary = logits_BV.shape
+    if vocabulary % _BLOCK or vocabulary < count * _BLOCK:
+        return logits_BV.topk(count).indices
+    blocks_BNk = logits_BV.view(batch, -1, _BLOCK)
+    best_BK1 = blocks_BNk.amax(-1).topk(count).indices[:, :, None]
+    candidates_BC = blocks_BNk.gather(1, best_BK1.expand(-1, -1, _BLOCK)).flatten(1)
+    places_BK = candidates_BC.topk(count).indices
+    return best_BK1[:, :, 0].gather(1, places_BK // _BLOCK) * _BLOCK + places_BK % _BLOCK
 
 
 def add_weight_grad(total_oi: Tensor, grad_out_To: Tensor, input_Ti: Tensor) -> None:

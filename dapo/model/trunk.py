@@ -171,17 +171,13 @@ _TRUNKS: WeakKeyDictionary[nn.Module, Trunk] = WeakKeyDictionary()
 
 
 def trunk_of(causal_lm: Any) -> Trunk:
-    """Return the model's trunk, built on the first call: fused in bf16 on a GPU where possible, else transformers'."""
+    """Return the model's trunk, built on the first call: fused in bf16 where possible, else transformers'."""
     if causal_lm not in _TRUNKS:
-        is_fast = _is_fast(causal_lm)
-        if is_fast:
+        is_narrow = causal_lm.dtype == torch.bfloat16 and causal_lm.device.type in ("cuda", "cpu")
+        if is_narrow and causal_lm.device.type == "cuda":
             same_bits_for_any_rows()
-        _TRUNKS[causal_lm] = FusedTrunk.of(causal_lm) if is_fast and can_fuse(causal_lm) else PlainTrunk(causal_lm)
+        _TRUNKS[causal_lm] = FusedTrunk.of(causal_lm) if is_narrow and can_fuse(causal_lm) else PlainTrunk(causal_lm)
     return _TRUNKS[causal_lm]
-
-
-def _is_fast(causal_lm: Any) -> bool:
-    return causal_lm.dtype == torch.bfloat16 and causal_lm.device.type == "cuda"
 
 
 def joined_weights(trunk: Trunk, head: Tensor) -> tuple[Weight, ...]:

@@ -113,14 +113,20 @@ class DecodeAttention:
             rows.append(counts[prompt])
             counts[prompt] += 1
         self.rows = max(counts)  # rows per prompt
-        # The row of each response in a [prompts * rows] matrix; None for a single prompt, where row b is response b.
+        # The row of each response in a [prompts * rows] matrix; None where row b is response b and none is padding.
         indices = [prompt * self.rows + row for prompt, row in zip(prompts, rows, strict=True)]
-        self.rows_B = None if len(counts) == 1 else torch.tensor(indices, device=device)
+        is_in_order = indices == [*range(len(counts) * self.rows)]
+        self.rows_B = None if is_in_order else torch.tensor(indices, device=device)
         heads = torch.arange(self.batch * kv_heads, device=device)
         # Where the new token's keys go in one layer's storage, viewed as [slots * Hkv * capacity, D].
         self.write_indices = heads * capacity + lengths_B.repeat_interleave(kv_heads)
         prompt_lengths = [stack.prompts[prompt].length for prompt in prompts]
         self.bias = self._bias(lengths_B, torch.tensor(prompt_lengths, device=device))
+        # Own keys and values of one layer in the dtype of the scores. All layers use the same memory: fresh memory of
+        # this size costs more than the conversion, because the kernel must clear its pages.
+        self.widened: Tensor | None = None
+        if cache.storage.dtype != self.bias.dtype:
+            self.widened = self.bias.new_empty(2, self.batch, kv_heads, self.span, cache.storage.shape[-1])
 
     def _bias(self, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
         """Return [B, 1, 1, prompt span + own span]: -inf beyond the end of the prompt and of the own tokens."""
@@ -142,8 +148,7 @@ class DecodeAttention:
         groups = query.shape[1] // kv_heads
         narrow, wide, span = query.dtype, self.bias.dtype, self.stack.span
         query = (query[0].transpose(0, 1).to(wide) * scale).reshape(self.batch, kv_heads, groups, head_dim)
-        own_keys = keys[: self.batch, :, : self.span].to(wide)
-        own_values = values[: self.batch, :, : self.span].to(wide)
+        own_keys, own_values = self._own(layer)
 
         # One softmax over prompt and own tokens; the two parts are computed by different products.
         scores = query.new_empty(self.batch, kv_heads, groups, span + self.span)
@@ -156,6 +161,11 @@ class DecodeAttention:
         shared = self._by_prompt(weights[..., :span]) @ self.stack.values[layer]
         output += self._by_response(shared, groups)
         return output.view(1, self.batch, kv_heads * groups, head_dim).to(narrow)
+
+    def _own(self, layer: int) -> Tensor:
+        """Return the own keys and values [2, B, Hkv, own span, D], at least in float32."""
+        own = self.storage[:, layer, : self.batch, :, : self.span]
+        return own if self.widened is None else self.widened.copy_(own)
 
     def _by_prompt(self, values: Tensor) -> Tensor:
         """Regroup [B, Hkv, G, X] -> [prompts, Hkv, rows * G, X]."""

@@ -22,7 +22,7 @@ from dapo.kernels.sampler import draw, uniforms
 from dapo.model.attention import Family, PackedAttention
 from dapo.model.forward import head_weight, hidden_states, query_groups
 from dapo.model.meter import head_size, key_heads
-from dapo.model.products import wide_product
+from dapo.model.products import sampling_logits
 from dapo.types import FinishReason, SamplingParams
 
 _PREFILL_TOKENS = 8192  # at most, in one forward pass
@@ -74,7 +74,7 @@ class EagerDecoder:
             row = {prompt: i for i, prompt in enumerate(prompts)}
             rows = torch.tensor([row[response.prompt] for response in newcomers], device=self.device)
             hidden = torch.stack([prompt.cached.last_hidden for prompt in prompts])
-            self._draw(newcomers, wide_product(hidden, head_weight(self.model).t())[rows])
+            self._draw(newcomers, sampling_logits(hidden, head_weight(self.model))[rows])
             self.active += newcomers
         return self._collect(newcomers)
 
@@ -90,7 +90,7 @@ class EagerDecoder:
         lengths_B = torch.tensor(lengths, device=self.device)
         plan = DecodeAttention(self.cache, stack, lengths_B, [index[response.prompt] for response in self.active])
         hidden = self._hidden(plan, lengths)
-        self._draw(self.active, wide_product(hidden, head_weight(self.model).t()))
+        self._draw(self.active, sampling_logits(hidden, head_weight(self.model)))
         return self._collect(self.active)
 
     def _hidden(self, plan: DecodeAttention, lengths: Sequence[int]) -> Tensor:
