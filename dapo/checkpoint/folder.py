@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import torch
 from safetensors import SafetensorError
 
 from dapo.checkpoint.state import FORMAT, STATE_FILE, Best, TrainerState, best_from_json, from_document, to_document
-from dapo.errors import CheckpointError, DapoError, StorageError
+from dapo.errors import CheckpointError, DapoError, ModelError, StorageError
 from dapo.system.files import fsync, sync_tree
 from dapo.system.machine import size_text
 from dapo.system.tensors import TensorFiles, write_tensors
@@ -274,6 +275,11 @@ def restore(checkpoint: Path, policy: Savable) -> None:
     """
     try:
         policy.restore(checkpoint)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ModelError(
+            f"{checkpoint}: the GPU has too little free memory to restore the optimizer's state; end other programs on "
+            f"the GPU, or lower rollout.kv_memory_fraction, then run dapo resume {checkpoint.parent.parent}"
+        ) from error
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         if isinstance(error, DapoError):
             raise
