@@ -45,7 +45,7 @@ _FIRST_DIVISOR = 4  # the first mini-batch is computed with the budget divided b
 
 
 class ShardedPolicy(Policy):
-    """Shards `model` and `reference` in place. Their dtype is the one to compute in.
+    """Shards `model` in place. Its dtype is the one to compute in.
 
     Weights come from rank 0. On other ranks only the shapes are used, so those models can be on the meta device.
     """
@@ -54,7 +54,7 @@ class ShardedPolicy(Policy):
         self,
         model: Any,
         config: Config,
-        reference: Any | None = None,
+        *,
         device: Any = "cpu",
         parts: CustomParts | None = None,
     ) -> None:
@@ -69,11 +69,9 @@ class ShardedPolicy(Policy):
         self.like = torch.empty((), device=self.device, dtype=self.compute)
         if self.compute == torch.bfloat16 and not isinstance(model, PeftModel):  # adapters are rounded when merged
             self.optimizer.dithered = DitheredShards(self.optimizer.masters)
-        if reference is not None:
-            self.add_reference(reference)
 
     def add_reference(self, reference: Any) -> None:
-        """Set the reference model, needed unless adapters can be switched off."""
+        """Shard the reference model in place, needed unless adapters can be switched off."""
         self.reference, self.reference_root = reference, self._sharded(reference, self.config, recompute=False)
 
     def _sharded(self, model: Any, config: Config, *, recompute: bool) -> Root:

@@ -63,8 +63,13 @@ def build(kind: type[Policy], *, tied=True, lora=0, dtype=torch.float32, groups=
         for name, parameter in model.named_parameters():  # B starts at zero, and then A has no gradient
             if "lora_B" in name:
                 parameter.data.normal_(std=0.1)
-    reference = make(1).requires_grad_(False) if cfg.needs_reference and not lora else None
-    policy = kind(model, cfg, reference)
+    policy = kind(model, cfg)
+    if cfg.needs_reference and not lora:
+        reference = make(1).requires_grad_(False)
+        if isinstance(policy, ShardedPolicy):
+            policy.add_reference(reference)
+        else:
+            policy.reference = reference
     made = random_groups(*groups)
     if non_finite:
         made = [replace(g, advantages=np.full_like(g.advantages, np.inf)) for g in made]
