@@ -71,10 +71,11 @@ class ConsoleReporter(Reporter):
     def training(self, config: Config, first_step: int) -> Iterator[None]:
         self.batch_size, self.show_samples = config.data.train_batch_size, config.run.show_samples
         self.epochs = config.run.epochs
+        # The clock starts now: in a notebook, the cells that made the trainer may be hours old.
         if self.epochs is None:
-            self.progress.update(self.task, total=config.run.steps, completed=first_step)
+            self.progress.reset(self.task, total=config.run.steps, completed=first_step)
         else:
-            self.progress.update(self.task, description="epochs", total=self.epochs, completed=0)
+            self.progress.reset(self.task, description="epochs", total=self.epochs)
         self._print(_header())
         with self.progress:
             self.phase("sampling")
