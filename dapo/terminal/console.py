@@ -190,6 +190,9 @@ def before_after_table(before: EvalReport, after: EvalReport, differences: Seque
     for name in dict.fromkeys(["reward/mean", *by_metric, "response_length/mean"]):
         cells = (escape(with_interval(report.metrics, name)) for report in (before, after))
         table.add_row(heading(name), *cells, escape(with_sign(by_metric[name])) if name in by_metric else "")
+    in_common = min((row.problems for row in differences), default=len(problems))
+    if in_common < len(problems):  # some question was unjudged before or after
+        table.caption = f"differences: question by question, over the {in_common} that were judged both times"
     if len(problems) > 1:
         return table
     answers = [Counter(sample.rollout.text for sample in report.samples).most_common(5) for report in (before, after)]
