@@ -269,9 +269,10 @@ def test_data_check_counts_repeats_and_bad_rows_and_exits_with_1(tmp_path):
     done = dapo("data", "check", path)
     assert done.returncode == 1
     assert "rows.jsonl, line 3: column 'answer' is missing" in " ".join(done.stdout.split())
+    assert "the rule math can read 1 of 1 answers" in done.stdout
     path.write_text("\n".join(map(json.dumps, rows[:2])))
     done = dapo("data", "check", path, "--reward", "integer")
-    assert (done.returncode, "the judge can read 1 of 1 answers" in done.stdout) == (0, True)
+    assert (done.returncode, "the rule integer can read 1 of 1 answers" in done.stdout) == (0, True)
     done = dapo("data", "check", path, "data.columns={prompt: question, answer: none}", "--reward={exact: 1.0}")
     assert (done.returncode, "there is no column 'none'" in done.stdout) == (1, True)
     done = dapo("data", "check", path, "--reward", "maths")

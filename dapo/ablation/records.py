@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,7 @@ class RunRecord:
 
 
 def read_status(folder: Path) -> Status:
-    """Return the status of a run from its database. A finished run has finished and evaluated its last step.
-
-    A run that ended early has recorded why it stopped, just before it finished.
-    """
+    """Return the status of a run from its database. A finished run has finished and evaluated its last step."""
     if not RunDatabase.exists(folder / DATABASE_FILE):
         return Status.MISSING
     with RunDatabase.open_readonly(folder / DATABASE_FILE) as database:
@@ -107,15 +105,27 @@ def _read_run(folder: Path, arm: str, seed: int, failure: str | None) -> RunReco
 
 
 def _status(database: RunReader) -> tuple[Status, str | None]:
-    before, last = [None, None, *database.endings()][-2:]
+    (last,) = [None, *database.endings()][-1:]
     if last is not None and last["kind"] == EventKind.STOPPED:
         return Status.FAILED, last["message"]
     step = database.last_step()
     if last is not None and last["kind"] == EventKind.FINISHED and last["step"] == step:
-        if before is not None and before["kind"] == EventKind.STOPPED and before["step"] == step:
-            return Status.ENDED_EARLY, before["message"]
-        return Status.FINISHED, None
+        reason = early_end(database, step)
+        return (Status.FINISHED if reason is None else Status.ENDED_EARLY), reason
     return Status.UNFINISHED, None
+
+
+def early_end(database: RunReader, step: int) -> str | None:
+    """Return why nothing was left to learn after `step`, or None if training did not end for that reason.
+
+    Such a run records why it stops and is then evaluated, so the same process also records that it finished or was
+    interrupted. After a failure the process records nothing more.
+    """
+    events = [event for event in database.endings() if event["step"] == step]
+    for event, following in pairwise(events):
+        if event["kind"] == EventKind.STOPPED and following["kind"] in (EventKind.FINISHED, EventKind.INTERRUPTED):
+            return event["message"]
+    return None
 
 
 def _evaluations(

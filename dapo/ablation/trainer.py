@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dapo.ablation.plan import Budget
+from dapo.ablation.records import early_end
 from dapo.ablation.task import Base, Line, News, Task
 from dapo.checkpoint.state import TrainerState
 from dapo.errors import NothingToLearn
@@ -27,17 +28,21 @@ class ArmTrainer(Trainer):
     def __init__(self, task: Task, reporter: Reporter, on_base: Callable[[Base], object] = lambda base: None) -> None:
         self.task, self.on_base = task, on_base
         self.tokens = 0.0  # generated in all steps
-        self.ends_early = False
+        self.early_end: int | None = None  # the step after which nothing was left to learn
         super().__init__(task.config, resume=task.resume, reporter=reporter, recipe=task.recipe)
 
     def read_totals(self) -> None:
         super().read_totals()
         assert self.recorder.database
-        self.tokens, self.ends_early = self.recorder.database.total("tokens/generated"), False
+        self.tokens = self.recorder.database.total("tokens/generated")
+        if early_end(self.recorder.database, self.step) is not None:  # its last evaluation was interrupted
+            self.early_end = self.step
 
     @property
     def is_finished(self) -> bool:
-        return self.ends_early or super().is_finished or self.task.budget.is_spent(self.seconds, self.tokens)
+        return (
+            self.step == self.early_end or super().is_finished or self.task.budget.is_spent(self.seconds, self.tokens)
+        )
 
     def train_step(self) -> StepReport:
         report = super().train_step()
@@ -48,7 +53,7 @@ class ArmTrainer(Trainer):
         try:
             super()._stop_if_pointless(stop)
         except NothingToLearn:
-            self.ends_early = True
+            self.early_end = self.step
 
     def _evaluate_first(self) -> None:
         if self.step == 0 and not self.recorder.evaluations(0) and (shared := self._shared_reports()):

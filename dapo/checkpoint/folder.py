@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import torch
 from safetensors import SafetensorError
 
 from dapo.checkpoint.state import FORMAT, STATE_FILE, Best, TrainerState, best_from_json, from_document, to_document
-from dapo.errors import CheckpointError, DapoError, StorageError
+from dapo.errors import CheckpointError, DapoError, ModelError, StorageError
 from dapo.system.files import fsync, sync_tree
 from dapo.system.machine import size_text
 from dapo.system.tensors import TensorFiles, write_tensors
@@ -29,7 +30,6 @@ KEEP = 2  # newest checkpoints; the best one is kept besides
 PARTIAL = ".partial"
 _CHECKSUMS = "trainer/SHA256SUMS"
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})", re.ASCII)
-_OLD_LEFTOVER = re.compile(r"\.step_[0-9]+\.(old|[0-9]+\.[0-9a-f]{8})", re.ASCII)  # temporary names of older versions
 
 Which = int | Literal["best", "last"]
 
@@ -106,9 +106,6 @@ def clean(folder: Path) -> None:
         if not (target := folder / old.stem).exists():
             old.rename(target)
     shutil.rmtree(folder / PARTIAL, ignore_errors=True)
-    for path in folder.glob(".step_*"):
-        if _OLD_LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_old(folder: Path, marked: Best | None) -> None:
@@ -160,8 +157,7 @@ def best(folder: Path) -> Best | None:
     found = _all(folder)
     if not found:
         return None
-    document = _read_json(found[max(found)])
-    marked = best_from_json(document["best"]) if "best" in document else _marked_in_format_2(folder)
+    marked = best_from_json(_read_json(found[max(found)]).get("best"))
     return marked if marked and marked.step in found else None
 
 
@@ -202,20 +198,13 @@ def find(folder: Path, which: Which | None = None) -> Path:
 def read_state(checkpoint: Path) -> TrainerState:
     """Return the trainer's state, after checking every file of the checkpoint against its checksum."""
     try:
-        has_checksums = (checkpoint / _CHECKSUMS).is_file()
-        if has_checksums:
-            _verify(checkpoint)
         document = _read_json(checkpoint)
-        found = document.pop("format", None)
-        if found == 2:  # state.json itself lists the checksums of the other files
-            _compare(checkpoint, document.pop("files"))
-        elif found != FORMAT:
+        if (found := document.pop("format", None)) != FORMAT:
             raise CheckpointError(
-                f"{checkpoint}: written in format {found}, but this version of dapo reads formats 2 and {FORMAT}; use "
-                "the version that wrote it"
+                f"{checkpoint}: written in format {found}, but this version of dapo reads format {FORMAT}; use the "
+                "version that wrote it"
             )
-        elif not has_checksums:
-            raise CheckpointError(_damaged(checkpoint, f"{_CHECKSUMS} is missing"))
+        _verify(checkpoint)
         return from_document(document)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, CheckpointError):
@@ -243,18 +232,14 @@ def _verify(checkpoint: Path) -> None:
     """
     lines = (checkpoint / _CHECKSUMS).read_text(encoding="utf-8").splitlines()
     written = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    _compare(checkpoint, written)
+    for name, digest in written.items():
+        if _digest(checkpoint / name) != digest:
+            raise CheckpointError(_damaged(checkpoint, f"{name} is not what was written"))
     present = {str(path.relative_to(checkpoint)) for path in _files(checkpoint)}
     if unknown := sorted(present - written.keys()):
         raise CheckpointError(
             f"{checkpoint}: holds files that do not belong to the checkpoint ({', '.join(unknown[:3])}); move them away"
         )
-
-
-def _compare(checkpoint: Path, written: Mapping[str, str]) -> None:
-    for name, digest in written.items():
-        if _digest(checkpoint / name) != digest:
-            raise CheckpointError(_damaged(checkpoint, f"{name} is not what was written"))
 
 
 def _read_json(checkpoint: Path) -> dict[str, Any]:
@@ -274,6 +259,11 @@ def restore(checkpoint: Path, policy: Savable) -> None:
     """
     try:
         policy.restore(checkpoint)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ModelError(
+            f"{checkpoint}: the GPU has too little free memory to restore the optimizer's state; end other programs on "
+            f"the GPU, or lower rollout.kv_memory_fraction, then run dapo resume {checkpoint.parent.parent}"
+        ) from error
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         if isinstance(error, DapoError):
             raise
@@ -286,20 +276,6 @@ def _all(folder: Path) -> dict[int, Path]:
         return {}
     matches = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir())
     return {int(match[1]): path for match, path in matches if match and path.is_dir()}
-
-
-def _marked_in_format_2(folder: Path) -> Best | None:
-    """Return the best checkpoint as format 2 recorded it: in a file beside the checkpoints."""
-    path = folder / "best.json"
-    try:
-        return best_from_json(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: expected step, metric and value ({type(error).__name__}: {error}); delete the file to continue "
-            "without a best checkpoint"
-        ) from error
 
 
 def _damaged(checkpoint: Path, why: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
@@ -72,7 +72,7 @@ class _PromptData(TypedDict):
     data_source: str
     extra: dict[str, Any]
     is_text: bool
-    opens_thought: NotRequired[bool]  # missing in older checkpoints
+    opens_thought: bool
 
 
 class _RolloutData(TypedDict):
@@ -83,10 +83,9 @@ class _RolloutData(TypedDict):
     finish_reason: FinishReason
     weight_version: int
     text: str
-    switches: NotRequired[list[int]]  # missing in checkpoints older than the in-flight mode
-    # These two are missing in checkpoints older than environments.
-    given: NotRequired[list[Annotated[list[int], Field(min_length=2, max_length=2)]]]
-    turns: NotRequired[list[dict[str, Any]]]
+    switches: list[int]
+    given: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
+    turns: list[dict[str, Any]]
 
 
 class _ScoreData(TypedDict):
@@ -106,13 +105,13 @@ class _GroupData(TypedDict):
     trains: list[bool]
     verdict: str
     ref_logprobs: list[list[float]] | None
-    chance: NotRequired[float]  # missing in older checkpoints
+    chance: float
 
 
 class _PendingData(TypedDict):
     serial: int
     prompt: _PromptData
-    chance: NotRequired[float]  # missing in older checkpoints
+    chance: float
 
 
 class _BestData(TypedDict):
@@ -134,12 +133,12 @@ class _StateData(TypedDict):
     non_finite_in_a_row: int
     considered: int
     ledger: dict[str, list[int]]
-    known: NotRequired[list[_PromptData]]  # this and the next two: missing in older checkpoints
-    drawn: NotRequired[int]
-    revisited: NotRequired[int]
+    known: list[_PromptData]
+    drawn: int
+    revisited: int
     carried: list[_GroupData]
-    pending: NotRequired[list[_PendingData]]
-    best: NotRequired[_BestData | None]
+    pending: list[_PendingData]
+    best: _BestData | None
 
 
 _CHECKED_STATE = TypeAdapter(_StateData)
@@ -175,12 +174,12 @@ def from_document(document: dict[str, Any]) -> TrainerState:
         fault = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, fault['loc']))} in {STATE_FILE}: {fault['msg']}") from None
     document["carried"] = [_group_from_json(group) for group in document["carried"]]
-    document["known"] = [_prompt(prompt) for prompt in document.get("known", ())]
+    document["known"] = [_prompt(prompt) for prompt in document["known"]]
     document["pending"] = {
-        item["serial"]: Drawn(_prompt(item["prompt"]), item.get("chance", 1.0)) for item in document.get("pending", ())
+        item["serial"]: Drawn(_prompt(item["prompt"]), item["chance"]) for item in document["pending"]
     }
-    best = best_from_json(document.pop("best", None))
-    drawer = DrawerState(**{f.name: document.pop(f.name) for f in fields(DrawerState) if f.name in document})
+    best = best_from_json(document.pop("best"))
+    drawer = DrawerState(**{f.name: document.pop(f.name) for f in fields(DrawerState)})
     others = {f.name: document.pop(f.name) for f in fields(SamplerState) if f.name in document}
     sampler = SamplerState(drawer=drawer, **others)
     return TrainerState(**document, sampler=sampler, best=best)
@@ -217,8 +216,8 @@ def _prompt(data: Mapping[str, Any]) -> Prompt:
 
 def _rollout(data: Mapping[str, Any]) -> Rollout:
     arrays = {"tokens": np.array(data["tokens"], np.int32), "logprobs": np.array(data["logprobs"], np.float32)}
-    given = tuple((start, end) for start, end in data.get("given", ()))
-    rest = {"switches": tuple(data.get("switches", ())), "given": given, "turns": tuple(data.get("turns", ()))}
+    given = tuple((start, end) for start, end in data["given"])
+    rest = {"switches": tuple(data["switches"]), "given": given, "turns": tuple(data["turns"])}
     return Rollout(**{**data, **arrays, **rest})
 
 
@@ -234,5 +233,5 @@ def _group_from_json(data: Mapping[str, Any]) -> Group:
         trains=np.array(data["trains"], bool),
         verdict=Verdict(data["verdict"]),
         ref_logprobs=None if reference is None else tuple(np.array(row, np.float32) for row in reference),
-        chance=data.get("chance", 1.0),
+        chance=data["chance"],
     )

@@ -30,7 +30,7 @@ def _read(rule: str, questions: Sequence[Question], options: RewardConfig) -> Ju
     unreadable = [question for question in questions if not can_read_gold(rule, question.answer, options)]
     readable, all_ = len(questions) - len(unreadable), len(questions)
     return JudgeReport(
-        f"the judge can read {readable:,} of {all_:,} answers ({readable / all_:.1%})",
+        f"the rule {rule} can read {readable:,} of {all_:,} answers ({readable / all_:.1%})",
         tuple(f"{question.where}: {question.answer!r}" for question in unreadable),
     )
 

@@ -134,7 +134,7 @@ def memory(config: Config, shape: Shape, gpu: Gpu, layout: Layout, work: Workloa
         parts, slots, split.tokens, held_tokens, split.recompute,
         checkpoint=checkpoint_bytes(shape.parameters, shape.parameters if is_full else 0, BYTES),
         offloaded=offloaded, offloaded_base=base,
-        offloaded_shard=_trained(config, shape, layout) * _STATE_BYTES if config.cluster.offload else 0.0,
+        offloaded_shard=_trained(config, shape, layout) * (BYTES + _STATE_BYTES) if config.cluster.offload else 0.0,
     )  # fmt: skip
 
 
@@ -142,9 +142,9 @@ def _state(config: Config, shape: Shape, layout: Layout) -> dict[str, float]:
     """Return the learner's state by part. Gradients and gathered layers exist only while it trains."""
     share = shape.parameters / layout.learners
     is_full = config.model.lora.rank == 0
-    # With FSDP the masters are cast when gathered.
-    working = BYTES * share if not is_full or layout.learners == 1 else 0.0
     held = 0.0 if config.cluster.offload else _trained(config, shape, layout)  # offloaded: in the host's memory
+    # With FSDP the masters are rounded in place, and what rounding takes from them has the size of the weights.
+    working = BYTES * (held if is_full and layout.learners > 1 else share)
     # FSDP gathers embedding and head together, and two layers at a time, each with its float32 gradient.
     largest = 2 * shape.layer + shape.embedding * (1 if shape.tie_word_embeddings else 2)
     return {

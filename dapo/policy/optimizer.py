@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from dapo.config import OptimConfig
 from dapo.kernels.rounding import round_dithered
 from dapo.model.trunk import Weight
+from dapo.policy.dither import DitheredShards, local_part
 from dapo.policy.offload import offloaded_step, to_host
 
 
@@ -26,10 +28,13 @@ class Optimizer:
     has computed it. The gradients of `joined` weights do not pass through autograd: the code that computes
     them adds them to the buffers that `zero_grad_buffers` provides.
 
+    Float32 shards that are computed with in bf16 are their own masters. `dithered` has them rounded between updates.
+
     `offloads` says that the moments are in the host's memory. It changes neither the updates nor what is saved.
     """
 
     offloads = False
+    dithered: DitheredShards | None = None
 
     def __init__(
         self,
@@ -108,14 +113,19 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.grad_clip, torch.tensor(norm))
         for group in self.adam.param_groups:
             group["lr"] = learning_rate
-        if self.offloads:
-            offloaded_step(self.adam)
-        else:
-            self.adam.step()
+        with self.exact_masters():
+            if self.offloads:
+                offloaded_step(self.adam)
+            else:
+                self.adam.step()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
-                _narrow(master, parameter.data)
+                round_dithered(master.detach(), parameter.data)
         return norm
+
+    def exact_masters(self) -> AbstractContextManager[None]:
+        """Have the masters unrounded within the block."""
+        return nullcontext() if self.dithered is None else self.dithered.exact()
 
     @property
     def pending_bytes(self) -> int:
@@ -161,15 +171,6 @@ def _fitting(state: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
     return state[name]
 
 
-def _narrow(master: Tensor, out: Tensor) -> None:
-    """Round a master copy to bf16, so that the weights follow an update smaller than the distance between neighbors."""
-    if isinstance(master, DTensor):
-        assert isinstance(out, DTensor)
-        master, out = master.to_local(), out.to_local()
-    if out.numel():  # a rank's share can be empty
-        round_dithered(master.detach(), out)
-
-
 def held_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor on this rank."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+    return local_part(tensor).nbytes

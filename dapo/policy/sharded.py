@@ -30,6 +30,7 @@ from dapo.model.forward import head_weight
 from dapo.model.lora import adapter_state, causal_lm, load_adapter_state, merged
 from dapo.model.trunk import trunk_of
 from dapo.policy.budget import Budget
+from dapo.policy.dither import DitheredShards
 from dapo.policy.head import HeadResult, head_loss
 from dapo.policy.optimizer import held_bytes
 from dapo.policy.packing import Batch
@@ -44,7 +45,7 @@ _FIRST_DIVISOR = 4  # the first mini-batch is computed with the budget divided b
 
 
 class ShardedPolicy(Policy):
-    """Shards `model` and `reference` in place. Their dtype is the one to compute in.
+    """Shards `model` in place. Its dtype is the one to compute in.
 
     Weights come from rank 0. On other ranks only the shapes are used, so those models can be on the meta device.
     """
@@ -53,7 +54,7 @@ class ShardedPolicy(Policy):
         self,
         model: Any,
         config: Config,
-        reference: Any | None = None,
+        *,
         device: Any = "cpu",
         parts: CustomParts | None = None,
     ) -> None:
@@ -66,11 +67,11 @@ class ShardedPolicy(Policy):
         self.fixed_bytes: int | None = None  # memory of an update apart from its tokens, once measured
         super().__init__(model, config, parts=parts)
         self.like = torch.empty((), device=self.device, dtype=self.compute)
-        if reference is not None:
-            self.add_reference(reference)
+        if self.compute == torch.bfloat16 and not isinstance(model, PeftModel):  # adapters are rounded when merged
+            self.optimizer.dithered = DitheredShards(self.optimizer.masters)
 
     def add_reference(self, reference: Any) -> None:
-        """Set the reference model, needed unless adapters can be switched off."""
+        """Shard the reference model in place, needed unless adapters can be switched off."""
         self.reference, self.reference_root = reference, self._sharded(reference, self.config, recompute=False)
 
     def _sharded(self, model: Any, config: Config, *, recompute: bool) -> Root:
@@ -213,6 +214,7 @@ class ShardedPolicy(Policy):
         if not self.like.is_cuda:
             return None
         shards, rest = (sum(map(held_bytes, tensors)) for tensors in (self.model.parameters(), self.optimizer.masters))
+        shards += self.optimizer.dithered.nbytes if self.optimizer.dithered is not None else 0
         where = "CPU memory" if self.config.cluster.offload else "memory"
         return (
             f"{self.ranks} ranks, each with {(shards + 3 * rest) / 2**30:.1f} GiB of weights, optimizer and gradients "
@@ -237,7 +239,8 @@ class ShardedPolicy(Policy):
             save_dense(self.causal_lm, state, folder)
             if adapters:
                 save_file(adapters, folder / files.ADAPTERS)
-        shardfiles.write(self._optimizer_state(), folder)
+        with self.optimizer.exact_masters():
+            shardfiles.write(self._optimizer_state(), folder)
         return {}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
@@ -261,9 +264,10 @@ class ShardedPolicy(Policy):
             if f"step/{name}" in saved:
                 state[f"step/{name}"] = torch.zeros((), device=master.device)
         shardfiles.read_into(state, folder)
-        for name, master in zip(self.optimizer.names, self.optimizer.masters, strict=True):
-            if f"master/{name}" in state:
-                master.copy_(state[f"master/{name}"])
+        with self.optimizer.exact_masters():
+            for name, master in zip(self.optimizer.names, self.optimizer.masters, strict=True):
+                if f"master/{name}" in state:
+                    master.copy_(state[f"master/{name}"])
         self.optimizer.load_state_dict(state)
 
     def _restore_adapters(self, saved: dict[str, Tensor]) -> None:

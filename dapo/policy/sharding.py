@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dapo.errors import ModelError
 from dapo.model.loading import resolve_device
+from dapo.policy.dither import to_bf16
 
 Result = TypeVar("Result")
 Model = TypeVar("Model", bound=nn.Module)
@@ -134,6 +135,10 @@ def _fill(model: nn.Module, weights: dict[str, Tensor], device: torch.device) ->
 
 
 def gather_full(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Gather the full tensor on every rank. It is cast to `dtype` first, so that fewer bytes travel."""
-    moved = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+    """Gather the full tensor on every rank. It is rounded to `dtype` first, so that fewer bytes travel."""
+    moved = tensor.to(device)
+    if isinstance(moved, DTensor) and moved.dtype == torch.float32 and dtype == torch.bfloat16:
+        moved = to_bf16(moved)
+    elif moved.is_floating_point():
+        moved = moved.to(dtype)
     return moved.full_tensor() if isinstance(moved, DTensor) else moved

@@ -193,7 +193,10 @@ def check(connection: sqlite3.Connection, path: Path) -> None:
         raise CheckpointError(f"{path}: is an SQLite database, but not a run's")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version != SCHEMA_VERSION:
-        raise CheckpointError(f"{path}: has schema version {version}, but this version of dapo reads {SCHEMA_VERSION}")
+        raise CheckpointError(
+            f"{path}: has schema version {version}, but this version of dapo reads {SCHEMA_VERSION}; use the version "
+            "that wrote it"
+        )
     # A user's own tables do no harm: no query names them. But a view in place of a table could run anything.
     found = _objects(connection, tuple(_schema()))
     for name, expected in _schema().items():

@@ -71,10 +71,11 @@ class ConsoleReporter(Reporter):
     def training(self, config: Config, first_step: int) -> Iterator[None]:
         self.batch_size, self.show_samples = config.data.train_batch_size, config.run.show_samples
         self.epochs = config.run.epochs
+        # The clock starts now: in a notebook, the cells that made the trainer may be hours old.
         if self.epochs is None:
-            self.progress.update(self.task, total=config.run.steps, completed=first_step)
+            self.progress.reset(self.task, total=config.run.steps, completed=first_step)
         else:
-            self.progress.update(self.task, description="epochs", total=self.epochs, completed=0)
+            self.progress.reset(self.task, description="epochs", total=self.epochs)
         self._print(_header())
         with self.progress:
             self.phase("sampling")
@@ -189,6 +190,9 @@ def before_after_table(before: EvalReport, after: EvalReport, differences: Seque
     for name in dict.fromkeys(["reward/mean", *by_metric, "response_length/mean"]):
         cells = (escape(with_interval(report.metrics, name)) for report in (before, after))
         table.add_row(heading(name), *cells, escape(with_sign(by_metric[name])) if name in by_metric else "")
+    in_common = min((row.problems for row in differences), default=len(problems))
+    if in_common < len(problems):  # some question was unjudged before or after
+        table.caption = f"differences: question by question, over the {in_common} that were judged both times"
     if len(problems) > 1:
         return table
     answers = [Counter(sample.rollout.text for sample in report.samples).most_common(5) for report in (before, after)]

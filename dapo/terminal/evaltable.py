@@ -126,7 +126,7 @@ def with_sign(row: DifferenceRow) -> str:
 
 
 def differences_table(first: str, rows: Sequence[DifferenceRow]) -> Table:
-    table = _table(f"difference from {first}")
+    table = _table(f"difference from {first}, over the problems judged for both")
     table.add_column("metric")
     table.add_column(escape("difference [95 %]"), justify="right", no_wrap=True)
     table.add_column("problems", justify="right")

@@ -34,6 +34,7 @@ class NotebookProgress(Progress):
 
     def stop(self) -> None:
         self.refresh()
+        self._handle = None  # the output of this cell is final; the next one shows a bar of its own
 
     def _output(self) -> dict[str, str]:
         console = Console(file=io.StringIO(), record=True, width=_WIDTH, force_jupyter=False)

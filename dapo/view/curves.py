@@ -23,8 +23,8 @@ _MOST_NAMES = 10_000
 _MOST_EVALUATIONS = 20_000
 
 TOKENS_IN = ("carried_in", "generated")
-# Besides these there is dropped/REASON. Only runs of older versions have `cancelled`, always 0.
-_TOKENS = (*TOKENS_IN, "trained", "masked", "stale", "cancelled", "carried_out")
+# Besides these there is dropped/REASON.
+_TOKENS = (*TOKENS_IN, "trained", "masked", "stale", "carried_out")
 
 # A skip scan: each next name is one lookup in the primary key (name, step), so the number of rows does not matter.
 _NAMES = """

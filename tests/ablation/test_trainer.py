@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from dapo.ablation.task import Task
 from dapo.ablation.trainer import ArmTrainer
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Reporter
+from dapo.types import EventKind
 from tests.ablation.recipes import plan_of, write_recipe
 from tests.runs import Interrupts, eval_sets, metrics
 from tests.training.test_faults import Losses
@@ -134,6 +136,41 @@ def test_a_run_whose_last_evaluation_was_interrupted_makes_up_for_it_when_resume
     train(task(plan, resume=True, keeps_checkpoint=keeps_checkpoint))
     assert read_status(folder) == Status.FINISHED
     assert evaluated() == {"easy": [0, 2], "hard": [0, 2]}
+
+
+def test_a_run_that_ended_early_makes_up_only_an_interrupted_evaluation_when_resumed(tmp_path: Path):
+    (tmp_path / "solved.py").write_text("def reward(completion, answer):\n    return 1.0\n", encoding="utf-8")
+    once = {"filter_groups": {"max_num_gen_batches": 1}}
+    recipe = write_recipe(tmp_path, eval={"every": 0, "k": 4}, algorithm=once, rollout={"n": 4, "max_concurrent": 4})
+    plan = plan_of(recipe, f"solved: reward.use={tmp_path / 'solved.py'}:reward", budget=Budget("steps", 9))
+    folder = plan.runs[0].folder
+    for resume in (False, True):  # interrupted twice
+        ArmTrainer(task(plan, resume=resume), Interrupts(0 if resume else 3)).train()
+        assert len(metrics(folder)) == 3
+        assert read_status(folder) == Status.UNFINISHED
+    train(task(plan, resume=True))
+    record = read_runs(plan, {})[0]
+    assert len(metrics(folder)) == 3
+    assert [each.step for each in record.evaluations["held_out"]] == [0, 3]
+    assert record.status == read_status(folder) == Status.ENDED_EARLY
+    assert record.reason is not None and "all responses had the same score" in record.reason
+
+
+def test_a_run_that_failed_trains_on_when_resumed_also_if_interrupted(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path, run={"save_every": 1}), "a: optim.lr=0.1", budget=Budget("steps", 2))
+    folder = plan.runs[0].folder
+    trainer = ArmTrainer(task(plan), Reporter())
+    for _ in trainer.steps():
+        trainer.recorder.event(EventKind.STOPPED, "the judge failed")
+        trainer.close()
+        break
+    for resume in range(2):
+        trainer = ArmTrainer(task(plan, resume=True), Reporter())
+        if resume == 0:
+            trainer.stopping.signal = signal.SIGINT  # before the first step
+        trainer.train()
+    assert len(metrics(folder)) == 2
+    assert read_status(folder) == Status.FINISHED
 
 
 def test_nothing_of_a_run_stays_in_memory_for_the_next_one(tmp_path: Path):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.weights import OPTIMIZER
-from dapo.errors import CheckpointError, LearnerLost, StorageError
+from dapo.errors import CheckpointError, LearnerLost, ModelError, StorageError
 from tests.saved import SavedRun
 
 
@@ -37,12 +37,18 @@ def use_up_the_gpu(folder):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-@pytest.mark.parametrize("fault", [lose_a_learner, use_up_the_memory, use_up_the_gpu])
+@pytest.mark.parametrize("fault", [lose_a_learner, use_up_the_memory])
 def test_a_fault_of_the_machine_is_not_blamed_on_the_checkpoint(saved, monkeypatch, fault):
     monkeypatch.setattr(saved.policy, "restore", fault)
     with pytest.raises(RuntimeError) as caught:
         checkpoint.restore(saved.folder / "step_1", saved.policy)
     assert not isinstance(caught.value, CheckpointError)
+
+
+def test_too_little_gpu_memory_to_restore_is_one_sentence_that_says_what_to_do(saved, monkeypatch):
+    monkeypatch.setattr(saved.policy, "restore", use_up_the_gpu)
+    with pytest.raises(ModelError, match=r"step_1: .* lower rollout.kv_memory_fraction, then run dapo resume .*/run$"):
+        checkpoint.restore(saved.folder / "step_1", saved.policy)
 
 
 @pytest.mark.parametrize("fault", ["shape", "missing", "not safetensors"])

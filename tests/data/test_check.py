@@ -33,7 +33,7 @@ def test_a_good_dataset_is_counted_and_its_lengths_drawn(tmp_path):
     assert "31 rows, 30 distinct, 1 duplicate left out" in text
     assert "layout: prompt and answer (31)" in text
     assert "prompt length in words, longest 30" in text
-    assert "the judge can read 29 of 30 answers (96.7%)" in text
+    assert "the rule integer can read 29 of 30 answers (96.7%)" in text
     assert "d.jsonl, line 30: 'five'" in text
     bars = [line for line in text.splitlines() if "█" in line]
     assert sum(int(line.split()[1]) for line in bars) == 30

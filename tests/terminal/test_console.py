@@ -1,9 +1,12 @@
 import io
 
+import numpy as np
 from rich.console import Console
 
-from dapo.terminal.console import ConsoleReporter
-from dapo.types import StepReport
+from dapo.config import Config
+from dapo.evaluation.evaluate import differences
+from dapo.terminal.console import ConsoleReporter, before_after_table
+from dapo.types import EvalReport, EvalSample, Prompt, Rollout, Score, StepReport
 
 
 def test_the_line_of_a_step_ends_with_the_components_of_the_score():
@@ -13,3 +16,32 @@ def test_the_line_of_a_step_ends_with_the_components_of_the_score():
     reporter = ConsoleReporter(Console(file=out, width=200))
     reporter.step(StepReport(1, metrics | components, (), {}))
     assert out.getvalue().rstrip().endswith("2 kept, math 0.25, [b] 1")
+
+
+def test_the_time_of_the_progress_bar_begins_with_training_and_not_in_an_earlier_cell():
+    config = Config.parse({"model": {"path": "none"}, "data": {"train": "none"}, "run": {"steps": 5}})
+    reporter = ConsoleReporter(Console(file=io.StringIO()))
+    for first_step in (0, 3):
+        (task,) = reporter.progress.tasks
+        assert task.start_time is not None
+        task.start_time -= 3600  # an hour between two cells
+        with reporter.training(config, first_step):
+            assert task.elapsed is not None and task.elapsed < 600
+            assert (task.completed, task.total) == (first_step, 5)
+
+
+def test_the_table_says_if_differences_leave_out_questions_that_were_not_judged_both_times():
+    def shown(*judged: bool) -> str:
+        scores = [Score(1.0) if each else Score(None, error="no gold") for each in judged]
+        tokens = np.zeros(1, np.int32)
+        samples = tuple(
+            EvalSample(Prompt(str(i), (), (), None), Rollout(0, 0, tokens, tokens, "stop", 0, "5"), score)
+            for i, score in enumerate(scores)
+        )
+        reports = [EvalReport(step, "test", {"reward/mean": 1.0}, samples) for step in (0, 1)]
+        console = Console(file=io.StringIO(), width=120)
+        console.print(before_after_table(*reports, differences(*reports)))
+        return " ".join(console.file.getvalue().split())
+
+    assert "over the 2 that were judged both times" in shown(True, False, True)
+    assert "judged both times" not in shown(True, True, True)

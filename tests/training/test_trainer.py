@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -24,7 +25,6 @@ from dapo import Config, Trainer
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.export import export_run
-from dapo.checkpoint.state import Best
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import CheckpointError, ConfigError, NothingToLearn, RewardError, TrainingStopped
 from dapo.model import trunk
@@ -478,24 +478,15 @@ def test_a_checkpoint_with_one_bit_changed_anywhere_is_refused_in_one_sentence(t
     assert train(config, resume=True).steps == 2
 
 
-def test_a_checkpoint_of_format_2_resumes(tmp_path):
-    """Format 2 has no checksum of state.json, and records the best checkpoint in a file of its own."""
-    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4")
-    train(whole)
-    train(runs.load(tmp_path, "run.name=parts", "run.steps=2"))
-    folder = tmp_path / "runs" / "parts" / "checkpoints"
-    sums = folder / "step_2" / "trainer" / "SHA256SUMS"
-    files = {name: digest for digest, name in (line.split("  ") for line in sums.read_text().splitlines())}
-    sums.unlink()
-    state = json.loads((folder / "step_2" / "trainer" / "state.json").read_text())
-    del state["best"], files["trainer/state.json"]
-    (folder / "step_2" / "trainer" / "state.json").write_text(json.dumps({**state, "format": 2, "files": files}))
-    (folder / "best.json").write_text('{"step": 2, "metric": "set/avg@2", "value": 0.5}')
-    (tmp_path / "runs" / "parts" / ".lock").write_text("")
-    assert checkpoint.best(folder) == Best(2, "set/avg@2", 0.5)
-    parts = runs.load(tmp_path, "run.name=parts", "run.steps=4")
-    train(parts, resume=True)
-    runs.assert_same_run(whole.run_dir, parts.run_dir, step=4)
+@pytest.mark.parametrize("found", [2, None])
+def test_a_checkpoint_of_an_older_format_is_refused_in_one_sentence(tmp_path, found):
+    saved = SavedRun(tmp_path)
+    saved.save(1)
+    file = saved.folder / "step_1" / "trainer" / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": found}))
+    (saved.folder / "step_1" / "trainer" / "SHA256SUMS").unlink()  # format 2 had none
+    with pytest.raises(CheckpointError, match=rf"step_1: written in format {found}, .* use the version that wrote it$"):
+        checkpoint.read_state(saved.folder / "step_1")
 
 
 @pytest.mark.parametrize(
@@ -506,8 +497,9 @@ def test_a_state_with_wrong_types_is_refused_in_one_sentence(tmp_path, key, valu
     saved = SavedRun(tmp_path)
     saved.save(1)
     file = saved.folder / "step_1" / "trainer" / "state.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), key: value, "format": 2, "files": {}}))
-    (saved.folder / "step_1" / "trainer" / "SHA256SUMS").unlink()
+    sums, before = file.with_name("SHA256SUMS"), hashlib.sha256(file.read_bytes()).hexdigest()
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    sums.write_text(sums.read_text().replace(before, hashlib.sha256(file.read_bytes()).hexdigest()))
     with pytest.raises(
         CheckpointError, match=rf"the checkpoint is damaged \(ValueError: {key}.* in trainer/state.json"
     ):

@@ -226,7 +226,7 @@ def _response(run: Run, found: GroupDetail, response: Response) -> None:
 
 
 def _ending(response: Response) -> tuple[str, str]:
-    """Return a row that says why the response ended; runs of earlier versions did not record it for episodes."""
+    """Return a row that says why the response ended. An episode's last turn has its own reason."""
     ended = response.turns[-1].get("ended") if response.turns else None
     if isinstance(ended, str):
         return "ended", display_text(ended, _NAME)
