@@ -142,9 +142,11 @@ class FixedSize:
         padding = tokens - layout.tokens
         assert padding >= 0
         longest_query, longest_key = layout.longest
+        segments = len(layout.query_lengths) + -(-padding // _PADDING)
         return cls(
             tokens,
-            segments=_power_of_two(len(layout.query_lengths) + -(-padding // _PADDING)),
+            # With room for the layout that a graph is captured on, which is all padding.
+            segments=_power_of_two(max(segments, -(-tokens // _PADDING))),
             keys=_power_of_two(len(layout.sources_K) + padding),
             longest_query=_power_of_two(longest_query),
             longest_key=_power_of_two(longest_key),

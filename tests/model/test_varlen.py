@@ -128,3 +128,12 @@ def test_a_fixed_size_can_be_filled_again_with_less():
 def test_sizes_are_rounded_up_to_powers_of_two():
     layout = Layout.of(FAMILIES)
     assert FixedSize.of(layout, 512) == FixedSize(512, segments=64, keys=1024, longest_query=64, longest_key=64)
+
+
+def test_a_few_long_sequences_have_room_for_the_padding_that_a_graph_is_captured_on():
+    """6,144 tokens in 3 segments: all padding would be 96 segments."""
+    layout = Layout.of([Family((2000 * i, 2000)) for i in range(3)])
+    segments = FixedSegments(FixedSize.of(layout, 6144), torch.device("cpu"))
+    assert segments.query_bounds.unique().tolist() == list(range(0, 6145, 64))
+    segments.fill(layout)
+    assert segments.query_bounds.unique().tolist() == [0, 2000, 4000, 6000, 6064, 6128, 6144]
