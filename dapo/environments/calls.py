@@ -63,7 +63,7 @@ def _whole_turn(body: str) -> list[Wanted]:
     return [_wanted(member) for member in members] if is_call else []
 
 
-def _quoted(text: str, tools: Collection[str]) -> Iterator[dict[str, Any]]:
+def _quoted(text: str, tools: Collection[str]) -> Iterator[Any]:
     """Yield the calls in code fences and in `<tools>` tags, with any text around them."""
     at = 0
     while opening := _QUOTE.search(text, at):
