@@ -8,6 +8,7 @@ What a model only thinks (`reward.think_tags`) is not called.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
 from dapo.config import TOOLS
@@ -64,7 +65,10 @@ class Tool:
             "function": {"name": self.name, "description": summary, "parameters": parameters},
         }
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any], *, is_text: bool = False) -> str:
+        """Call the function and return its result as text. `is_text`: read arguments by the types of the parameters."""
+        if is_text:
+            arguments = {name: self._read(name, text) for name, text in arguments.items()}
         try:
             checked = self.model.model_validate(arguments)
         except ValidationError as error:
@@ -78,6 +82,23 @@ class Tool:
             raise
         except Exception as error:  # the model's arguments may be out of range: it gets to know, and may try again
             raise ToolError(f"{type(error).__name__}: {str(error)[:500]}") from None
+
+    def _read(self, name: str, text: str) -> Any:
+        """Return an argument that was written as text: itself if the parameter takes it, else what it is as JSON."""
+        if name not in self.model.model_fields:
+            return text
+        annotation: Any = self.model.model_fields[name].annotation
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+        values: list[Any] = [None] if text.strip() in ("null", "None") else []
+        for value in (*values, text):
+            try:
+                return adapter.validate_python(value, strict=True)
+            except ValidationError:
+                pass
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text  # a date, or a boolean as Python writes it; or a mistake, which the check reports
 
 
 def _parameters(function: Callable[..., Any], where: str) -> type[BaseModel]:
@@ -120,7 +141,7 @@ class ToolEnvironment:
         self.calls: list[ToolCall] = []
 
     async def reply(self, text: str) -> list[Message] | End:
-        wanted = find_calls(text)
+        wanted = find_calls(text, self.tools)
         if not wanted:
             return End()
         self.before_turn()
@@ -144,7 +165,7 @@ class ToolEnvironment:
             raise ToolError(wanted.error)
         if wanted.name not in self.tools:
             raise ToolError(f"there is no tool '{wanted.name[:100]}'; the tools are {', '.join(self.tools)}")
-        return await self.tools[wanted.name].call(wanted.arguments)
+        return await self.tools[wanted.name].call(wanted.arguments, is_text=wanted.is_text)
 
     def cut_off(self) -> End:
         return End()

@@ -196,6 +196,8 @@ def test_what_is_only_thought_is_not_called(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def add(a: int, b: int) -> int:\n    '''Add.'''\n    return a + b\n")
     made, thought = call("add", a=2, b=3), f"Maybe {call('add', a=1, b=1)}, but no."
+    coded = "<tool_call><function=add><parameter=a>2</parameter><parameter=b>3</parameter></function></tool_call>"
+    fenced = 'So:\n```json\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n```'
     opening = replace(PROMPT, opens_thought=True)  # as the chat template does
     with closing(opened(f"tools:{path}", think_tags=["<think>", "</think>"])) as pool:
         for text, prompt, results in [
@@ -205,6 +207,10 @@ def test_what_is_only_thought_is_not_called(tmp_path):
             (f"<think>{thought}", PROMPT, []),  # a thought that does not end
             (thought, opening, []),
             (f"{thought}</think>{made}", opening, ["5"]),
+            (f"<think>{coded}</think>Answer: 5", PROMPT, []),
+            (f"<think>{thought}</think>{coded}", PROMPT, ["5"]),
+            (f"<think>{fenced}</think>Answer: 5", PROMPT, []),
+            (f"<think>hm</think>{fenced}", PROMPT, ["5"]),
         ]:
             (reply,) = replies(pool, [text], prompt=prompt)
             assert [each.result for each in reply.calls] == results
