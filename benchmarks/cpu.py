@@ -91,7 +91,7 @@ def rollout(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, 
         )  # fmt: skip
 
     narrow = embedded_sampler(load_model(ModelConfig(path=MODEL, device="cpu", dtype="bfloat16")), prompts)
-    pairs = {
+    pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "rollout, 4 x 16 x 64 tokens: embedded against transformers.generate": (embedded, generate),
         "the same: embedded in bf16 against float32": (narrow, embedded),
     }
