@@ -21,9 +21,9 @@ def add_rms_norm(
     Without a delta, the sum is the residual tensor itself, not a copy. The normed rows have the dtype of the delta, or
     that of the weight where there is no delta.
     """
-    residual_out_Td = residual_Td if delta_Td is None else residual_Td + delta_Td
+    residual_out_Td = residual_Td if delta_Td is None else residual_Td + delta_Td.float()
     rstd_T = torch.rsqrt(residual_out_Td.square().mean(-1) + eps)
-    normed_Td = residual_out_Td * rstd_T[:, None] * weight_d
+    normed_Td = residual_out_Td * rstd_T[:, None] * weight_d.float()
     return normed_Td.to(narrow_dtype(delta_Td, weight_d)), residual_out_Td, rstd_T
 
 

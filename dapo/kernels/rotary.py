@@ -36,14 +36,14 @@ def rotate(
     qk_T = query_key_columns(qkv_T, heads, kv_heads)
     if table is None and norms is None:
         return qk_T
+    x = _by_head(qk_T, heads, kv_heads)
     if norms is not None:
-        x = _by_head(qk_T, heads, kv_heads)
         rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + norms.eps)
-        qk_T = (x * rstd * _norm_weights(norms, heads, kv_heads)).to(qkv_T.dtype).flatten(1)
+        x = (x * rstd * _norm_weights(norms, heads, kv_heads)).to(qkv_T.dtype).float()
     if table is not None:
-        by_head = qk_T.unflatten(1, (heads + kv_heads, -1))
-        by_head.copy_(_rotated(by_head.float(), positions_T, table, 1.0))
-    return qk_T
+        x = _rotated(x, positions_T, table, 1.0)
+    out_T = x.flatten(1).to(qkv_T.dtype)
+    return qk_T.copy_(out_T) if norms is None else out_T
 
 
 @kernel

@@ -13,6 +13,8 @@ _ENOUGH_ROWS = 128
 # A sum over many tokens with a small result would leave most of a GPU idle too: it is split into this many parts.
 _SUM_PARTS = 16
 _LEAST_SUMMED = 64  # tokens of a part
+_TILE = 16  # columns that oneDNN's bf16 products compute at once
+_FEW_TILES = 8
 _REFINED = 16  # likeliest tokens of a row whose logits are not rounded
 _BLOCK = 128  # tokens whose maximum is taken first
 
@@ -29,10 +31,23 @@ def same_bits_for_any_rows() -> None:
 
 
 def linear(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Tensor:
+    """Return input @ weight.T + bias, with contiguous rows."""
     rows, terms = input_Ti.shape
     if input_Ti.is_cuda and terms >= _MANY_TERMS and rows < _ENOUGH_ROWS:
         return F.linear(F.pad(input_Ti, (0, 0, 0, _ENOUGH_ROWS - rows)), weight_oi, bias_o)[:rows]
     return F.linear(input_Ti, weight_oi, bias_o)
+
+
+def linear_any_layout(input_Ti: Tensor, weight_oi: Tensor) -> Tensor:
+    """Return input @ weight.T, possibly as a transposed view.
+
+    On a CPU, F.linear copies the weight of a bf16 product into another layout on every call. With the weight as the
+    left operand only the input is copied. That is faster if its rows fill whole tiles, and if they are few.
+    """
+    rows = len(input_Ti)
+    if input_Ti.dtype == torch.bfloat16 and not input_Ti.is_cuda and rows % _TILE == 0 and rows <= _FEW_TILES * _TILE:
+        return torch.mm(weight_oi, input_Ti.t()).t()
+    return linear(input_Ti, weight_oi)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

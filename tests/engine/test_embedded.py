@@ -9,8 +9,10 @@ import torch
 from dapo.engine.embedded.eager import EagerDecoder
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.embedded.paged import BURST, PagedDecoder
-from dapo.model.attention import ATTENTION_NAME
+from dapo.model.attention import ATTENTION_NAME, Family
+from dapo.model.forward import head_weight, hidden_states, packed_plan
 from dapo.model.trunk import _TRUNKS, FusedTrunk, can_fuse
+from dapo.policy.head import chunked_logprobs
 from dapo.types import Extension, Request, SamplingParams
 from tests import plain
 from tests.engine.test_contract import drain
@@ -99,6 +101,30 @@ def test_recorded_log_probabilities_are_those_of_plain_transformers(engine_for, 
         with torch.no_grad():
             (expected,) = plain.logprobs(twin, questions[serial], [rollout.tokens.tolist()], temperature)
         np.testing.assert_allclose(rollout.logprobs, expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2, tiny_qwen3])
+def test_in_bfloat16_on_a_cpu_sampler_and_trainer_agree_and_sampling_is_repeatable(build):
+    model = build().bfloat16()
+    model.set_attn_implementation(ATTENTION_NAME)
+    questions = prompts(4, seed=1)
+    requests = [Request(i, p, 8, SamplingParams(max_tokens=12)) for i, p in enumerate(questions)]
+    first, again = (
+        drain(EmbeddedEngine(model, tiny_tokenizer(), frozenset({EOS_ID}), 0, max_concurrent=32), *requests)
+        for _ in range(2)
+    )
+    gaps = []
+    for (serial, index), rollout in first.items():
+        assert np.array_equal(rollout.tokens, again[serial, index].tokens)
+        assert np.array_equal(rollout.logprobs, again[serial, index].logprobs)
+        prompt = questions[serial]
+        tokens, positions = torch.tensor([*prompt, *rollout.tokens]), torch.arange(len(prompt) + len(rollout))
+        plan = packed_plan(model, [Family((0, len(tokens)))], positions)
+        with torch.no_grad():
+            hidden = hidden_states(model, tokens, positions, plan)[len(prompt) - 1 : -1]
+            expected = chunked_logprobs(hidden, head_weight(model), tokens[len(prompt) :], 1.0)
+        gaps.append(np.abs(rollout.logprobs - expected.numpy()))
+    assert np.concatenate(gaps).mean() < 0.02
 
 
 def test_a_rollout_does_not_depend_on_what_else_is_in_flight(engine_for):

@@ -95,7 +95,8 @@ def test_other_models_are_computed_by_transformers():
     assert not can_fuse(tiny_llama(hidden_act="gelu"))
     dynamic = tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     assert not can_fuse(dynamic)
-    assert isinstance(trunk_of(tiny_llama()), PlainTrunk)  # on a CPU
+    assert isinstance(trunk_of(tiny_llama()), PlainTrunk)  # in float32
+    assert isinstance(trunk_of(tiny_llama().bfloat16()), FusedTrunk)
     model = tiny_llama()
     assert trunk_of(model) is trunk_of(model)
 

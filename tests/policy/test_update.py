@@ -388,6 +388,7 @@ def test_bf16_gradients_are_summed_in_fp32_over_micro_batches():
             for_dapo(tiny_llama().bfloat16()),
             config(optim__max_tokens_per_micro_batch=budget, algorithm__loss_agg_mode="seq-mean-token-sum"),
         )
+        policy.optimizer.zero_grad_buffers()
         for batch in policy._micro_batches(groups, version=0):
             policy._backward(batch)
         assert all(parameter.grad is None for parameter in policy.optimizer.parameters)
