@@ -19,7 +19,7 @@ _FORM = '{"name": ..., "arguments": {...}}'
 
 
 class Wanted(NamedTuple):
-    """A call that a model wrote. `error` says why it cannot be made, if so."""
+    """A tool call that the model wrote. `error` says why it cannot be made, if it cannot."""
 
     name: str
     arguments: dict[str, Any]
@@ -28,7 +28,7 @@ class Wanted(NamedTuple):
 
 
 def find_calls(text: str) -> list[Wanted]:
-    """Return the calls in their order; empty if the turn has none."""
+    """Return the calls of a turn in order."""
     if "<tool_call>" in text:
         return [call for body in _TAGGED.findall(text) for call in _read(body.strip())]
     body = text.strip()
@@ -41,7 +41,7 @@ def find_calls(text: str) -> list[Wanted]:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
-        return []  # an answer that begins with a brace
+        return []  # not a call, but an answer that begins with a brace
     members = found if isinstance(found, list) else [found]
     is_call = bool(members) and all(isinstance(m, dict) and "name" in m and _arguments(m) is not None for m in members)
     return [_wanted(member) for member in members] if is_call else []
