@@ -13,7 +13,7 @@ from typing import Any
 
 from dapo.cluster.placement import Demand, room, wants_gpus
 from dapo.config import Config
-from dapo.errors import ClusterError
+from dapo.errors import ClusterError, one_line
 from dapo.system.install import install_hint
 from dapo.system.progress import progress
 
@@ -76,7 +76,7 @@ def join(given: str | None = None) -> bool:
             what = (
                 "Ray cannot be started here" if address in LOCAL else f"{option} is {address}, which cannot be joined"
             )
-            raise ClusterError(f"{what}: {_one_line(error)}") from None
+            raise ClusterError(f"{what}: {one_line(error)}") from None
     return True
 
 
@@ -172,7 +172,3 @@ def _has_joined() -> bool:
     """Return whether this process is connected to Ray, without importing Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

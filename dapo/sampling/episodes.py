@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from dapo.config import Config
 from dapo.engine.protocol import Engine
 from dapo.environments.protocol import EnvironmentPool, Message, Reply
+from dapo.errors import one_line
 from dapo.model.template import TurnTemplate
 from dapo.rewards.protocol import Judge
 from dapo.system.progress import wait_visibly
@@ -222,8 +223,7 @@ class Episodes:
         try:
             return reply, environment.template.between(reply.messages, int(asked.rollout.tokens[-1]))
         except Exception as error:  # templates raise any exception
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            message = f"the model's chat template rejects the environment's messages ({reason})"
+            message = f"the model's chat template rejects the environment's messages ({one_line(error)})"
             return replace(reply, messages=(), ended=True, score=Score(None, error=message)), ()
 
     def _end(self, environment: Environment, group: _Group, asked: _Asked, reply: Reply) -> Rollout:
