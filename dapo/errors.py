@@ -19,6 +19,11 @@ def mask_secrets(text: str) -> str:
     return _PARAMETER.sub(lambda found: found[1] + ("***" if _SECRET_NAME.search(found[2]) else found[3]), text)
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's message as one line of at most 300 characters, or its type if it has no message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 class DapoError(Exception):
     """An error that the user can fix. The command line prints its one sentence and exits with `exit_code`.
 

@@ -19,13 +19,13 @@ from dapo.errors import ConfigError
 
 FULL, RECIPE = "full", "recipe"
 LADDER, LEAVE_ONE_OUT = "ladder", "leave-one-out"
-# All runs of an ablation share these: they are set by its own options, or arms could not be compared.
+# Arms may not change these, or they could not be compared. The ablation's own options set them.
 _SHARED = ("run.", "eval.")
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A name and the options by which it changes the recipe, as KEY=VALUE."""
+    """A name, and the options that the arm changes in the recipe, as KEY=VALUE."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """One technique of DAPO: the options that turn it on, with the recipe's values if it has any, and off."""
+    """One technique of DAPO, and the options that turn it on (with the recipe's values, if any) and off."""
 
     name: str
     on: Callable[[Config], dict[str, Any]]
@@ -103,7 +103,7 @@ def published_arms(config: Config, families: Iterable[str]) -> list[Arm]:
             f"{config.algorithm.loss}; name your own arms with --arm"
         )
     names = [technique.name for technique in TECHNIQUES]
-    arms: dict[str, set[str]] = {}  # name -> techniques that are on
+    arms: dict[str, set[str]] = {}  # name -> its techniques
     if LADDER in families:
         arms["grpo"] = set()
         arms |= {f"+{name}": set(names[: i + 1]) for i, name in enumerate(names[:-1])}
@@ -112,7 +112,7 @@ def published_arms(config: Config, families: Iterable[str]) -> list[Arm]:
     arms[FULL] = set(names)
     distinct: dict[frozenset[str], str] = {}
     for name, used in arms.items():
-        distinct.setdefault(frozenset(used), name)  # no-dynamic-sampling is also the rung below the last
+        distinct.setdefault(frozenset(used), name)  # no-dynamic-sampling is the same arm as the last rung but one
     return [Arm(name, _overrides(config, used)) for used, name in distinct.items()]
 
 
@@ -181,9 +181,9 @@ def _flat(options: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
 
 
 def collect_arms(config: Config, families: Sequence[str], given: Sequence[str]) -> tuple[list[Arm], str]:
-    """Return all arms that --arms and --arm name, and the name of the one that the others are compared with.
+    """Return the arms of --arms and --arm, and the name of the reference, with which the others are compared.
 
-    The ladder is the default. Without any published arm, the recipe as it is takes the place of `full`.
+    The ladder is the default. Without a published arm, the unchanged recipe is the reference instead of `full`.
     """
     families = families or (() if given else (LADDER,))
     published = [each for each in families if each in (LADDER, LEAVE_ONE_OUT)]

@@ -1,4 +1,4 @@
-"""The Ray actor that trains runs: it starts the worker process on its node, and passes messages and signals on."""
+"""The Ray actor that trains runs: it starts the worker process on its node, and forwards messages and signals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dapo.errors import ClusterError
 
 
 class PlacedWorker:
-    """Answers `train` and `news` in one thread and `send_signal` in another: Ray must give it two.
+    """Answers `train` and `news` in one thread and `send_signal` in another, so Ray must give it two threads.
 
     If the actor dies, the kernel kills the process, and with it the run.
     """
@@ -21,7 +21,7 @@ class PlacedWorker:
     def open(self, witness: str, folder: str, variables: Mapping[str, str]) -> str:
         """Start the process in this folder with these variables. Return the name of the node.
 
-        `witness` is a file that the driver has just made in the folder of all runs.
+        `witness` is a file that the driver has just created in the runs' folder, to check that this node sees it.
         """
         node = socket.gethostname()
         if not os.path.exists(witness):
@@ -35,12 +35,12 @@ class PlacedWorker:
         return node
 
     def train(self, task: Task) -> list[News]:
-        """Start to train a run, and wait for the first news."""
+        """Start to train a run, and wait for the first messages."""
         self.process.begin(task)
         return self.news()
 
     def news(self) -> list[News]:
-        """Wait for news of the run. If it failed, the next run gets a new process."""
+        """Wait for messages about the run. If it failed, the next run gets a new process."""
         news = [self.process.news()]
         while not isinstance(news[-1], Outcome) and self.process.connection.poll():
             news.append(self.process.news())

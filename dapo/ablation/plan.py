@@ -18,9 +18,9 @@ from dapo.errors import CheckpointError, ConfigError, NotReady
 from dapo.system.files import write_text
 
 PLAN_FILE, RUNS = "ablation.yaml", "runs"
-_NO_LIMIT = 10**6  # steps of a run that ends by seconds or tokens
+_NO_LIMIT = 10**6  # run.steps of a run whose budget is in seconds or tokens
 _CLIPS = {"algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c"}
-# Options in which two runs of one seed may differ and still have the same evaluation before the first step.
+# Options that do not change the evaluation before the first step: two runs of one seed may differ in them and share it.
 _AFTER_THE_BASE = (
     "algorithm.", "optim.", "run.", "reward.length_shaping", "reward.target_length", "reward.overlong_buffer.",
     "data.train", "data.gen_batch_size", "rollout.n", "rollout.temperature", "rollout.mode", "eval.every",
@@ -31,7 +31,7 @@ Unit = Literal["steps", "epochs", "seconds", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The length of every run. Seconds are those of training steps, without evaluation and saving."""
+    """The length of every run. Seconds count training steps only, not evaluation and saving."""
 
     unit: Unit
     amount: float
@@ -58,7 +58,7 @@ class PlannedRun:
         return self.config.run_dir
 
     def has_base_of(self, other: PlannedRun) -> bool:
-        """Return whether both runs have the same first evaluation: the same model, questions and random numbers."""
+        """Return whether the first evaluation of both runs is the same: equal model, questions and random numbers."""
         differing = self.config.differences(other.config)
         return self.seed == other.seed and all(key.startswith(_AFTER_THE_BASE) for key in differing)
 
@@ -70,7 +70,7 @@ class Plan:
     budget: Budget
     reference: str  # the arm that the others are compared with
     arms: tuple[Arm, ...]
-    runs: tuple[PlannedRun, ...]  # all arms of the first seed first, so that an unfinished ablation is balanced
+    runs: tuple[PlannedRun, ...]  # all arms of the first seed first, so that an unfinished ablation can be compared
     out: Path
 
     @property
@@ -108,7 +108,7 @@ class Plan:
         write_text(self.out / PLAN_FILE, text)
 
     def _compare(self, recorded: dict[str, Any]) -> None:
-        """Refuse to resume with another recipe, budget or reference, or without recorded arms and seeds."""
+        """Refuse to resume with another recipe, budget or reference, or with recorded arms or seeds left out."""
         now = self.values()
         arms, seeds = recorded.get("arms"), recorded.get("seeds")
         if not isinstance(arms, dict) or not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds):
@@ -181,7 +181,7 @@ def make_plan(
 
 
 def by_arms(problems: Mapping[str, Sequence[str]], count: int) -> list[str]:
-    """Return each sentence once, with the names of its arms in front unless it is about all `count` arms."""
+    """Return each sentence once, after the names of its arms, unless it applies to all `count` arms."""
     return [
         sentence if len(arms) == count else f"arm{'s' * (len(arms) > 1)} {str(list(arms))[1:-1]}: {sentence}"
         for sentence, arms in problems.items()
@@ -207,7 +207,7 @@ def _run(recipe: Path, overrides: Sequence[str], arm: str, seed: int, budget: Bu
 
 
 def warnings(plan: Plan) -> Iterator[str]:
-    """Yield the reasons, known before the first run, why arms cannot be told apart or intervals say too little."""
+    """Yield what can be said before the first run: arms that cannot differ, and intervals that will be too wide."""
     first = {run.arm: run.config for run in plan.runs if run.seed == plan.runs[0].seed}
     for (one, config), (other, changed) in combinations(first.items(), 2):
         differing = config.differences(changed).keys() - {"run.name"}

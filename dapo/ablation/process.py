@@ -1,4 +1,4 @@
-"""The parent's side of the process that trains the runs: starting it, sending it tasks and signals, and its death."""
+"""The process that trains the runs, from its parent's side: start it, send it tasks and signals, notice its death."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from dapo.ablation.task import News, Outcome, Task
 from dapo.training.signals import handler
 
-# Gives the worker this process's import path. With -m, the working directory would come first in it.
+# Gives the worker this process's import path. With -m, the working directory would come first.
 _COMMAND = (
     "import signal, sys; _, socket, lifeline, *sys.path = sys.argv; "
     "signal.signal(signal.SIGINT, signal.SIG_DFL); "  # while nothing is trained, Ctrl-C ends it without a traceback
-    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "  # which Ray blocks in all that it starts
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "  # Ray blocks it in the processes that it starts
     "from dapo.ablation.worker import main; main(int(socket), int(lifeline))"
 )
 
@@ -40,13 +40,13 @@ class WorkerProcess:
         return outcome, received[0] if received else outcome.signal
 
     def begin(self, task: Task) -> None:
-        """Start to train a run; `news` tells how it goes."""
+        """Start to train a run. `news` then returns its messages."""
         self.start()
         with suppress(BrokenPipeError, ConnectionResetError):  # if the process is dead, `news` says so
             self.connection.send(task)
 
     def news(self) -> News:
-        """Wait for the next message of the process; after an outcome there is none until the next task."""
+        """Wait for the next message of the process. The outcome is the last one of a task."""
         assert self.process is not None
         try:
             return self.connection.recv()
@@ -88,7 +88,7 @@ class WorkerProcess:
 
 @contextmanager
 def signals_collected(on_signal: Callable[[int], None] = lambda number: None) -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM and SIGHUP during the block in the list that is yielded, and call `on_signal`."""
+    """Yield a list that collects SIGINT, SIGTERM and SIGHUP during the block, and call `on_signal` for each."""
     received: list[int] = []
 
     def collect(number: int, _: Any) -> None:

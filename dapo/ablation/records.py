@@ -25,7 +25,7 @@ _TAIL = 0.1  # share of the steps that count as the end of training
 
 class Status(StrEnum):
     FINISHED = "finished"
-    ENDED_EARLY = "ended early"  # nothing left to learn; its last evaluation counts to the end of the budget
+    ENDED_EARLY = "ended early"  # nothing was left to learn; its last evaluation stands for the rest of the budget
     FAILED = "failed"
     UNFINISHED = "unfinished"
     MISSING = "not started"
@@ -58,11 +58,11 @@ class Training:
     tokens: float
     entropy: float
     length: float
-    dropped: float  # share of the generated tokens, in groups that were dropped or went stale
+    dropped: float  # share of the generated tokens that were in dropped or stale groups
     cut_off: float  # share of the responses
     longest: float  # tokens
     clipped: float  # largest share of a step's tokens that were clipped from above
-    flat_groups: float  # groups dropped because all responses were right, wrong, or scored alike
+    flat_groups: float  # groups dropped because all responses were right, all wrong, or all scored alike
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +87,7 @@ def read_status(folder: Path) -> Status:
 
 
 def read_runs(plan: Plan, failures: Mapping[str, str]) -> list[RunRecord]:
-    """Read all runs. `failures` are those of this session, also of runs that failed before they had a database."""
+    """Read all runs. `failures` has this session's failures, including runs that failed before they had a database."""
     return [_read_run(run.folder, run.arm, run.seed, failures.get(run.config.run.name)) for run in plan.runs]
 
 

@@ -32,7 +32,7 @@ _AXES: dict[Axis, str] = {"step": "steps", "seconds": "seconds of training", "to
 
 
 def write_report(result: Result, out: Path) -> str:
-    """Write the report, and return a line that says so. Without NiceGUI there is none: the line then says why."""
+    """Write the report and return a line that says so, or a line that says why not if NiceGUI is not installed."""
     plan = result.plan
     facts = {
         "recipe": plan.recipe,
@@ -140,7 +140,7 @@ def _evaluation_points(run: RunRecord, name: str, axis: Axis, end: float) -> Poi
 
 
 def band(members: Sequence[Points]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return x, mean, lowest and highest of several curves, each on straight lines between its own points.
+    """Return x, mean, lowest and highest of several curves, interpolated linearly between the points of each.
 
     The band ends where the first curve ends.
     """

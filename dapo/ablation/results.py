@@ -41,11 +41,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """How many runs of an arm had an evaluation of at least `level`, and what they had spent when they first did."""
+    """How many runs of an arm reached `level` in an evaluation, and what they had spent when they first did."""
 
     level: float
     runs: int
-    seconds: float  # mean over the runs; NaN unless all of them reached the level, as are the tokens
+    seconds: float  # mean over the runs; like the tokens, NaN unless all runs reached the level
     tokens: float
 
 
@@ -54,7 +54,7 @@ class ArmResult:
     """One arm on one evaluation set."""
 
     arm: str
-    seeds: list[int]  # of its finished runs, also those that ended early
+    seeds: list[int]  # of its finished runs, including those that ended early
     base: float  # the metric before the first step; this and the values below are means over seeds
     values: Mapping[Where, float]
     differences: Mapping[Where, Difference]  # empty for the reference
@@ -86,7 +86,7 @@ class Result:
 
 
 def compare(plan: Plan, runs: list[RunRecord], levels: Sequence[float] = ()) -> Result:
-    """Compare the arms by their finished runs, and by what they spent to reach each level (in percent for rates)."""
+    """Compare the arms' finished runs, also by what they spent to reach each level (in percent for rates)."""
     done = [run for run in runs if run.status.is_done]
     names = dict.fromkeys(name for run in done for name in run.evaluations)
     sets = [found for name in names if (found := _compare_set(plan, name, done, levels))]
@@ -99,10 +99,10 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
     members = [run for run in runs if run.evaluations.get(name)]
     if not members:
         return None
-    # The last evaluation of a run that ended early also holds at every later point, so such a run sets no limit.
+    # The last evaluation of a run that ended early also stands for every later point, so such a run sets no limit.
     whole = [run for run in members if run.status == Status.FINISHED] or members
     at = {axis: min(amount(run.evaluations[name][-1], axis) for run in whole) for axis in ("seconds", "tokens")}
-    if plan.budget.unit in at:  # every run exceeds it by a part of a step
+    if plan.budget.unit in at:  # runs overshoot it by part of a step
         at[plan.budget.unit] = min(at[plan.budget.unit], plan.budget.amount)
     cells: dict[tuple[str, Where], Cells] = {}
     for arm in plan.arms:
@@ -152,9 +152,9 @@ def amount(evaluation: Evaluation, axis: Axis) -> float:
 
 
 def values_at(evaluations: Sequence[Evaluation], axis: Where, at: float) -> Mapping[str, float]:
-    """Return each question's value at a point of an axis, on the line between the evaluations before and after it.
+    """Return each question's value at a point of an axis, interpolated between the evaluations before and after it.
 
-    After the last evaluation, the values stay as they are.
+    After the last evaluation, the values stay constant.
     """
     if axis == "end":
         return evaluations[-1].values
@@ -177,7 +177,7 @@ def _mean_training(members: Sequence[Training]) -> Training:
 
 
 def _notes(plan: Plan, trainings: Mapping[str, Training]) -> Any:
-    """Yield which techniques could not act in these runs, whatever the table says about their arms."""
+    """Yield a note for each technique that had no effect in these runs, whatever the table says about its arm."""
     limit = plan.config.data.max_response_length
     everywhere = list(trainings.values())
     if not everywhere:

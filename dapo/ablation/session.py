@@ -1,4 +1,4 @@
-"""Train the runs of a plan one after the other. The run directories say which runs are finished."""
+"""Train the runs of a plan one after the other. Which runs are finished is read from their directories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dapo.types import Event, EventKind
 class Session:
     """One call of `dapo ablate`: its settings, and how its runs ended.
 
-    `on_run` is called with the number of a run, what happens to it, and the style in which to show that.
+    `on_run` is called with a run, its number, a message about it, and the style in which to show the message.
     """
 
     plan: Plan
@@ -31,14 +31,14 @@ class Session:
     verbosity: Verbosity
     on_run: Callable[[int, PlannedRun, str, str], None]
     failures: dict[str, str] = field(default_factory=dict)  # run name -> sentence
-    signal: int | None = None  # the one that ended it early
+    signal: int | None = None  # the signal that ended the session early
 
     def unfinished(self) -> list[tuple[int, PlannedRun]]:
         """Return the runs that are left to train, with their numbers."""
         return [(i, run) for i, run in enumerate(self.plan.runs, start=1) if not read_status(run.folder).is_done]
 
     def begin(self, number: int, run: PlannedRun, base: Base | None, where: str = "") -> Task:
-        """Return the task of training this run. `where`: the node, if Ray has placed it."""
+        """Announce a run, and return the task for the worker that trains it. `where` is its node on Ray."""
         resume = read_status(run.folder) != Status.MISSING
         self.on_run(number, run, ("resumes" if resume else "starts") + (f" on {where}" if where else ""), "bold")
         plan = self.plan
@@ -49,7 +49,7 @@ class Session:
     def end(self, number: int, run: PlannedRun, outcome: Outcome) -> Status:
         """Record how a run ended, and return its status."""
         status = Status.FAILED if outcome.failure is not None else read_status(run.folder)
-        if status.is_done and not self.keep_checkpoints:  # also if a signal came while it finished
+        if status.is_done and not self.keep_checkpoints:  # even if a signal came while it finished
             shutil.rmtree(run.folder / CHECKPOINTS, ignore_errors=True)
         if self.signal is None and outcome.failure is not None:
             self.failures[run.config.run.name] = outcome.failure
@@ -61,7 +61,7 @@ class Session:
 
 
 def train_in_turn(session: Session) -> None:
-    """Train every run that is not finished. If one fails, this is recorded, and the next is trained."""
+    """Train every run that is not finished. If one fails, record it and continue with the next."""
     worker = WorkerProcess()
     try:
         for number, run in session.unfinished():
@@ -77,7 +77,7 @@ def train_in_turn(session: Session) -> None:
 
 
 def recorded_base(run: PlannedRun, plan: Plan) -> Base | None:
-    """Return the first evaluation of a run that had the same model, questions and random numbers, or None."""
+    """Return the first evaluation of another run if this run's would be the same, or None."""
     for other in plan.runs:
         file = other.folder / DATABASE_FILE
         if other is not run and file.exists() and run.has_base_of(other):

@@ -1,6 +1,6 @@
-"""Training the runs of a plan side by side: as many workers as a Ray cluster has room for, each with one run at a time.
+"""Train the runs of a plan side by side: one run per worker, and as many workers as a Ray cluster has room for.
 
-The records, and with them what is done and what is left, are those of `session`.
+`session` keeps the records of what is done and what is left.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Site:
         if per_gpu > 1 and not on_gpu:
             raise ClusterError("--runs-per-gpu: the runs train on CPUs; leave it out")
         threads = torch.get_num_threads()
-        if on_gpu:  # no more than a run's share of the CPUs of its node
+        if on_gpu:  # at most the run's share of its node's CPUs
             shares = (node.get("CPU", 0.0) // (node["GPU"] * per_gpu) for node in nodes if node.get("GPU"))
             threads = int(min([threads, *filter(None, shares)]))
         each = room(max(threads, 1), int(on_gpu))
@@ -73,7 +73,7 @@ class Site:
         return site
 
     def sentence(self, left: int) -> str:
-        """Say how many of the runs that are left are trained at once, and where."""
+        """Return a sentence on how many of the `left` runs train at once, and where."""
         count = min(left, sum(self.per_node))
         nodes = f"{len(self.per_node)} node{'s' * (len(self.per_node) > 1)}"
         at_once = "one run at a time" if count == 1 else f"{count} runs side by side"
@@ -120,8 +120,8 @@ class _Place(Worker):
 class SideBySide(Supervisor[_Place]):
     """Gives each idle worker the next run, in the order of the plan.
 
-    The first evaluation is made once per seed: while a run makes it, others that share it wait. A run that loses its
-    worker resumes on another one, up to cluster.max_restarts times.
+    Runs that share their first evaluation make it once: the others wait for the run that makes it. A run that loses
+    its worker resumes on another one, up to cluster.max_restarts times.
     """
 
     role = "worker"
@@ -139,15 +139,15 @@ class SideBySide(Supervisor[_Place]):
         # Number of a run -> number of the first run with the same first evaluation.
         self.groups = {number: next(i for i, first in runs if run.has_base_of(first)) for number, run in runs}
         self.bases: dict[int, Base] = {}  # by group
-        self.losses: dict[int, Restarts] = {}  # number of a run that lost its worker -> its budget
-        self.locked: dict[int, float] = {}  # number of a lost run whose folder is locked -> since when
+        self.losses: dict[int, Restarts] = {}  # number of a run that lost its worker -> the losses it may have
+        self.locked: dict[int, float] = {}  # number of a lost run whose folder is still locked -> when that was noticed
         self.received: list[int] = []  # signals
-        self.passed_on = 0  # how many of them
+        self.passed_on = 0  # how many of them were sent to the runs
         self.slow_at: float | None = time.monotonic() + _SLOW_START
         self.witness = session.plan.out.absolute() / f".shared-{uuid.uuid4().hex}"
 
     def train(self) -> None:
-        """Train every run that is left, or until a signal: then all runs save and end."""
+        """Train all runs that are left. On a signal, all running ones save and end."""
         count = min(len(self.waiting), sum(self.site.per_node))
         try:
             self.witness.touch()
@@ -172,7 +172,7 @@ class SideBySide(Supervisor[_Place]):
             num_gpus=self.site.gpu_share,
             max_restarts=0,
             max_concurrency=2,
-            scheduling_strategy="SPREAD",  # over the nodes: runs on the same one slow each other
+            scheduling_strategy="SPREAD",  # over all nodes, because runs on the same node slow each other down
         ).remote()
         return _Place(slot, actor), actor.open.remote(str(self.witness), os.getcwd(), self.site.variables())
 
@@ -190,7 +190,7 @@ class SideBySide(Supervisor[_Place]):
             if worker.task is None and (found := self._next()):
                 self._begin(worker, *found)
             elif worker.task is None and not self.waiting:
-                self._remove(worker)  # others may use its resources
+                self._remove(worker)  # frees its resources
 
     def _next(self) -> tuple[int, PlannedRun] | None:
         """Return the first run that can begin now."""
@@ -198,13 +198,13 @@ class SideBySide(Supervisor[_Place]):
             return None
         being_made = {self.groups[worker.task[0]] for worker in self._under_way if worker.task} - self.bases.keys()
         for number, run in self.waiting:
-            # The process of a lost worker may live a moment longer, or on a node that cannot be reached.
+            # A lost worker's process may live a moment longer, or live on in a node that cannot be reached.
             if self.groups[number] not in being_made and not (number in self.losses and is_locked(run.folder)):
                 return number, run
         return None
 
     def _give_up_locked(self) -> None:
-        """Record lost runs as failed whose process keeps the lock of its folder longer than cluster.timeout."""
+        """Record a lost run as failed if its old process has kept the folder locked for longer than cluster.timeout."""
         for number, run in [each for each in self.waiting if each[0] in self.losses]:
             if not is_locked(run.folder):
                 self.locked.pop(number, None)
@@ -218,7 +218,7 @@ class SideBySide(Supervisor[_Place]):
 
     def _begin(self, worker: _Place, number: int, run: PlannedRun) -> None:
         self.waiting.remove((number, run))
-        if read_status(run.folder).is_done:  # by a worker that could not be reached
+        if read_status(run.folder).is_done:  # finished by a worker that could not be reached
             self._end(worker, number, run, Outcome())
             return
         group = self.groups[number]
@@ -249,7 +249,7 @@ class SideBySide(Supervisor[_Place]):
             self.session.on_run(number, run, "finished", "bold")
 
     def _retry(self, number: int, run: PlannedRun, reason: str) -> None:
-        """Count one loss of the run, and let it resume after the others, or record it as failed."""
+        """Count one loss of the run. Let it resume after the others; after too many losses, record it as failed."""
         try:
             self.losses.setdefault(number, Restarts(run.config.cluster.max_restarts)).spend(reason)
         except ClusterLost as error:
@@ -268,11 +268,11 @@ class SideBySide(Supervisor[_Place]):
         elif self.workers:
             self.events.append((EventKind.WORKER, f"one worker fewer: it {what}"))
         else:
-            # At first it is the user's to mend; later the cluster has changed, and the ablation can be resumed.
+            # At first this is a mistake of the user. Later the cluster has changed, and the ablation can be resumed.
             raise (ClusterLost if self.losses else ClusterError)(f"--ray: there is no worker, the last one {what}")
 
     def _time_out(self, worker: _Place) -> None:
-        """Give a worker up that was not opened in time: nothing else has a limit."""
+        """Give up a worker that did not open in time. No other call has a time limit."""
         self._lose(worker, f"did not start within {self.timeout:g} s (cluster.timeout), maybe because Ray is busy")
 
     def _remove(self, worker: _Place) -> None:
@@ -280,7 +280,7 @@ class SideBySide(Supervisor[_Place]):
         self.workers.remove(worker)
 
     def _pass_signals_on(self) -> None:
-        """Send new signals to the runs: on the first they save and end after their step, on the second at once."""
+        """Send new signals to the runs: on the first they finish their step and save, on the second they end."""
         new = self.received[self.passed_on :]
         if not new:
             return

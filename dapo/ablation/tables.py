@@ -41,7 +41,10 @@ def print_result(console: Console, result: Result) -> None:
 
 
 def columns(result: Result, found: SetResult) -> list[tuple[Where, str]]:
-    """Return where arms are compared, with headings. With a budget of seconds or tokens, the end is that column."""
+    """Return the points at which arms are compared, with headings.
+
+    With a budget in seconds or tokens, there is no column for the end: it is the one of the budget's unit.
+    """
     headings: dict[Where, str] = {
         "end": f"after {result.plan.budget}",
         "seconds": f"at {found.at['seconds']:,.4g} s",
@@ -75,7 +78,7 @@ def difference_text(metric: str, difference: Difference) -> str:
     scale, form = (100, "+.1f") if is_rate(metric) else (1, "+.3f")
     if math.isnan(difference.value):
         return "-"
-    reach = 1.0 if is_rate(metric) else math.inf  # few seeds give intervals wider than a rate can differ
+    reach = 1.0 if is_rate(metric) else math.inf  # with few seeds, an interval can be wider than rates can differ
     ends = max(difference.low, -reach), min(difference.high, reach)
     value, low, high = (format(scale * each, form) for each in (difference.value, *ends))
     return value if math.isnan(difference.low) else f"{value} [{low}, {high}]"
@@ -86,7 +89,7 @@ def reached_headings(found: SetResult) -> list[str]:
 
 
 def reached_rows(found: SetResult) -> Iterator[list[str]]:
-    """Yield the cells of what each arm had spent when it first reached each level: means over its seeds."""
+    """Yield the rows that show what each arm had spent when it first reached each level, as means over its seeds."""
     for arm in found.arms:
         cells = [arm.arm]
         for each in arm.reached:
@@ -110,7 +113,7 @@ TRAINING_HEADINGS = ("steps", "seconds", "tokens", "entropy", "length", "dropped
 
 
 def training_rows(result: Result) -> Iterator[list[str]]:
-    """Yield the cells of how each arm trained: means over its seeds."""
+    """Yield the rows that show how each arm trained, as means over its seeds."""
     for arm, each in result.trainings.items():
         yield [
             arm, f"{each.steps:,.4g}", f"{each.seconds:,.4g}", amount_text(each.tokens), f"{each.entropy:.3f}",
@@ -128,7 +131,7 @@ def training_table(result: Result) -> Table:
 
 
 def explanation(result: Result) -> list[str]:
-    """Say how the comparison was made, and what it leaves out."""
+    """Return sentences on how the comparison was made and what it leaves out."""
     plan, compared = result.plan, len(result.plan.arms) - 1
     lines = [
         "Each interval is for one comparison, paired by question and seed. The verdicts apply Holm's correction over "

@@ -1,4 +1,4 @@
-"""The messages between `dapo ablate` and the process that trains its runs: tasks, news and outcomes."""
+"""The messages between `dapo ablate` and the process that trains its runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dapo.types import EvalReport
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The evaluation of a run before its first step, which is also that of other runs."""
+    """The evaluation of a run before its first step, which other runs can share."""
 
-    name: str  # of the run
+    name: str  # the run that was evaluated
     reports: tuple[EvalReport, ...]
 
 
@@ -29,7 +29,7 @@ class Task:
     base: Base | None
     keeps_checkpoint: bool
     verbosity: Verbosity
-    is_placed: bool = False  # on Ray: what it has to say is sent to the driver, and nothing is printed
+    is_placed: bool = False  # on Ray: messages are sent to the driver instead of being printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Line:
     """A line for the terminal about a run on Ray."""
 
     text: str
-    style: str  # of rich
+    style: str  # a style of rich
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,4 +48,4 @@ class Outcome:
     failure: str | None = None
 
 
-News = Base | Line | Outcome  # an outcome is the last
+News = Base | Line | Outcome  # messages of the process; the outcome is the last

@@ -19,7 +19,7 @@ from dapo.types import EvalReport, Event, EventKind, StepReport, event_severity
 class ArmTrainer(Trainer):
     """Trains until the budget is spent. It is checked after each step, so the step that exceeds it is the last.
 
-    A run that finds nothing left to learn records why, is evaluated, and is finished.
+    A run that finds nothing left to learn records why, is evaluated, and counts as finished.
 
     The last step is saved only if a checkpoint is to be kept and the evaluation was not interrupted. Otherwise a resume
     repeats the steps since the checkpoint before it.
@@ -27,7 +27,7 @@ class ArmTrainer(Trainer):
 
     def __init__(self, task: Task, reporter: Reporter, on_base: Callable[[Base], object] = lambda base: None) -> None:
         self.task, self.on_base = task, on_base
-        self.tokens = 0.0  # generated in all steps
+        self.tokens = 0.0  # generated in all recorded steps
         self.early_end: int | None = None  # the step after which nothing was left to learn
         super().__init__(task.config, resume=task.resume, reporter=reporter, recipe=task.recipe)
 
@@ -107,9 +107,9 @@ class BudgetReporter(ConsoleReporter):
 
 
 class LineReporter(Reporter):
-    """Sends a line for each evaluation and warning, to be shown among those of other runs.
+    """Sends a line for each evaluation and warning to the driver, which shows the lines of all runs.
 
-    Quiet, it sends only warnings. The driver itself tells how a run ended.
+    If quiet, it sends only warnings. The driver itself reports how a run ended.
     """
 
     def __init__(self, send: Callable[[News], object], verbosity: Verbosity) -> None:

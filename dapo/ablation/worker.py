@@ -36,7 +36,7 @@ def main(socket: int, lifeline: int) -> None:
         os.set_inheritable(fd, False)
     die_with_parent(lifeline)
     connection, is_warm = Connection(socket), False
-    # Another thread sends: a second Ctrl-C raises in this one, and would leave half a message.
+    # Another thread sends, because a second Ctrl-C raises in this one and would cut a message off.
     sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
 
     def send(news: News) -> Future[None]:
@@ -86,7 +86,7 @@ def _train(task: Task, send: Callable[[News], object]) -> int | None:
 
 
 def _warm_up(task: Task) -> None:
-    """Compile the kernels in steps of a run that is thrown away, so that no arm's seconds include it."""
+    """Compile the kernels by training a run that is thrown away, so that no arm's seconds include compilation."""
     with tempfile.TemporaryDirectory() as folder:
         run = task.config.run.model_copy(update={"dir": folder, "trackers": ()})
         trainer = Trainer(task.config.model_copy(update={"run": run}), quiet=True)

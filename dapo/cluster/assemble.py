@@ -1,4 +1,4 @@
-"""Builds the parts of a run: in this process, on the ranks of torchrun, or placed by Ray."""
+"""Build the parts of a run: in this process, on the ranks of torchrun, or in actors on Ray."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def assemble(
 ) -> Parts:
     """Build learner, engine and judge as configured, with the weights of the checkpoint `saved` if there is one.
 
-    Remote parts report events by `on_event(kind, message)`, and stop waiting when `is_stopping()` is true. `custom` are
-    functions of the user that were given as objects.
+    Remote parts report events with `on_event(kind, message)`, and stop waiting when `is_stopping()` is true. `custom`
+    has the user's functions that were given as objects.
     """
     source = config.model_copy(update={"model": model_source(config, saved)})
     if needs_ray(config):
@@ -88,7 +88,7 @@ def assemble_samplers(config: Config, folder: Callable[[], Path], on_event: OnEv
 
 
 def check_samplers(config: Config) -> None:
-    """Raise what can be known to be wrong with the engine before Ray is started and models are loaded."""
+    """Check what can be checked about the engine before Ray is started and models are loaded."""
     if config.uses_vllm:
         require_vllm()
     if needs_ray(config):
@@ -96,12 +96,12 @@ def check_samplers(config: Config) -> None:
 
 
 def _without_learner(config: Config) -> Config:
-    """Return the configuration for engines that have their devices to themselves, one for each that the run had."""
+    """Return the configuration of an evaluation: as many engines as the run had, each with its device to itself."""
     workers = config.cluster.rollout_workers or config.cluster.learners
     return config.model_copy(
         update={
             "cluster": config.cluster.model_copy(update={"rollout_workers": workers}),
-            # A round of an evaluation is larger than one of training: decode as many responses at once as a GPU can.
+            # Evaluations sample more responses at once than training: decode as many together as a GPU can.
             "data": config.data.model_copy(update={"gen_batch_size": _MOST_AT_ONCE}),
         }
     )

@@ -1,4 +1,4 @@
-"""Weight transfer from the learners' GPUs directly to vLLM's GPUs: data by vLLM's NCCL transfer, calls by Ray."""
+"""Weight transfer from the learners' GPUs directly to vLLM's: data by vLLM's NCCL transfer, calls by Ray."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Broadcast:
 
 
 class _Workers:
-    """Client for vLLM's trainer side: forwards each of its four calls to every rollout worker."""
+    """The client that vLLM's trainer side expects: it forwards each of the four calls to every rollout worker."""
 
     def __init__(self, actors: Sequence[Any], size: int) -> None:
         self.actors, self.size, self.version = actors, size, 0
@@ -66,7 +66,7 @@ class _Workers:
             try:
                 ray.get(ready)
             except RayError as error:
-                # The collective waits for the lost worker forever, in this process and in all other workers. It cannot
+                # The collective waits for the lost worker forever, here and in all other workers. It cannot
                 # be aborted, so this learner exits: the driver then restarts the learners from the newest checkpoint,
                 # and replaces all workers.
                 print(f"a rollout worker was lost while it received weights: {explain(error)}", file=sys.stderr)

@@ -57,7 +57,7 @@ class Demand:
         return [*self.learners, *self.rollout_workers, *self.reward_workers]
 
     def learner(self, rank: int) -> tuple[int, Bundle]:
-        """Return the index of its bundle and its share of the bundle's resources."""
+        """Return the index of a learner's bundle, and its share of the bundle's resources."""
         part = 1.0 if self.rollout_workers else 0.5
         return rank, {name: part * amount for name, amount in self.learners[rank].items()}
 
@@ -70,7 +70,7 @@ class Demand:
         return len(self.learners) + len(self.rollout_workers) + slot, self.reward_workers[slot]
 
     def check(self, nodes: Sequence[Bundle]) -> None:
-        """Refuse a cluster that is too small. Greedy: the largest bundle first, each on the first node with room."""
+        """Refuse a cluster that is too small. Greedy: the largest bundle goes first, to the first node with room."""
         left = [dict(node) for node in nodes]
         for bundle in sorted(self.bundles, key=lambda bundle: (-bundle.get("GPU", 0.0), -bundle["CPU"])):
             home = next((node for node in left if all(node.get(k, 0.0) >= v for k, v in bundle.items())), None)
@@ -117,7 +117,7 @@ class Placement:
             )
 
     def options(self, place: tuple[int, Bundle]) -> dict[str, Any]:
-        """Return Ray's options for an actor in this bundle. Ray never restarts it: its supervisor does."""
+        """Return Ray's options for an actor in this bundle. Restarts are left to its supervisor."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         index, share = place
@@ -161,7 +161,7 @@ def wants_gpus(config: Config, available: float | None = None) -> bool:
 
 
 def _judge_gpus(config: Config, *, on_gpu: bool) -> int:
-    """Return 1 if a placed judge runs a reward model on a GPU: as configured, or by default if learners have GPUs."""
+    """Return 1 if a remote judge runs a reward model on a GPU: as configured, or by default if learners have GPUs."""
     device = config.reward.model.device
     if not config.cluster.reward_workers or not uses_reward_model(config.reward):
         return 0
@@ -179,7 +179,7 @@ def describe(resources: Bundle | Counter[str]) -> str:
 
 
 def alive_nodes() -> list[Bundle]:
-    """Return the resources of each node of the cluster, also those in use."""
+    """Return the resources of each node of the cluster, including those in use."""
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]

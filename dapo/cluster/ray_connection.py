@@ -13,11 +13,11 @@ from typing import Any
 
 from dapo.cluster.placement import Demand, room, wants_gpus
 from dapo.config import Config
-from dapo.errors import ClusterError
+from dapo.errors import ClusterError, one_line
 from dapo.system.install import install_hint
 from dapo.system.progress import progress
 
-CONNECT_LIMIT = 5.0  # seconds that the cluster's head has to accept a connection
+CONNECT_LIMIT = 5.0  # seconds in which the cluster's head must accept a connection
 LOCAL = (None, "", "local")  # values of RAY_ADDRESS for which Ray is started on this machine
 _PING = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 _PING_LIMITS = {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_py_gcs_connect_timeout_s": "3"}
@@ -40,7 +40,7 @@ def starts_here() -> bool:
 
 
 def check_room(config: Config, *, has_learners: bool = True) -> None:
-    """Refuse a run that does not fit on this machine, if Ray will be started here. Ray itself takes a minute."""
+    """Refuse a run that does not fit on this machine, if Ray will be started here. Ray takes a minute to say so."""
     if not starts_here() or _has_joined():
         return
     import torch
@@ -76,7 +76,7 @@ def join(given: str | None = None) -> bool:
             what = (
                 "Ray cannot be started here" if address in LOCAL else f"{option} is {address}, which cannot be joined"
             )
-            raise ClusterError(f"{what}: {_one_line(error)}") from None
+            raise ClusterError(f"{what}: {one_line(error)}") from None
     return True
 
 
@@ -92,7 +92,7 @@ def prepare(address: str | None) -> None:
 
 
 def check_address(address: str, option: str = "RAY_ADDRESS") -> None:
-    """Refuse an address that cannot be joined, within seconds. Ray itself would try for minutes."""
+    """Refuse an address that cannot be joined. This takes seconds; Ray itself would try for minutes."""
     if "://" in address:
         raise ClusterError(
             f"{option} is {address}, but a driver must run inside the cluster: set it to HOST:PORT of the head, or "
@@ -121,7 +121,7 @@ def check_run_dir(config: Config, option: str = "run.dir") -> None:
 
 
 def _check_head(address: str, option: str) -> None:
-    """Ping the head from a subprocess with short timeouts. In this process Ray would take a minute and print."""
+    """Ping the head from a subprocess with short timeouts. Here, Ray would try for a minute and print errors."""
     command, environment = [sys.executable, "-c", _PING, address], os.environ | _PING_LIMITS
     try:
         errors = subprocess.run(
@@ -172,7 +172,3 @@ def _has_joined() -> bool:
     """Return whether this process is connected to Ray, without importing Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -26,11 +26,11 @@ from dapo.policy.protocol import UpdateResult
 from dapo.policy.sharding import backend
 from dapo.types import Group
 
-DEATH_NOTICE = 3.0  # seconds to wait until Ray has reported which rank died; the others fail because of it
+DEATH_NOTICE = 3.0  # seconds to wait for Ray's report of which rank died; the other ranks fail because of it
 
 
 class RayLearnerRank(LearnerRank):
-    """Ray actor that is one rank. `shares_gpu`: an engine uses the same GPU, in turns."""
+    """The Ray actor of one rank. `shares_gpu`: an engine uses the same GPU, in turns."""
 
     def __init__(self, rank: int, world: int, *, shares_gpu: bool) -> None:
         self.rank, self.world, self.shares_gpu = rank, world, shares_gpu
@@ -81,7 +81,7 @@ class RayLearnerRank(LearnerRank):
         self.broadcast.send(version)
 
     def packed_weights(self) -> tuple[bool, Any]:
-        """Gather the weights on rank 0. Two return values: the caller waits for the first without fetching the second.
+        """Gather the weights on rank 0. Returns two values: the caller waits for the first without fetching the second.
 
         Gathering is a collective, so the other ranks must iterate as well.
         """
@@ -99,7 +99,7 @@ class RayRanks(Supervisor[Worker]):
     """
 
     role = "learner"
-    in_background = False  # the caller waits for every call anyway
+    in_background = False  # no thread: the caller waits for every call anyway
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class RayRanks(Supervisor[Worker]):
     ) -> None:
         super().__init__(rules)
         self.start, self.count, self.config = start, count, config
-        self.custom = custom  # objects, which Ray sends to the ranks
+        self.custom = custom  # passed to the ranks as objects
         self.on_gpu = False
         self.stop_ids: frozenset[int] = frozenset()
         self._open(saved)
@@ -153,7 +153,7 @@ class RayRanks(Supervisor[Worker]):
     def _start(self, slot: int) -> tuple[Worker, Any]:
         actor = self.start(slot)
         if slot == 0:
-            self.address = actor.address.remote()  # Ray passes the answer on to each rank
+            self.address = actor.address.remote()  # a reference, which Ray resolves for each rank
         options = self.config.model_dump_json()
         return Worker(slot, actor), actor.open.remote(options, self.saved, self.address, self.custom)
 
@@ -169,7 +169,7 @@ class RayRanks(Supervisor[Worker]):
         try:
             self._wait(lambda: len(found) == len(calls))
         finally:
-            for rank in self.workers:  # if one has reported a mistake, the others' reports of it are not wanted
+            for rank in self.workers:  # after one rank has reported a mistake, the others need not report it again
                 rank.calls.clear()
         return [found[slot] for slot in range(len(calls))]
 

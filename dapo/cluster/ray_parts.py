@@ -41,7 +41,7 @@ def ray_parts(
     is_stopping: Callable[[], bool],
     custom: CustomParts | None = None,
 ) -> Parts:
-    """Start all parts of the run on the cluster. Closing the engine ends them and frees the reserved resources."""
+    """Start all parts of the run on the cluster. Closing the engine ends all of them and frees their resources."""
     with ExitStack() as undo:
         if has_joined:
             undo.callback(ray.shutdown)
@@ -50,7 +50,7 @@ def ray_parts(
         judge = _judge(undo, site)  # first: report a broken reward before models are loaded
         ranks = _ranks(site, saved, custom)
         undo.callback(ranks.close)
-        # From here on, closing the engine undoes all.
+        # From here on, closing the engine also closes everything else.
         engine = _engine(site, ranks.stored_weights, undo.pop_all().close, ranks.broadcast)
     return Parts(
         RemoteLearner(ranks),
@@ -65,7 +65,7 @@ def ray_parts(
 def ray_samplers(
     config: Config, folder: Callable[[], Path], has_joined: bool, on_event: OnEvent
 ) -> tuple[RemoteEngine, RemoteJudge | None]:
-    """Start rollout workers and reward workers without learners. New weights are those of the checkpoint `folder()`."""
+    """Start rollout and reward workers without learners. New weights come from the checkpoint that `folder()` names."""
     with ExitStack() as undo:
         if has_joined:
             undo.callback(ray.shutdown)
@@ -76,7 +76,7 @@ def ray_samplers(
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """The reserved resources and the rules that learners, engine and judge share."""
+    """What learners, engine and judge share: the reserved resources, and the rules of supervision."""
 
     config: Config
     on_gpu: bool
@@ -152,7 +152,7 @@ def _engine(
         demand.engines,
         weights,
         site.rules(places),
-        # Twice what a worker decodes at once, so that it always has the next group at hand.
+        # Twice as many as a worker decodes at once, so that it always has a group waiting.
         limit=2 * (config.concurrent if site.on_gpu else config.rollout.max_concurrent or CPU_CONCURRENT),
         broadcast=broadcast,
         on_close=on_close,
@@ -173,7 +173,7 @@ def _judge(undo: ExitStack, site: _Site) -> RemoteJudge | None:
 
 
 def with_absolute_path(config: Config) -> Config:
-    """Return the configuration with an absolute model path, since actors have other working directories."""
+    """Return the configuration with an absolute model path, because actors have other working directories."""
     path = Path(config.model.path).expanduser()
     if not path.exists():  # a hub id or a package
         return config

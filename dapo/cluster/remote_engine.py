@@ -1,4 +1,4 @@
-"""The engine protocol over Ray actors: groups are dispatched to workers, and those of lost workers sampled again."""
+"""The engine protocol over Ray actors: dispatch groups to workers, and sample the groups of lost workers again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Key = tuple[int, int | None]  # group serial, and the sample index of an episode
 @dataclass(slots=True, eq=False)
 class _Weights:
     version: int
-    stored: Any  # their reference in Ray's object store; None until a worker needs them from there
+    stored: Any  # reference in Ray's object store; None until a worker needs one
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class _Group:
 
     work: Request | Extension
     missing: set[int]  # indices of responses that have not arrived
-    is_resampled: bool = False  # its first worker was lost; the new one samples all n, also those that had arrived
+    is_resampled: bool = False  # its worker was lost: all n responses are sampled again, even those that had arrived
 
     @property
     def request(self) -> Request:
@@ -46,7 +46,7 @@ class _Group:
 @dataclass(slots=True, eq=False)
 class _Worker(Worker):
     version: int = 0  # weight version that it samples with
-    weights: _Weights | None = None  # None: those that it started with
+    weights: _Weights | None = None  # None: the weights that it started with
     groups: dict[Key, _Group] = field(default_factory=dict)
     inbox: list[Request | Extension] = field(default_factory=list)  # the part of `groups` that has not been sent
 
@@ -61,7 +61,7 @@ class _Worker(Worker):
 
 @dataclass(slots=True, eq=False)
 class _Home:
-    """The worker that has the cache of a group's episodes, and how many of them have not ended."""
+    """The worker that has a group's episodes in its cache, and how many of them have not ended."""
 
     worker: _Worker
     left: int
@@ -74,14 +74,14 @@ class RemoteEngine(Supervisor[_Worker]):
     learns. A worker has one pending call at most. Only the caller's thread calls the learners.
 
     limit: unfinished responses that a worker may have at once; other groups wait in `queue`.
-    weights: puts the policy's weights into Ray's object store and returns their reference.
-    broadcast: sends the weights directly to these actors. The store then serves only workers that start later.
+    weights: a function that puts the policy's weights into Ray's object store and returns their reference.
+    broadcast: a function that sends the weights directly to actors. The store then serves only new workers.
     """
 
     role, loss_event, work = "rollout worker", EventKind.WORKER, "sampled"
     own_faults = (EngineError,)
     is_repeatable = False
-    cache_bytes = 0  # unknown here: a learner on a worker's GPU suspends the worker for every update
+    cache_bytes = 0  # unknown here; a learner on the same GPU suspends the worker for every update anyway
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class RemoteEngine(Supervisor[_Worker]):
         super().__init__(rules)
         self.start, self.weights, self.limit = start, weights, limit
         self.broadcast, self.on_close = broadcast, on_close
-        self.newest: _Weights | None = None  # None: those that a worker starts with
-        self.needs_stored_weights = False  # a worker waits for `newest.stored`, which is None
+        self.newest: _Weights | None = None  # None: the weights that a worker starts with
+        self.needs_stored_weights = False  # a worker is waiting for `newest.stored`
         self.queue: deque[_Group] = deque()
         self.homes: dict[int, _Home] = {}  # of groups of episodes, by serial
         self.finished: list[Rollout] = []
@@ -110,7 +110,7 @@ class RemoteEngine(Supervisor[_Worker]):
             self._dispatch()
 
     def extend(self, extensions: Sequence[Extension]) -> None:
-        """Continue episodes before new groups, in the worker that has their cache if it is still there."""
+        """Continue episodes before new groups, in the worker that has them in its cache if it still lives."""
         with self.changed:
             self.queue.extendleft(_Group(each, {each.rollout.index}) for each in reversed(extensions))
             self._dispatch()
@@ -153,7 +153,7 @@ class RemoteEngine(Supervisor[_Worker]):
     def sync_weights(self, version: int) -> None:
         """Give every worker the new weights before its next call. Responses in flight continue with them.
 
-        Too many lost workers are reported by the next `poll`, when the step whose weights these are is complete.
+        If too many workers were lost, the next `poll` raises: by then the step that made these weights is complete.
         """
         if self.broadcast is not None:
             try:
@@ -200,7 +200,7 @@ class RemoteEngine(Supervisor[_Worker]):
     # Called by the caller's thread
 
     def _attend(self) -> None:
-        """Report events, and store the newest weights on demand: learners take one call at a time."""
+        """Report events, and store the newest weights if a worker needs them: learners take one call at a time."""
         super()._attend()
         if self.needs_stored_weights:
             reference = self.weights()
@@ -210,8 +210,8 @@ class RemoteEngine(Supervisor[_Worker]):
                 self._dispatch()
 
     def _broadcast_weights(self, version: int, broadcast: Callable[[Sequence[Any], int], None]) -> None:
-        with self.changed:  # held throughout: the collective needs all workers at once, all of them idle
-            for worker in self.open_workers:  # the death of an idle worker shows only in a call
+        with self.changed:  # held throughout, because the collective needs all workers, and all idle
+            for worker in self.open_workers:  # an idle worker's death is noticed only in a call
                 self._call(worker, worker.actor.__ray_ready__.remote(), lambda _: None)
             self._finish_calls(self.open_workers)
             workers = self.open_workers
@@ -241,7 +241,7 @@ class RemoteEngine(Supervisor[_Worker]):
         return self._value_or(worker.actor.call.remote("cancel", sorted(sent)), 0) if sent else 0
 
     def _value_or(self, call: Any, default: Any) -> Any:
-        """Return the answer, or the default if the worker died or hangs. The next `step` call will detect that."""
+        """Return the answer, or the default if the worker died or hangs, which the next `step` call will detect."""
         try:
             return ray.get(call, timeout=self.timeout)
         except RayError:
@@ -267,7 +267,7 @@ class RemoteEngine(Supervisor[_Worker]):
             if not group.missing:
                 del worker.groups[group.key]
                 if group.is_resampled and not group.request.turns:
-                    worker.actor.call.remote("cancel", [rollout.serial])  # stop responses that had arrived before
+                    worker.actor.call.remote("cancel", [rollout.serial])  # the others had arrived before
 
     def _dispatch(self) -> None:
         """Assign the oldest groups to the least loaded workers, and call every idle worker that has groups.

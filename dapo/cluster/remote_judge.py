@@ -1,4 +1,4 @@
-"""The judge protocol over Ray actors: groups are dispatched to reward workers, and those of lost ones judged again."""
+"""The judge protocol over Ray actors: dispatch groups to reward workers, and judge the groups of lost ones again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PULSE = 2.0  # seconds between pings of a worker
 
 
 class RewardWorker:
-    """Ray actor that holds the judge of a local run, which handles timeouts and crashes of reward functions itself."""
+    """A Ray actor with the same judge as a local run. The judge handles timeouts and crashes of reward functions."""
 
     def open(self, options: str, folder: str, token: str | None) -> None:
         if token is not None:  # actors do not inherit the driver's environment
@@ -37,7 +37,7 @@ class RewardWorker:
 
 
 class _Scores(Future[list[Score]]):
-    """Future that reports events while its caller waits, since only that thread may write to the run's database."""
+    """A future that reports events while its caller waits, because only that thread may write to the run's database."""
 
     def __init__(self, wait: Callable[[Callable[[], bool]], None]) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class _Worker(Worker):
 class RemoteJudge(Supervisor[_Worker]):
     """The judge protocol over `count` actors that `start(slot, concurrency)` creates.
 
-    A worker gets only as many groups as keep it busy; the others wait in `queue`. Judging may take any time, so
-    workers are pinged. A future fails only where the run cannot continue: because of a user's mistake, or with
+    A worker gets only as many groups as keep it busy; the others wait in `queue`. Judging may take any time, so dead
+    workers are found by pings. A future fails only if the run cannot continue: after a user's mistake, or with
     `ClusterLost`.
     """
 
@@ -114,7 +114,7 @@ class RemoteJudge(Supervisor[_Worker]):
         worker.is_open, worker.next_ping = True, time.monotonic() + PULSE
 
     def _dispatch(self) -> None:
-        """Assign the oldest groups to the least loaded workers, and ping those whose time it is."""
+        """Assign the oldest groups to the least loaded workers, and ping the workers that are due."""
         while self.queue and (free := [worker for worker in self.open_workers if len(worker.groups) < self.limit]):
             worker, group = min(free, key=lambda worker: (len(worker.groups), worker.slot)), self.queue.popleft()
             worker.groups.append(group)

@@ -1,4 +1,4 @@
-"""The learner protocol over several ranks: what each rank holds, and the learner that commands all of them."""
+"""The learner protocol over several ranks: the policy of each rank, and the learner that commands all of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LearnerRank:
 
 
 class Ranks(Protocol):
-    """Transport of calls to all ranks: Ray or torchrun."""
+    """How calls reach all ranks: through Ray or torchrun."""
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call this method of every rank's `LearnerRank` with these arguments. Return the answer of rank 0."""

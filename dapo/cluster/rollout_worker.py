@@ -49,9 +49,9 @@ class RolloutWorker:
 def rollout_engine(
     kind: EngineName, options: str, weights: Callable[[], Weights | Path], transport: Transport = "memory"
 ) -> Engine:
-    """Build the engine of a rollout worker, with the recipe's model. Other weights follow by `sync_weights`.
+    """Build the engine of a rollout worker with the recipe's model. `sync_weights` replaces its weights later.
 
-    They come from learners, or from a checkpoint that this worker reads itself.
+    New weights come from learners, or from a checkpoint that this worker reads itself.
     """
     config = Config.model_validate_json(options)
 

@@ -1,4 +1,4 @@
-"""The supervisor of a group of Ray actors: starts them, notices deaths and timeouts, and replaces what was lost."""
+"""The supervisor of a group of Ray actors: starts them, notices deaths and timeouts, and replaces lost actors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACEMENT_TICK = 1.0  # seconds between queries to Ray about bundles without a n
 
 
 class Restarts:
-    """Budget of lost processes for the whole run, shared by learners, engine and judges."""
+    """How many processes the run may lose in all. Learners, engine and judges share the budget."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -44,7 +44,7 @@ class Restarts:
 class Rules:
     """When a supervisor counts an actor as lost, and whom it tells.
 
-    missing: names the resources that the cluster lacks to start an actor, or returns None.
+    missing: a function that names the resources that the cluster lacks to start an actor, or returns None.
     """
 
     restarts: Restarts
@@ -76,14 +76,14 @@ W = TypeVar("W", bound=Worker)
 class Supervisor(Generic[W]):
     """Base of the remote engine, the remote judge and the learners on Ray: actors by slot, and their pending calls.
 
-    A thread collects the answers if `in_background`, else the caller does so while it waits. All state is guarded by
-    `changed`. Only the caller's thread calls `on_event`. A user's mistake that an actor reports is raised as it is: it
-    would fail in any actor. All other errors are losses, and so are the `own_faults` of an actor.
+    If `in_background`, a thread collects the answers; otherwise the caller does while it waits. All state is guarded by
+    `changed`. Only the caller's thread calls `on_event`. A user's mistake (a DapoError) that an actor reports is raised
+    unchanged, because it would fail in any actor. All other errors count as losses, and so do an actor's `own_faults`.
     """
 
     role: ClassVar[str]
     loss_event: ClassVar[EventKind]  # kind of the event that reports a loss
-    work: ClassVar[str] = ""  # what happens again to the groups of a lost actor
+    work: ClassVar[str] = ""  # what is done again with a lost actor's groups: sampled, judged
     own_faults: ClassVar[tuple[type[DapoError], ...]] = ()
     in_background: ClassVar[bool] = True
 
@@ -144,7 +144,7 @@ class Supervisor(Generic[W]):
             raise
 
     def _wait(self, is_done: Callable[[], object]) -> None:
-        """Wait until `is_done`. Raise the thread's failure, and stop on request if no actor can start."""
+        """Wait until `is_done()`. Raise the thread's failure. If no actor can start, stop waiting when asked to."""
         while True:
             self._attend()
             with self.changed:
@@ -160,7 +160,7 @@ class Supervisor(Generic[W]):
                 self._collect()
 
     def _attend(self) -> None:
-        """Do what only the caller's thread may: report events."""
+        """Report events, which only the caller's thread may do."""
         with self.changed:
             events, self.events = self.events, []
         for kind, message in events:
@@ -193,11 +193,11 @@ class Supervisor(Generic[W]):
                 self.changed.wait(TICK)
         if calls:
             ready, _ = ray.wait(list(calls), num_returns=1, timeout=TICK)
-        if ready:  # take all others that have arrived as well
+        if ready:  # also take all others that have arrived
             ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0)
         with self.changed:
             for call in ready:
-                if call in calls[call].calls:  # else it was handled meanwhile, or its worker replaced
+                if call in calls[call].calls:  # otherwise it was handled meanwhile, or its worker was replaced
                     self._handle(calls[call], call)
             self._check_placement()
             self._check_timeouts()
@@ -233,7 +233,7 @@ class Supervisor(Generic[W]):
             then(answer)
 
     def _check_placement(self) -> None:
-        """Report what the cluster lacks to start workers. Their timeout begins when there is room for them."""
+        """Report what the cluster lacks to start workers. Their timeout begins only when there is room for them."""
         now, starting = time.monotonic(), [worker for worker in self.workers if not worker.is_open]
         if not starting:
             self.waiting_for = None
@@ -265,7 +265,7 @@ class Supervisor(Generic[W]):
         self.events.append((self.loss_event, f"{reason}; replaced, {count} groups are {self.work} again"))
 
     def _replace(self, worker: W) -> int:
-        """Start another actor in this slot, and return the number of groups that are to be done again."""
+        """Start another actor in this slot, and return the number of groups to repeat."""
         self._kill(worker)
         count = self._requeue(worker)
         self.workers[worker.slot] = self._opening(worker.slot)

@@ -24,9 +24,9 @@ from torch.distributed.rendezvous import rendezvous
 from dapo.errors import ClusterError, ConfigError, DapoError
 from dapo.policy.sharding import backend
 
-_COMMAND_TIMEOUT = timedelta(days=30)  # between commands rank 0 may judge or evaluate for any time
-_RANK_0_GRACE = 3.0  # seconds in which rank 0 may report the same error itself, so that it is printed once
-_FAILED, _REPORTED = "failed", "reported"  # store keys: a rank's exit code; rank 0 reports its own error
+_COMMAND_TIMEOUT = timedelta(days=30)  # rank 0 may judge or evaluate for hours between commands
+_RANK_0_GRACE = 3.0  # seconds to wait for rank 0 to report the same error, so that it is printed only once
+_FAILED, _REPORTED = "failed", "reported"  # store keys: a rank's exit code; that rank 0 reports its error
 
 
 def run(main: Callable[[], None]) -> None:
@@ -45,7 +45,7 @@ def run(main: Callable[[], None]) -> None:
         channel.end()
 
 
-_channels: list[Channel] = []  # holds rank 0's channel while `main` runs; empty otherwise
+_channels: list[Channel] = []  # on rank 0: its channel while `main` runs
 
 
 def channel() -> Channel | None:
@@ -86,9 +86,9 @@ class Channel:
         return answers
 
     def _explain(self, error: BaseException) -> None:
-        """Translate a broken connection: another rank failed (it prints why) or was killed."""
+        """Explain a broken connection: another rank failed, which it reports itself, or was killed."""
         if not _is_broken_connection(error):
-            self.store.set(_REPORTED, "")  # an error of rank 0 itself: the caller prints it
+            self.store.set(_REPORTED, "")  # rank 0's own error, which the caller prints
             return
         if self.store.check([_FAILED]):
             raise SystemExit(int(self.store.get(_FAILED)))
@@ -132,7 +132,7 @@ def _is_broken_connection(error: BaseException) -> bool:
 
 
 def _serve(channel: Channel) -> NoReturn:
-    """Execute commands until rank 0 ends the run. The main loop of every rank but 0."""
+    """Execute commands until rank 0 ends the run: the main loop of all other ranks."""
     from dapo.cluster.torchrun_parts import TorchrunRank  # here, since it is slow to import
 
     for number in (signal.SIGINT, signal.SIGTERM):

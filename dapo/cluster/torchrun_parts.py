@@ -1,4 +1,4 @@
-"""A run under torchrun: what each rank holds, and on rank 0 the engine protocol over all ranks."""
+"""A run under torchrun: the policy and engine of each rank, and rank 0's engine protocol over all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dapo.policy.build import build_policy
 from dapo.policy.sharding import uninitialized_copy
 from dapo.types import Extension, Request, Rollout
 
-_POLL_DIVISOR = 4  # `poll` returns when a quarter of a rank's responses is finished: all ranks wait for the slowest
+_POLL_DIVISOR = 4  # `poll` returns when a rank has finished a quarter of its responses; all ranks wait for the slowest
 
 
 class TorchrunRank(LearnerRank):
@@ -53,9 +53,9 @@ class TorchrunRank(LearnerRank):
         return request.serial % self.policy.ranks == self.policy.rank
 
     def poll(self, wait: bool) -> list[Rollout]:
-        """Decode until a quarter of this rank's responses is finished, or only for a few steps if not `wait`.
+        """Decode until a quarter of this rank's responses is finished. Without `wait`, decode only a few steps.
 
-        Counts decide, never the clock: the order of results must not depend on the speed of a rank.
+        Counts decide when to return, not the clock, so that the order of results does not depend on a rank's speed.
         """
         if not wait:
             return self.engine.poll(wait=False)
@@ -120,7 +120,7 @@ class TorchrunEngine:
 
 
 def torchrun_parts(config: Config, saved: Path | None, channel: Channel, custom: CustomParts | None = None) -> Parts:
-    """Have every rank build its policy and engine. Called on rank 0."""
+    """Let every rank build its policy and engine. Only rank 0 calls this."""
     if objects_for_learners(config, custom):
         raise ConfigError(
             "a loss or schedule that is given as a Python object cannot be sent to the processes of torchrun; name it "

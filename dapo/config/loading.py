@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dapo.config.migration.table import explain_unknown, find, leaves_of
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, one_line
 
 # Limits of a recipe. PyYAML needs eight seconds for a megabyte, and an alias can stand for any number of values.
 MAX_FILE_BYTES = 2**18
@@ -293,4 +293,4 @@ def _yaml_fault(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-    return " ".join(str(error).split())
+    return one_line(error)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import track
 
 from dapo.data.rows import Question
-from dapo.errors import DataError
+from dapo.errors import DataError, one_line
 from dapo.model.template import limited_template
 from dapo.system.digest import text_digest
 from dapo.types import Prompt
@@ -85,9 +85,8 @@ def _tokens_of_one(question: Question, tokenizer: Any, kwargs: Mapping[str, Any]
     try:
         return _tokens([list(question.messages)], tokenizer, kwargs)[0]
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(
-            f"{question.where}: the model's chat template or tokenizer rejects the messages ({reason})"
+            f"{question.where}: the model's chat template or tokenizer rejects the messages ({one_line(error)})"
         ) from None
 
 

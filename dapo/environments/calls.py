@@ -30,7 +30,7 @@ _XML_FORM = "<function=NAME><parameter=KEY>VALUE</parameter></function>"
 
 
 class Wanted(NamedTuple):
-    """A call that a model wrote. `error` says why it cannot be made, if so."""
+    """A tool call that the model wrote. `error` says why it cannot be made, if it cannot."""
 
     name: str
     arguments: dict[str, Any]
@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
 
 
 def find_calls(text: str, tools: Collection[str] = ()) -> list[Wanted]:
-    """Return the calls in their order; empty if the turn has none. `tools` are the names of those that are offered."""
+    """Return the calls of a turn in order. `tools` are the names of the tools that are offered."""
     if "<tool_call>" in text:
         return [call for body in _TAGGED.findall(text) for call in _read(body.strip())]
     return _whole_turn(text.strip()) or [_wanted(member) for member in _quoted(text, tools)]
@@ -57,7 +57,7 @@ def _whole_turn(body: str) -> list[Wanted]:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
-        return []  # an answer that begins with a brace
+        return []  # not a call, but an answer that begins with a brace
     members = found if isinstance(found, list) else [found]
     is_call = bool(members) and all(isinstance(m, dict) and "name" in m and _arguments(m) is not None for m in members)
     return [_wanted(member) for member in members] if is_call else []

@@ -1,4 +1,4 @@
-"""An environment as its author writes it: a class or functions, the end of an episode, and the rules for messages."""
+"""Environments as their authors write them: a class or functions, the end of an episode, and the format of messages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dapo.config.functions import load_function
 from dapo.environments.protocol import Message, ToolCall
 from dapo.errors import EpisodeError
 
-MAX_CHARACTERS = 2**16  # of one reply; environments should set a limit of their own that fits the context
+MAX_CHARACTERS = 2**16  # of one reply; an environment should set its own, lower limit that fits the context
 _ROLES = ("user", "tool", "system")
 _KEYS = {"role", "content", "name"}
 USE = "environment.use"
 
 
 class End:
-    """The end of an episode: its score, whether it was right (`acc`), and named extras.
+    """The end of an episode: its score, whether it succeeded (`acc`), and named extras.
 
     Without a score, the run's `reward` judges the text of the model's last turn.
     """
@@ -28,7 +28,7 @@ class End:
 
 
 class Turn:
-    """A reply that also rewards the turn it answers: messages as `reply` returns them, and a number.
+    """A reply with a reward for the turn that it answers: messages as `reply` returns them, and a number.
 
     The rewards of an episode's turns are added to its score.
     """
@@ -40,19 +40,20 @@ class Turn:
 class Environment(Protocol):
     """One episode. Methods may be coroutine functions.
 
-    Two methods are optional. `start` returns the first messages; without it, they are the row's prompt. `cut_off`
-    returns the End of an episode that has used up its turns or tokens; without it, such an episode has score 0.
+    Two methods are optional. `start` returns the first messages; by default they are the row's prompt. `cut_off`
+    returns the End of an episode that has used up its turns or tokens; by default such an episode scores 0.
     """
 
     def reply(self, text: str) -> Any:
-        """Take the model's turn, and return text or messages, a Turn with them, or an End."""
+        """Answer the model's turn with text or messages, with a Turn that has them, or with an End."""
         ...
 
 
 class Maker:
-    """Makes an environment for each episode. `patience`: a reply may take this many times environment.timeout.
+    """Makes an environment for each episode.
 
-    `reads_thoughts`: turns are given with their thoughts (reward.think_tags), not only what follows them.
+    patience: a reply may take this many times environment.timeout.
+    reads_thoughts: the environment gets turns with their thoughts (reward.think_tags), not only the text after them.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -64,7 +65,7 @@ class Maker:
 
 
 class _Functions:
-    """An environment of functions: `reply(messages, row)`, and `start(row)` if the file has one."""
+    """An environment made of functions: `reply(messages, row)`, and `start(row)` if the file has one."""
 
     def __init__(self, row: dict[str, Any], begin: Callable[..., Any] | None, answer: Callable[..., Any]) -> None:
         self.row, self.begin, self.answer = row, begin, answer
@@ -86,7 +87,7 @@ class _Functions:
 
 
 async def finished(value: Any) -> Any:
-    """Return the value, after waiting for it if it comes from a coroutine function."""
+    """Return a method's result, awaited if the method is a coroutine function."""
     return await value if inspect.isawaitable(value) else value
 
 
@@ -171,7 +172,7 @@ def _message(member: Any, *, is_first: bool) -> Message:
 
 
 def take_calls(environment: Any) -> list[ToolCall]:
-    """Return the tool calls since the last time, if the environment records them in a list `calls`."""
+    """Take the tool calls that the environment has recorded in its list `calls`, if it has one."""
     calls = getattr(environment, "calls", None)
     if not isinstance(calls, list):
         return []

@@ -14,10 +14,10 @@ _ANSWER = re.compile(r"[^0-9]*([0-9]+)\W*")
 
 
 class Guess:
-    """Begins with the row's own prompt; the row's answer is the number.
+    """One game. It begins with the row's prompt, and the row's answer is the number to find.
 
-    The score is 1 if the number is found, else half the share of the other numbers that the guesses ruled out: without
-    that part, a model that never finds a number learns nothing.
+    The score is 1 if the number is found. Otherwise it is half the share of the other numbers that the guesses ruled
+    out, so that a model that never finds a number can learn, too.
     """
 
     def __init__(self, row: dict[str, Any]) -> None:

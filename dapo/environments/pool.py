@@ -1,7 +1,7 @@
-"""Run environments in worker processes, so that one that hangs, crashes or leaks costs only its own episode.
+"""Run environments in worker processes, so that one that hangs, crashes or leaks memory ends only its own episode.
 
-One worker holds the state of an episode. If that worker dies because of another episode, or is killed from outside, the
-episode's turns are repeated in another worker, where the environment has to give the same replies.
+The state of an episode is in one worker. If that worker dies because of another episode, or is killed from outside, the
+episode's turns are repeated in another worker, where the environment must give the same replies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dapo.rewards.thought import split_thought
 from dapo.types import Prompt
 
 CLOSED = "the environments were closed before this reply"
-GRACE = 1.0  # seconds past the timeout that a worker with async environments gets: it enforces the timeout itself
+GRACE = 1.0  # seconds: async environments enforce the timeout themselves, so their worker is killed only after this
 MAX_CALLS = 64  # concurrent calls of async environments in one worker
 
 Action = Literal["first", "reply", "cut_off"]
@@ -53,7 +53,7 @@ class _Call:
     is_last: bool
     future: Future[Any] = field(default_factory=Future)
     is_retry: bool = False  # a worker died while this was its only call
-    is_alone: bool = False  # one of several calls of a lost worker; tried by itself to find the guilty one
+    is_alone: bool = False  # one of several calls of a lost worker; retried alone to find the one at fault
     deadline: float = math.inf
 
     def fail(self, reason: str) -> None:
@@ -88,7 +88,7 @@ class _Worker(PooledProcess):
 
 
 class WorkerEnvironments(ProcessPool[_Worker]):
-    """The EnvironmentPool of a run. Episodes are spread over the workers as they get their first turn."""
+    """The EnvironmentPool of a run. An episode is assigned to a worker with its first turn."""
 
     def __init__(self, config: Config) -> None:
         options = config.environment
@@ -144,7 +144,7 @@ class WorkerEnvironments(ProcessPool[_Worker]):
             call.fail(CLOSED)
         return call.future
 
-    # What the pool of processes asks for
+    # Overrides of the process pool
 
     def _new_worker(self) -> _Worker:
         return _Worker(self.setup)
@@ -173,7 +173,7 @@ class WorkerEnvironments(ProcessPool[_Worker]):
             call.fail(reason)
 
     def _assign(self) -> None:
-        """Give calls to the workers that have their episodes, or to the one with the fewest calls; then send them."""
+        """Send each call to the worker that has its episode. New episodes go to the worker with the fewest calls."""
         ready = [worker for worker in self.workers if worker.is_ready]
         if not ready:
             return
@@ -233,7 +233,7 @@ class WorkerEnvironments(ProcessPool[_Worker]):
             call.future.set_result(reply.messages)
 
     def _reply(self, result: Mapping[str, Any], seconds: float) -> Reply:
-        """Validate what a worker sent: an environment that writes into the pipe must not forge scores."""
+        """Validate a worker's message, because an environment could write into the pipe to forge scores."""
         calls, reward = tuple(ToolCall(**call) for call in result.get("calls", ())), result.get("reward")
         if reward is not None and not (isinstance(reward, float) and math.isfinite(reward)):
             raise ValueError
@@ -250,7 +250,7 @@ class WorkerEnvironments(ProcessPool[_Worker]):
         raise ValueError
 
     def _on_loss(self, worker: _Worker, reason: str | None) -> None:
-        """Blame the only call in flight, or try each of several alone. A death is retried: it may come from outside."""
+        """Retry several calls one by one. Blame a single call if it timed out, or if its worker died twice."""
         for state in worker.states:
             state.worker = None
         for call in (*worker.queue, *worker.calls.values()):
@@ -268,7 +268,7 @@ class WorkerEnvironments(ProcessPool[_Worker]):
         with self.lock:
             self.inbox.extendleft(reversed([*again, *worker.queue]))
         if not worker.calls:
-            self.target_size -= 1  # it died while idle: replace it only when there is work
+            self.target_size -= 1  # it died while idle: a new one is started only when there is work
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:

@@ -31,8 +31,8 @@ class Reply:
     messages: tuple[Message, ...] = ()  # empty if the episode has ended
     ended: bool = False
     is_out_of_turns: bool = False  # ended because `environment.max_turns` were used up
-    score: Score | None = None  # None at the end: the run's reward judges the text of the last turn
-    reward: float | None = None  # for the turn alone, besides `score`
+    score: Score | None = None  # if None at the end, the run's reward judges the text of the last turn
+    reward: float | None = None  # for this turn alone, added to the score
     seconds: float = 0.0  # time of the call
     calls: tuple[ToolCall, ...] = ()
 
@@ -50,7 +50,7 @@ class EnvironmentPool(Protocol):
         ...
 
     def first_messages(self, prompt: Prompt) -> Future[tuple[Message, ...]]:
-        """Return the messages that begin every episode of this row; the future raises EpisodeError if it fails."""
+        """Return the messages that begin every episode of this row. If it fails, the future raises EpisodeError."""
         ...
 
     def start(self, episode: Episode, prompt: Prompt) -> None: ...
@@ -64,7 +64,7 @@ class EnvironmentPool(Protocol):
         ...
 
     def waiting_for(self) -> str:
-        """Say what replies that take long wait for, as a noun."""
+        """Return a noun for what slow replies are waiting for, for messages to the user."""
         ...
 
     def end(self, episode: Episode) -> None:

@@ -1,9 +1,9 @@
-"""The worker process of environments: keeps the state of episodes and replies to turns. It may be killed any time.
+"""The worker process of environments: keeps the state of episodes and replies to turns. It may be killed at any time.
 
 Protocol: the pool first sends {"options", "unsafe"}, and the worker answers {"ready"} or {"refused"}.
-After that it answers each call with [number, result]. A call names its episode. If this worker does not have it, the
-call brings the row, the first messages and the turns so far, and the worker plays them again. {"end"} forgets an
-episode.
+After that it answers each call with [number, result]. A call names its episode. If this worker does not hold the
+episode, the call includes the row, the first messages and the turns so far, and the worker replays them. {"end"}
+forgets an episode.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Worker:
         try:
             async with clock:
                 result = await self._result(call)
-        except (Exception, SystemExit) as error:  # user code may raise anything: it costs this episode
+        except (Exception, SystemExit) as error:  # user code may raise anything; it ends only this episode
             reason = explain(error, "environment.memory_gb")
             result = {"error": f"timed out after {self.timeout:g} s" if clock.expired() else reason}
         self.channel.send(
@@ -120,7 +120,7 @@ class Worker:
         return environment, first_messages(found, own)
 
     async def _replay(self, row: dict[str, Any], first: Sequence[Message], turns: Sequence[Any]) -> Environment:
-        """Begin an episode of a lost process again, and repeat its turns."""
+        """Begin an episode of a lost process again, and replay its turns."""
         environment, messages = await self._begin(row)
         if list(messages) != list(first):
             raise EpisodeError(

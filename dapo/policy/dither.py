@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor
 from dapo.kernels.rounding import HASH_1, HASH_2
 
 _LOW = 0xFFFF  # the bits of a float32 number that bf16 does not have
-_AT_ONCE = 1 << 24  # numbers, to bound the memory of what is computed on the way
+_AT_ONCE = 1 << 24  # numbers rounded at a time, to bound temporary memory
 
 
 class DitheredShards:
-    """Rounds float32 shards in place. Their bits after `kernels/rounding.py` would be the same on any number of ranks.
+    """Rounds float32 shards in place, to the bits that `kernels/rounding.py` gives for the whole tensor.
 
-    The shards hold bf16 numbers at first, as loaded, and no update makes them infinite, so NaN needs no care here.
+    So the result does not depend on the number of ranks. Infinities and NaN need no care: the shards are loaded as bf16
+    numbers, which rounding does not change, and an update whose gradient is not finite is skipped.
     """
 
     def __init__(self, shards: Sequence[Tensor]) -> None:
@@ -58,7 +59,7 @@ class DitheredShards:
             bits -= thresholds
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the shards' bits, the space for what is cut off, and the thresholds, a few numbers at a time."""
+        """Yield the shards' bits, the bits that rounding takes from them, and the thresholds, a part at a time."""
         for shard, cut in zip(self._shards, self._cut, strict=True):
             all_bits, first = local_part(shard).view(-1).view(torch.int32), first_index(shard)
             for bits, part in zip(all_bits.split(_AT_ONCE), cut.view(-1).split(_AT_ONCE), strict=True):
@@ -75,7 +76,7 @@ def first_index(shard: DTensor) -> int:
     """Return where this rank's part of a tensor begins, counted in elements of the whole tensor."""
     mesh = shard.device_mesh
     assert [placement.is_shard(0) for placement in shard.placements] == [True]
-    rows = -(-shard.shape[0] // mesh.size())  # each rank has so many rows, as long as there are any
+    rows = -(-shard.shape[0] // mesh.size())  # per rank, rounded up; the last ranks may have fewer or none
     return min(mesh.get_local_rank() * rows, shard.shape[0]) * shard.shape[1:].numel()
 
 
@@ -88,7 +89,7 @@ def to_bf16(shard: DTensor) -> Tensor:
 
 
 def _thresholds(first: int, like: Tensor) -> Tensor:
-    """Return what `kernels/rounding.py` adds to the elements from `first` of the whole tensor before it cuts off."""
+    """Return the thresholds of `kernels/rounding.py` for the elements of a tensor from index `first`."""
     x = torch.arange(first, first + len(like), device=like.device).int()
     x = (x ^ _shift(x, 16)) * HASH_1
     x = (x ^ _shift(x, 15)) * (HASH_2 - (1 << 32))

@@ -22,7 +22,7 @@ from typing import Any
 import httpx2
 
 from dapo.config import REWARD_TOKEN
-from dapo.errors import RewardError
+from dapo.errors import RewardError, one_line
 from dapo.rewards.function import CLOSE_LIMIT, DOES_NOT_APPLY, JUDGE_CLOSED, explain, to_json, to_score, unjudged
 from dapo.types import Prompt, Rollout, Score
 
@@ -202,8 +202,7 @@ def _client(token: str) -> httpx2.AsyncClient:
         limits = httpx2.Limits(max_keepalive_connections=0)
         return httpx2.AsyncClient(headers=headers, timeout=None, limits=limits, follow_redirects=False)
     except (ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise RewardError(f"reward.use: the proxy set in the environment cannot be used ({reason})") from None
+        raise RewardError(f"reward.use: the proxy set in the environment cannot be used ({one_line(error)})") from None
 
 
 def _root_cause(error: BaseException) -> str:

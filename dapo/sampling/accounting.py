@@ -21,7 +21,7 @@ class Sampled:
     batch: tuple[Group, ...]
     groups: tuple[Group, ...]  # every group of this step with its verdict, the batch included, in submission order
     fresh: frozenset[int]  # serials of the groups decided for the first time in this step; the others were carried in
-    version: int  # weight version that the batch will train
+    version: int  # weight version that the batch will update
     in_flight: int  # groups still being sampled or judged
     tokens: Mapping[str, int]  # see `count_tokens`
     rounds: int
@@ -125,7 +125,7 @@ def mean_histogram(groups: Iterable[Group]) -> str:
 
 
 def differing_scores(dropped: Iterable[Group]) -> str:
-    """Say how many groups were dropped for equal acc although their scores differ; empty if none."""
+    """Return a sentence about groups that were dropped for equal acc although their scores differ; empty if none."""
     by_acc = [group for group in dropped if group.verdict in (Verdict.ALL_RIGHT, Verdict.ALL_WRONG)]
     count = sum(len({score.value for score in group.scores if score.judged}) > 1 for group in by_acc)
     if not count:
@@ -209,7 +209,7 @@ def _thought_metrics(groups: Sequence[Group]) -> dict[str, float]:
         for rollout, score in zip(group.rollouts, group.scores, strict=True):
             if REPLY_START in score.extras:
                 start = score.extras[REPLY_START]
-                # In tokens, by the thought's share of the characters.
+                # The length in tokens is estimated from the thought's share of the characters.
                 share = 1.0 if start is None else start / len(rollout.text)
                 lengths.append(
                     share * (len(rollout) - (rollout.given[-1][1] if rollout.given else 0))

@@ -1,4 +1,4 @@
-"""Drawing prompts for new groups: the next ones of the stream, thinned by the ledger, and known ones again."""
+"""Draw prompts for new groups: new ones from the stream, thinned by the ledger, and earlier kept ones again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dapo.config import Config
 from dapo.data.stream import PromptStream
 from dapo.types import Drawn, Group, Prompt
 
-MIN_BATCHES = 8  # kept groups of this many batches come between two visits of a prompt
+MIN_BATCHES = 8  # a prompt is drawn again only after this many batches of other kept groups
 
 
 class PromptDrawer:
-    """Draws from the stream what the ledger admits, and a share `algorithm.ledger.revisit` from earlier kept prompts.
+    """Draws prompts from the stream as the ledger admits them; a share `algorithm.ledger.revisit` are revisits.
 
-    A prompt whose group was kept is likely to be kept again, while the chance of a new prompt falls as the model
-    improves. Revisits begin with the oldest, and the visits of a prompt are far apart.
+    A prompt whose group was kept is likely to be kept again, while new prompts are kept less often as the model
+    improves. The prompt that was drawn longest ago is revisited first, so that its visits are far apart.
     """
 
     def __init__(self, config: Config, stream: PromptStream) -> None:
@@ -26,15 +26,15 @@ class PromptDrawer:
         self.uses_ledger, self.share = options.enable, options.revisit
         self.ledger = Ledger(options.explore, config.run.seed)
         self.least_known = MIN_BATCHES * config.data.train_batch_size
-        self.known: deque[Prompt] = deque()  # prompts whose latest group was kept, in the order of the visits
-        self.drawn = self.revisited = 0  # prompts in all, and those of them that were known
+        self.known: deque[Prompt] = deque()  # prompts whose latest group was kept, longest ago first
+        self.drawn = self.revisited = 0  # prompts drawn so far, and how many of them were revisits
         self.skipped = 0  # prompts that the ledger did not admit, since `take_skipped`
 
     def draw(self, count: int) -> list[Drawn]:
         return [self._revisit() or self._next() for _ in range(count)]
 
     def record(self, group: Group) -> None:
-        """Remember the outcome of a decided group, and its prompt if there is more to learn from it."""
+        """Record the outcome of a group, and remember its prompt for a revisit if there is more to learn from it."""
         self.ledger.record(group)
         if self.share > 0 and group.kept:
             self.known.append(group.prompt)
@@ -61,7 +61,7 @@ class PromptDrawer:
         self.drawn, self.revisited = state.drawn, state.revisited
 
     def _revisit(self) -> Drawn | None:
-        """Return a known prompt that is worth a visit now, or None if there is none or it is the stream's turn."""
+        """Return a prompt to revisit, or None if no revisit is due or no prompt is worth one."""
         if self.revisited >= self.share * self.drawn:
             return None
         for _ in range(len(self.known) - self.least_known):
@@ -70,7 +70,7 @@ class PromptDrawer:
                 self.drawn += 1
                 self.revisited += 1
                 return Drawn(prompt)
-            self.known.insert(len(self.known) - self.least_known, prompt)  # before those that are too recent
+            self.known.insert(len(self.known) - self.least_known, prompt)  # in front of those visited too recently
         return None
 
     def _next(self) -> Drawn:

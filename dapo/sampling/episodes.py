@@ -1,4 +1,4 @@
-"""Sampling and scoring of groups, turn by turn where an environment replies. Training and evaluation both use it.
+"""Sample and score groups, turn by turn if an environment replies. Used by training and evaluation.
 
 Without an environment, a response is one turn: requests and rollouts pass through.
 """
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from dapo.config import Config
 from dapo.engine.protocol import Engine
 from dapo.environments.protocol import EnvironmentPool, Message, Reply
+from dapo.errors import one_line
 from dapo.model.template import TurnTemplate
 from dapo.rewards.protocol import Judge
 from dapo.system.progress import wait_visibly
@@ -42,7 +43,7 @@ class Environment:
         return cls(pool, template, config.environment.max_turn_tokens)
 
     def turn_limit(self, used: int, max_tokens: int) -> int:
-        """Return the greatest length of the response after the turn that begins at `used` tokens."""
+        """Return the most tokens that the response may have after a turn that begins at `used` tokens."""
         return min(max_tokens, used + self.max_turn_tokens) if self.max_turn_tokens else max_tokens
 
 
@@ -67,9 +68,10 @@ class _Asked(NamedTuple):
 
 
 class _MergedScores(Future[list[Score]]):
-    """Scores of one group: those that the environment gave, and the judge's for rollouts without one.
+    """The scores of one group: from the environment where it gave one, otherwise from the judge.
 
-    `result` waits in the judge's future itself, since only there a placed judge reports its events and faults.
+    `result` waits on the judge's own future, because a remote judge reports events and faults only to a caller that
+    waits there.
     """
 
     def __init__(
@@ -89,8 +91,9 @@ class _MergedScores(Future[list[Score]]):
 class Episodes:
     """Drives the episodes of all groups in flight.
 
-    The environments work while the engine decodes. If the engine is repeatable, a reply is read after the next poll,
-    however early it arrives, so that the order depends on counts only. With other engines it is read as it arrives.
+    The environments work while the engine decodes. If the engine is repeatable, every reply is read after the next
+    poll, even if it arrives earlier, so that the order of events depends on counts alone. With other engines, replies
+    are read as they arrive.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Episodes:
         self.wait_seconds = 0.0  # spent waiting for replies with nothing to decode, since `take_wait`
 
     def submit(self, prompts: Mapping[int, Prompt], n: int, params: SamplingParams, phase: Phase = "train") -> None:
-        """Begin groups, by serial."""
+        """Begin to sample groups. `prompts` are by serial."""
         requests = [Request(serial, prompt.tokens, n, params, phase) for serial, prompt in prompts.items()]
         if self.environment is not None:
             first = replace(params, max_tokens=self.environment.turn_limit(0, params.max_tokens))
@@ -120,7 +123,7 @@ class Episodes:
         self.engine.submit(requests)
 
     def poll(self) -> list[Rollout]:
-        """Return the rollouts that ended since the last call. Waits for one; empty only if nothing is in flight."""
+        """Return the rollouts that ended since the last call, waiting for at least one unless nothing is in flight."""
         if self.environment is None:
             return self.engine.poll()
         ended: list[Rollout] = []
@@ -132,14 +135,14 @@ class Episodes:
                 self.decoding.remove(key)
                 if not rollout.given:
                     self.environment.pool.start(key, group.prompt)
-                # A turn whose last token fills the response is complete: there is only no room for another one.
+                # A turn that ends exactly at the limit is complete. There is just no room for another one.
                 is_cut_off = rollout.finish_reason == "length" and len(rollout) >= group.max_tokens
                 self._ask(self.environment, rollout, len(rollout.given) + 1, is_cut_off=is_cut_off)
             ended += self._go_on(self.environment, due)
         return ended
 
     def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
-        """Return the scores that environments gave; the judge scores the other rollouts. Turns' rewards are added."""
+        """Return the environments' scores, and the judge's for other rollouts. Rewards of turns are added to each."""
         known = {r.index: self.scores.pop((r.serial, r.index), None) for r in rollouts}
         others = [rollout for rollout in rollouts if known[rollout.index] is None]
         if self.environment is None and len(others) == len(rollouts):
@@ -220,8 +223,7 @@ class Episodes:
         try:
             return reply, environment.template.between(reply.messages, int(asked.rollout.tokens[-1]))
         except Exception as error:  # templates raise any exception
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            message = f"the model's chat template rejects the environment's messages ({reason})"
+            message = f"the model's chat template rejects the environment's messages ({one_line(error)})"
             return replace(reply, messages=(), ended=True, score=Score(None, error=message)), ()
 
     def _end(self, environment: Environment, group: _Group, asked: _Asked, reply: Reply) -> Rollout:
@@ -247,7 +249,7 @@ def _ending(asked: _Asked, reply: Reply) -> Ending:
 
 
 def _with_turns(score: Score, rollout: Rollout) -> Score:
-    """Add the rewards of single turns to the score of the episode, which also gets their sum as an extra."""
+    """Add the rewards of the turns to the episode's score, and record their sum as an extra."""
     rewards = [turn[REWARD] for turn in rollout.turns if REWARD in turn]
     if not rewards or score.value is None:
         return score

@@ -33,15 +33,15 @@ class InflightSampler(DynamicSampler):
         step.rounds = math.ceil(step.submitted / self.config.gen_batch_size)
 
     def _batch_size(self, step: StepState) -> int:
-        """Return `train_batch_size`, or more if more groups would be too old for the next batch.
+        """Return `train_batch_size`, or the number of groups that would be too old for the next batch if that is more.
 
-        How many groups in flight the filter keeps varies. Dropping those that do not fit would mostly drop long ones.
+        The filter may keep more groups than expected. Dropping the surplus would mostly drop long responses.
         """
         must_train = sum(group.weight_version < self._oldest_allowed(step) for group in step.kept)
         return max(self.config.data.train_batch_size, must_train)  # the oldest come first
 
     def _oldest_allowed(self, step: StepState) -> int:
-        """Return the oldest version that the next batch may hold: after the update the weights are one version on."""
+        """Return the oldest weight version allowed in the next batch, which follows one more update."""
         return step.version + 1 - self.config.algorithm.max_staleness
 
     def _is_complete(self, step: StepState, kept: int, undecided: Iterable[Pending]) -> bool:
@@ -52,10 +52,10 @@ class InflightSampler(DynamicSampler):
     def _top_up(self, step: StepState) -> None:
         """Submit prompts to keep the engine busy, but no more than this batch and the next are expected to need.
 
-        It is busy with as many unfinished responses as `gen_batch_size` groups have.
+        The engine counts as busy with as many unfinished responses as `gen_batch_size` groups have.
 
-        Invariant: kept + keep rate x undecided <= 2 x train_batch_size. What an update leaves over is then expected to
-        fill the next batch, and the batch grows by the few groups that are kept beyond expectation.
+        Invariant: kept + keep rate x undecided <= 2 x train_batch_size. The groups left after an update are then
+        expected to fill the next batch. If more are kept than expected, that batch grows by these few.
         """
         size, limit = self.config.gen_batch_size, self.config.algorithm.filter_groups.max_num_gen_batches
         missing = 2 * self.config.data.train_batch_size - len(step.kept)

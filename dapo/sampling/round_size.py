@@ -9,8 +9,8 @@ def groups_needed(missing: int, kept: int, decided: int, most: int, confidence: 
     """Return how many groups to sample so that, with this probability, at least `missing` are kept; at most `most`.
 
     `kept` of the latest `decided` groups were kept. One more kept group is assumed, so that the keep rate is never 0.
-    The rate then has a beta distribution, and the number kept of new groups a beta-binomial one, which includes the
-    uncertainty about the rate. If all groups were kept, as without a filter, all new ones are expected to be.
+    The rate then has a beta distribution, and the number of new groups that are kept a beta-binomial one, which
+    includes the uncertainty about the rate. If all groups were kept, as without a filter, all new ones will be, too.
     """
     if kept == decided:
         return min(missing, most)

@@ -1,4 +1,4 @@
-"""The rules about groups that the options name: shaping, advantage and filter, built in or from the user."""
+"""The configured rules for groups: reward shaping, advantage and filter, built in or the user's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dapo.config.functions import CustomParts, load_parts
 
 
 def group_rules(config: Config, given: CustomParts | None = None) -> GroupRules:
-    """Collect the options that decide about a group. `given` are parts of the user that are objects, not files."""
+    """Build the rules from the options. `given` are the user's parts that were passed as objects instead of files."""
     algorithm, parts, limit = config.algorithm, load_parts(config, given), config.data.max_response_length
     advantage = normalized if algorithm.adv_norm == "std" else centered
     return GroupRules(

@@ -126,7 +126,7 @@ class DynamicSampler:
         )
 
     def cancel(self) -> None:
-        """Give up all groups in flight."""
+        """Cancel all groups in flight."""
         self.episodes.cancel(list(self.pending))
         self.pending = {}
 
@@ -145,7 +145,7 @@ class DynamicSampler:
         self.pending |= {serial: Pending(new.prompt, new.chance, version) for serial, new in drawn.items()}
 
     def drain(self, is_stopping: Callable[[], bool] = lambda: False, *, leave: int = 0) -> bool:
-        """Wait until the engine has finished all but `leave` responses; by default all, as an evaluation needs it.
+        """Wait until the engine has finished all but `leave` responses. An evaluation needs it idle.
 
         The finished groups stay in `pending` and are decided in the next step. Return False if `is_stopping` became
         true before that.
@@ -182,10 +182,10 @@ class DynamicSampler:
     def _next_round(self, step: StepState) -> int:
         """Return how many prompts to submit now, besides those whose groups are still in flight.
 
-        Without carry-over a round is always `gen_batch_size` prompts, as published. With it, a round is just large
-        enough that it probably fills the batch, because another round has to wait for its longest responses again. But
-        it is never so large that more than a quarter of a batch is expected to be left over, because these groups are
-        trained on one step late. While groups are in flight, more are submitted only if those probably do not suffice.
+        Without carry-over a round is always `gen_batch_size` prompts, as published. With carry-over it is just large
+        enough to probably fill the batch, because every further round again waits for its longest responses. It is
+        never so large that more than a quarter of a batch is expected to be left over, because those groups are trained
+        on one step late. While groups are in flight, more are submitted only if these will probably not fill the batch.
         """
         missing = self.config.data.train_batch_size - len(step.kept)
         limit, size = self.config.algorithm.filter_groups.max_num_gen_batches, self.config.gen_batch_size
@@ -202,8 +202,8 @@ class DynamicSampler:
     def _tail(self) -> int:
         """Return the number of unfinished responses at which the next round may begin, because many slots are idle.
 
-        It is 0, so that a round is finished first, in the first round of a run, because the keep rate is unknown, and
-        with engines that finish responses in an order that depends on the clock.
+        Return 0, so that the round finishes first, in two cases: in the first round of a run, because the keep rate is
+        unknown, and with engines whose responses finish in an order that depends on the clock.
         """
         can_overlap = self.config.algorithm.max_staleness > 0 and self.config.samples_in_process
         return self.config.concurrent // 2 if can_overlap and self.recent else 0
@@ -285,7 +285,7 @@ class DynamicSampler:
         return [replace(g, ref_logprobs=found[g.serial]) if g.serial in found else g for g in groups]
 
     def _decide(self, step: StepState, groups: list[Group]) -> None:
-        """Sort groups into kept and dropped, and record them."""
+        """Sort groups into kept and dropped ones, and record the outcome."""
         self._check_reward_works(step, groups)
         self.decided += len(groups)
         for group in groups:

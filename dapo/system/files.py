@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from dapo.errors import DISK_FAULTS, StorageError
+from dapo.errors import DISK_FAULTS, StorageError, one_line
 
 _LEFTOVER_AFTER = 24 * 3600.0  # seconds
 
@@ -50,7 +50,7 @@ def _disk_faults_explained(final: Path) -> Iterator[None]:
         if isinstance(error, OSError) and not isinstance(error, shutil.Error) and error.errno not in DISK_FAULTS:
             raise
         first = error.args[0][0][2] if isinstance(error, shutil.Error) else error
-        reason = first.strerror if isinstance(first, OSError) else " ".join(str(first).split())
+        reason = first.strerror if isinstance(first, OSError) else one_line(first)
         raise StorageError(f"{final}: cannot be written ({reason}); free some space or repair the disk") from error
 
 

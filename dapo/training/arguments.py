@@ -1,4 +1,4 @@
-"""The arguments of Trainer: one checked configuration from all that a Python program gives."""
+"""The arguments of Trainer, merged into one checked configuration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OTHERS = (
     "quiet",
     "reporter",
 )  # arguments of Trainer
-# What GRPOTrainer takes besides its options, and how it is done here.
+# Arguments of TRL's GRPOTrainer that Trainer does not have, and what to use instead.
 _OF_TRL = {
     "args": "give options as config={...}, or sections such as optim={...}; `dapo convert` turns a GRPOConfig into a "
     "recipe, whose path can be the config",
@@ -46,7 +46,7 @@ _OF_TRL = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arguments:
-    """The arguments of a Trainer, resolved. It builds the run from them, also a second time."""
+    """The resolved arguments of a Trainer, kept so that it can open the run again."""
 
     config: Config
     reward_funcs: RewardFunctions | None
@@ -67,7 +67,7 @@ def resolve(
     *,
     resume: bool,
 ) -> Arguments:
-    """Merge the arguments. Where several give the same option, the later of: config, section, named argument."""
+    """Merge the arguments. Named arguments override sections, and sections override `config`."""
     _check_sections(sections)
     rows: dict[str, Rows] = {}
     explicit: list[Mapping[str, Any]] = [config] if isinstance(config, Mapping) else []
@@ -87,7 +87,7 @@ def resolve(
     if resume and not isinstance(config, Config):
         values = _of_recorded_run(values, explicit)
     if eval_dataset is not None:
-        values["eval"].setdefault("k", 1)  # the data was given to be evaluated on
+        values["eval"].setdefault("k", 1)  # evaluation data was given, so evaluate on it
     _require(values)
     resolved = Config.from_values(values, str(config) if is_recipe else "config")
     if reward_funcs is not None and resolved.cluster.reward_workers and reward_terms(reward_funcs)[1]:
@@ -101,7 +101,7 @@ def resolve(
 
 
 def _with_parts(config: Config, parts: CustomParts | None) -> Config:
-    """Return the configuration with the names of the parts that are objects; raise if a part does not work."""
+    """Return the configuration with the names of parts given as objects; raise if a part cannot be used."""
     if parts is not None:
         config = with_objects(config, parts)
     for collect_rules in (UpdateRules.of, group_rules):

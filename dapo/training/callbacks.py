@@ -1,4 +1,4 @@
-"""Callbacks: functions of the user's that a run calls at its events."""
+"""Callbacks: the user's functions that a run calls when a group, step, evaluation or checkpoint is done."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Callback:
     """
 
     def on_group(self, trainer: Trainer, group: Group) -> None:
-        """Called when a group was sampled, judged and decided: `group.verdict` says whether it is kept, or why not."""
+        """Called when a group has been sampled and judged: `group.verdict` says whether it is kept, or why not."""
 
     def on_step(self, trainer: Trainer, step: StepReport) -> None:
         """Called after each step, before it is evaluated and saved."""
@@ -33,13 +33,13 @@ class Callback:
         """Called after each evaluation, once per evaluation set."""
 
     def on_save(self, trainer: Trainer, checkpoint: Path) -> None:
-        """Called when a checkpoint is complete, which can be some steps later: it is written while the run trains on.
+        """Called when a checkpoint is complete. It is written in the background, so this can be some steps later.
 
         `checkpoint` is its folder, a Hugging Face directory.
         """
 
     def on_end(self, trainer: Trainer, result: RunResult) -> None:
-        """Called when the run has ended, is saved and closed; not if it ended with an exception."""
+        """Called when the run has ended and is saved and closed, but not after an exception."""
 
 
 StepFunction = Callable[["Trainer", StepReport], Any]
@@ -56,7 +56,7 @@ class Callbacks:
         self._trainer = weakref.ref(trainer)
 
     def after(self, report: Callable[[Group], None]) -> Callable[[Group], None]:
-        """Return a function that reports a group by `report`, and then to the callbacks."""
+        """Return a function that passes a group to `report`, and then to the callbacks."""
 
         def on_group(group: Group) -> None:
             report(group)

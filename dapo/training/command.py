@@ -38,7 +38,7 @@ def resume_training(
 
     If `config` is from a recipe, the options in which it differs from the run are listed.
     """
-    if is_run(config.run_dir):  # if not, the trainer says what is wrong
+    if is_run(config.run_dir):  # otherwise the trainer reports what is wrong
         own = recorded_config(config.run_dir, overrides).renamed(config.run.name, config.run.dir)
         for key, (ours, theirs) in own.differences(config).items():
             line = f"{key} stays {shown(ours)}, as in the run so far; the recipe has {shown(theirs)}"
@@ -76,5 +76,5 @@ def _run(console: Console, trainer: Trainer) -> int | None:
 
 
 def _program() -> str:
-    """Return this command as it was typed, if it was: .venv/bin/dapo may not be on the path."""
+    """Return the program's name as the user typed it, because .venv/bin/dapo may not be on the path."""
     return sys.argv[0] if Path(sys.argv[0]).name == "dapo" else "dapo"

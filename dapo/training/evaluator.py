@@ -68,7 +68,7 @@ class Evaluator:
                 self.recorder.reporter.phase,
             )
             reports.append(report)
-        self.engine.metrics()  # discard the evaluation's share, so that the next step does not count it
+        self.engine.metrics()  # discard the evaluation's metrics, so that the next step does not include them
         self.recorder.evaluation(reports)
         self.reports = tuple(reports)
         report = self._best_report()
@@ -80,13 +80,13 @@ class Evaluator:
     def recorded(self, step: int | None = None) -> tuple[EvalReport, ...]:
         """Return the recorded evaluation of a step (default: the newest), in the order in which `run` evaluates.
 
-        Sets whose questions were others, because a resume has changed eval.data, are left out.
+        Sets whose questions have changed since, because a resume changed eval.data, are left out.
         """
         found = {report.name: report for report in self.recorder.evaluations(step)}
         return tuple(found[name] for name in self.sets if name in found and self._has_questions(found[name]))
 
     def has_evaluated(self, step: int) -> bool:
-        """Return whether the latest evaluation is that of `step`, on every set."""
+        """Return whether the latest evaluation is of `step` and covers every set."""
         return self.sets.keys() <= {report.name for report in self.reports if report.step == step}
 
     def _has_questions(self, report: EvalReport) -> bool:
@@ -114,7 +114,7 @@ class Evaluator:
             raise _no_metric(self.options.best_metric, [f"{report.name}/{key}" for key in report.metrics])
 
     def _best_value(self) -> float | None:
-        """Return the value of eval.best_metric in the latest evaluation; None if the option is not set or no number."""
+        """Return eval.best_metric's value in the latest evaluation; None without the option or without a value."""
         report = self._best_report()
         value = report.metrics.get(self._best_key, math.nan) if report else math.nan
         return value if math.isfinite(value) else None
@@ -124,7 +124,7 @@ class Evaluator:
 
 
 def find_metric(config: Config, sets: Collection[str]) -> tuple[str, str] | None:
-    """Return the set and the metric that eval.best_metric names; raise if no evaluation can have it."""
+    """Return the set and the metric that eval.best_metric names; raise if there is no such set or metric."""
     name, keys = config.eval.best_metric, metric_names(config.eval.k)
     if name is None:
         return None

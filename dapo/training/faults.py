@@ -1,4 +1,4 @@
-"""Faults during training: restart after a lost learner; save what is still possible before other faults end the run."""
+"""Faults during training: restart after a lost learner; before any other fault ends the run, save what can be saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def faults_handled(trainer: Trainer) -> Iterator[None]:
-    """Recover from a lost learner. Before a fault that ends the run, save and record what is still possible."""
+    """Recover from a lost learner. Before any other fault ends the run, save and record what is possible."""
     try:
         yield
     except LearnerLost as lost:
@@ -59,7 +59,7 @@ def _recover(trainer: Trainer, lost: LearnerLost) -> None:
 
 
 def _restart_from_checkpoint(trainer: Trainer, lost: LearnerLost) -> LearnerLost | None:
-    """Restart and restore once. Return the loss of another learner, if it happened after the restart."""
+    """Restart and restore once. If another learner is lost meanwhile, return that error."""
     saved = checkpoint.newest(trainer.directory.checkpoints)
     trainer.parts.restart(lost, saved)  # raises ClusterLost if there were too many losses
     try:

@@ -1,4 +1,4 @@
-"""Records what a run reports: in its database, in the terminal and in the trackers."""
+"""Record what a run reports: in its database, in the terminal and in the trackers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Recorder:
         self.trackers: Trackers | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self._writing: Future[None] | None = None
-        self._step = 0  # that events belong to
+        self._step = 0  # the step that new events belong to
 
     def open(self, config: Config, about: Mapping[str, str], step: int) -> None:
-        """Open the database and the trackers; remove what the database holds of later steps than `step`."""
+        """Open the database and the trackers, and remove the records of steps after `step`."""
         self._step = step
         self.database = self.directory.begin(about)
         if self.directory.resume:
@@ -72,7 +72,7 @@ class Recorder:
         self.reporter.event(event)
 
     def disk(self, config: Config, checkpoint: int) -> None:
-        """Tell what the run will write, and warn if the disk cannot hold two checkpoints of so many bytes."""
+        """Report what the run will write, and warn if the disk cannot hold two checkpoints of `checkpoint` bytes."""
         self.event(EventKind.PLAN, disk_plan(config, checkpoint))
         if warning := disk_warning(config, checkpoint):
             self.event(EventKind.DISK, warning)
@@ -100,7 +100,7 @@ class Recorder:
             writing.result()
 
     def close(self) -> None:
-        with ExitStack() as stack:  # closes in reverse order; if one fails, the others are closed all the same
+        with ExitStack() as stack:  # closes in reverse order, and all of them even if one fails
             if self.database:
                 stack.callback(self.database.close)
             stack.callback(self._thread.shutdown)

@@ -44,7 +44,7 @@ class RunResult:
 
 
 def trained_model(policy: Learner, source: ModelConfig, checkpoints: Path) -> PreTrainedModel:
-    """Return the current model of a policy in this process; if others learn, load the newest checkpoint."""
+    """Return the policy's current model. If other processes learn, load the newest checkpoint."""
     if isinstance(policy, Policy):
         return plain_copy(policy.model)
     saved = checkpoint.newest(checkpoints)
@@ -54,7 +54,7 @@ def trained_model(policy: Learner, source: ModelConfig, checkpoints: Path) -> Pr
 
 
 def environment() -> dict[str, str]:
-    """Return what the bits of a run on a CPU depend on besides its configuration. A resume reports what differs."""
+    """Return what else the exact results on a CPU depend on besides the options. A resume reports what differs."""
     return versions() | {
         "threads": str(torch.get_num_threads()),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -80,7 +80,7 @@ def step_metrics(sampled: Sampled, update: UpdateResult, *, train: float, total:
 
 
 def close_all(*parts: Any) -> None:
-    """Close in reverse order; if one fails, the others are closed all the same."""
+    """Close in reverse order, and all of them even if one fails."""
     with ExitStack() as stack:
         for part in parts:
             stack.callback(part.close)

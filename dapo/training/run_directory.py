@@ -24,7 +24,7 @@ from dapo.types import Event, EventKind
 
 _LOCK = ".lock"
 _MARKER = b"This folder belongs to a run of dapo.\n"
-# Files that a start killed before its database exists can leave behind. (config.yaml is not proof: others use it, too.)
+# Files that a run may leave behind if it is killed before its database exists. (Other programs also use config.yaml.)
 _OURS = {_LOCK, *(f"{DATABASE_FILE}{end}" for end in ("", "-wal", "-shm", "-journal"))}
 
 
@@ -32,7 +32,7 @@ class RunDirectory:
     """A run's folder, locked until `close`.
 
     `saved` is the checkpoint to resume from, and `state` its trainer state. Both are None for a new run, and for a run
-    that resumes before its first checkpoint. `is_finished` is what the run's records say.
+    that resumes before its first checkpoint. `is_finished` is read from the run's database.
     """
 
     held: ClassVar[set[Path]] = set()  # folders that this process has locked
@@ -97,7 +97,7 @@ class RunDirectory:
         return Event(EventKind.CONFIGURATION, message, step) if self.changes else None
 
     def require_in_place(self) -> None:
-        """Raise if the folder was moved or deleted while the run was training; what is written would be lost."""
+        """Raise if the folder was moved or deleted during training, because further writes would be lost."""
         if not self._is_in_place(self._lock):
             raise StorageError(
                 f"{self.path}: the run's folder was moved, deleted or replaced while the run was training; move it "
@@ -152,7 +152,7 @@ class RunDirectory:
         return False
 
     def _has_run(self) -> bool:
-        """Return whether a run was begun here; refuse a folder that this process may not touch."""
+        """Return whether the folder holds a run; refuse one that must not be changed."""
         file = self.path / DATABASE_FILE
         if not RunDatabase.exists(file):
             self._refuse_foreign_content()
@@ -177,7 +177,7 @@ class RunDirectory:
             recorded, notes = self._recorded(database)
         self.changes = [*self._changes(recorded), *notes]
         self.saved = checkpoint.newest(self.checkpoints)
-        # A run trains on while its first checkpoint is written, and waits for it when the second is due.
+        # The first checkpoint is written in the background, and complete at the latest when the second is due.
         limit = recorded.run.save_every * (2 if self.checkpoints.is_dir() else 1)
         if self.saved is None and 0 < limit < steps:
             raise CheckpointError(
@@ -211,7 +211,7 @@ class RunDirectory:
         return [f"{key} {shown(was)} -> {shown(now)}" for key, (was, now) in found.items()]
 
     def _mark(self) -> None:
-        """Mark the folder as a run's, in its lock file: from now on its files may be ours."""
+        """Mark the folder as a run's in its lock file, so that a later start may reuse leftover files."""
         if not self._is_marked():
             with _explained(self.path):
                 self._lock.write(_MARKER)
@@ -222,7 +222,7 @@ class RunDirectory:
         return False
 
     def _refuse_foreign_content(self) -> None:
-        """Raise if a folder without a run in its database holds checkpoints or files of others."""
+        """Raise if a folder without a recorded run holds checkpoints or other programs' files."""
         if saved := checkpoint.steps(self.checkpoints):
             raise CheckpointError(
                 f"{self.path}: holds checkpoints (of steps {', '.join(map(str, saved))}) but no run database; copy "

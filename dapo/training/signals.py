@@ -1,4 +1,4 @@
-"""Requests to end a run: by Ctrl-C, SIGTERM, the loss of the terminal, or the program that trains."""
+"""Requests to end a run: Ctrl-C, SIGTERM, a closed terminal, or a call of `Trainer.stop`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def handled(stopping: StopRequest, on_first: Callable[[], None]) -> Iterator[Non
 
     def handle(number: int, _: Any) -> None:
         nonlocal is_telling
-        if is_telling:  # a second signal before the user could read that a second one stops at once
+        if is_telling:  # ignore it: the user cannot have read yet that a second signal stops at once
             return
         if stopping.signal is not None:
             raise KeyboardInterrupt
@@ -67,7 +67,7 @@ def handled(stopping: StopRequest, on_first: Callable[[], None]) -> Iterator[Non
 
 
 def closed_at_exit(steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
-    """Return the generator, which is closed at the end of the program if its loop was not left before."""
+    """Return the generator. If it is still suspended when the program ends, it is closed then."""
     reference = weakref.ref(steps)
 
     def close() -> None:

@@ -103,7 +103,7 @@ class Trainer:
         self._open(resume=resume, next_name=not given.names_run if next_name is None else next_name)
 
     def train(self) -> RunResult:
-        """Train up to `run.steps` or `run.epochs`, or to the end of the step in which a signal or `stop` asks to end.
+        """Train up to `run.steps` or `run.epochs`. A signal or `stop` ends the run earlier, after the current step.
 
         Called again, it continues a run that ended early.
         """
@@ -112,9 +112,10 @@ class Trainer:
         return self.result
 
     def steps(self) -> Iterator[StepReport]:
-        """Train as `train` does; yield the report of each step after it is evaluated and its saving is begun, if due.
+        """Train as `train` does, and yield the report of each step.
 
-        Leaving the loop early ends the run as `stop` does: it is saved, closed, and can be resumed.
+        By then the step is evaluated, and its saving has begun, if they are due. Leaving the loop early ends the run as
+        `stop` does: it is saved, closed, and can be resumed.
         """
         return signals.closed_at_exit(self._steps())
 
@@ -123,7 +124,7 @@ class Trainer:
         handled = signals.handled(self.stopping, self.reporter.stopping)
         with closing(self), handled, self.reporter.training(self.config, self.step), self.saver:
             has_begun = False
-            while not has_begun:  # again if a learner was lost
+            while not has_begun:  # repeat if a learner was lost
                 with faults_handled(self):
                     self._evaluate_first()
                     has_begun = True
@@ -228,10 +229,10 @@ class Trainer:
         self.directory = (
             RunDirectory.of_new_run(self.config) if is_renamed else RunDirectory(self.config, resume=resume)
         )
-        self.config = config = self.directory.config  # whose directory is locked from here on
+        self.config = config = self.directory.config  # its run directory is locked from here on
         self.step = self.version = self.saved_step = self.empty_in_a_row = 0
         self.seconds = 0.0
-        self.empty_verdicts: Counter[str] = Counter()  # of the empty batches in a row, since the run was opened
+        self.empty_verdicts: Counter[str] = Counter()  # counted over the latest empty batches in a row
         self.before: tuple[EvalReport, ...] = ()
         self.stopping, self.is_training = StopRequest(), False
         with ExitStack() as undo:  # if anything below fails, release what was acquired before it
@@ -267,14 +268,14 @@ class Trainer:
                 self.recorder.event(EventKind.PLAN, plan)
             self.recorder.disk(config, self.policy.checkpoint_bytes)
             undo.pop_all()
-        # Close also if the trainer is only deleted: nothing that is closed here refers to it.
+        # Also close when the trainer is garbage-collected. Nothing in `owned` refers to it, so it can be.
         owned = self.directory, self.recorder, self.judge, self.environments, self.engine, self.saver
         self._close = weakref.finalize(self, close_all, *filter(None, owned))
-        # The state after the last whole step, which is saved if the cluster is lost in the middle of the next one.
+        # The state after the last whole step: it is saved if the cluster is lost during the next step.
         self.last_state = self.first_state = self.state()
 
     def _begin(self) -> None:
-        """Open the run again if it ended early before; refuse if it is being trained, or has finished."""
+        """Open the run again if an earlier `train` ended early; refuse if it is training now or has finished."""
         if self.is_training:
             raise RunExists(f"{self.config.run_dir}: this Trainer is training already")
         if not self._close.alive:
@@ -292,7 +293,7 @@ class Trainer:
         # Load the data before the weights, so that its errors show at once.
         tokenizer = load_tokenizer(model_source(config, saved).path)
         if config.rollout.stop:
-            token_bytes(tokenizer)  # raises if the engine could not compare its tokens with a text
+            token_bytes(tokenizer)  # raises if the tokenizer does not allow stop texts
         kinds = judge_kinds(config.reward, judge)
         self.data = load_run_data(config, tokenizer, columns_seen(kinds), self._arguments.rows, self.environments)
         environment = Environment.of(config, self.environments, tokenizer)
@@ -321,7 +322,7 @@ class Trainer:
         )
 
     def _evaluate_first(self) -> None:
-        """Evaluate before the first step. On resume take what is recorded, and evaluate only if that is missing."""
+        """Evaluate before the first step. On resume, use the recorded evaluation if there is one."""
         is_due = self.step == 0 or self.is_finished or self._is_due(self.config.eval.every)
         self.evaluator.reports = self.evaluator.recorded()
         if is_due and not self.evaluator.has_evaluated(self.step):
@@ -329,11 +330,11 @@ class Trainer:
         if self.step == 0:
             self.evaluator.require_best_metric()
         elif self.evaluator.is_best(self.step):
-            self.save_checkpoint()  # again: it was saved before its evaluation
+            self.save_checkpoint()  # again, because it was saved before its evaluation
         self.before = self.evaluator.reports if self.step == 0 else self.evaluator.recorded(0)
 
     def _evaluate(self) -> None:
-        """Evaluate the current weights, or leave it if the run is stopping: a resume makes up for it."""
+        """Evaluate the current weights. If the run is stopping, skip it: a resume makes up for it."""
         with suppress(Interrupted):
             if self.data.eval_sets and self.sampler.drain(self.stopping.has_signal):
                 self.evaluator.run(self.step)
@@ -370,18 +371,18 @@ class Trainer:
         self.empty_in_a_row = state.empty_in_a_row
         self.policy.non_finite_in_a_row = state.non_finite_in_a_row
         self.evaluator.best = checkpoint.best(self.directory.checkpoints)
-        self.sampler.cancel()  # before the weights go back: no response may pass from undone weights to these
+        self.sampler.cancel()  # before the older weights are loaded: no response may have tokens from both
         self.engine.sync_weights(self.version)
         self.sampler.restore(state.sampler, self.version)
 
     def read_totals(self) -> None:
-        """Read what the recorded steps took: when the run is opened, and after steps were undone."""
+        """Read the totals over the recorded steps, when the run is opened and after steps were undone."""
         self.seconds = self.recorder.training_seconds()
 
     def save_checkpoint(self, state: TrainerState | None = None, *, in_background: bool = False) -> None:
         self.reporter.phase("saving")
         self.callbacks.save(self.saver.collect(wait=True))  # one at a time
-        self.recorder.flush()  # a resume can undo steps after the checkpoint, but cannot invent missing ones
+        self.recorder.flush()  # a resume can undo records of later steps, but not add missing ones
         self.directory.require_in_place()
         self.saver.save(state or self.state(), in_background=in_background)
         self.saved_step = self.step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -604,21 +603,3 @@ def test_groups_that_span_an_update_get_reference_log_probabilities(tmp_path, co
         for found, values in zip(group.ref_logprobs, expected, strict=True):
             np.testing.assert_allclose(found, values.detach().numpy(), atol=2e-5)
     assert len(batches) == 3
-
-
-def test_a_checkpoint_from_before_in_flight_mode_can_be_read(tmp_path):
-    config = runs.load(tmp_path, "run.steps=3", "data.gen_batch_size=9")
-    train(config)
-    folder = checkpoint.find(config.run_dir / "checkpoints", "last")
-    path = folder / "trainer" / "state.json"
-    document = json.loads(path.read_text())
-    del document["pending"]
-    assert document["carried"]
-    for group in document["carried"]:
-        for rollout in group["rollouts"]:
-            del rollout["switches"]
-    path.write_text(json.dumps(document))
-    checkpoint._write_checksums(folder, {})  # the edit is not damage
-    state = checkpoint.read_state(folder)
-    assert state.sampler.pending == {}
-    assert all(rollout.switches == () for group in state.sampler.carried for rollout in group.rollouts)

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from dapo.config import Config
 from dapo.engine.vllm.weights import Transport
-from dapo.errors import ConfigError, ModelError
+from dapo.errors import ConfigError, ModelError, one_line
 from dapo.model.loading import resolve_device, resolve_dtype
 from dapo.system.install import install_hint
 
@@ -184,11 +184,11 @@ def cache_size(vllm_config: Any) -> int:
     return per_layer * model.get_num_layers(parallel) * cache.num_gpu_blocks * cache.block_size
 
 
-def one_line(error: BaseException) -> str:
-    """Return an error's message as one line of at most 300 characters."""
+def vllm_reason(error: BaseException) -> str:
+    """Return an error's message as one line."""
     if not str(error) and error.__cause__ is not None:  # vLLM wraps the error of a request in one without a message
-        return one_line(error.__cause__)
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        return vllm_reason(error.__cause__)
+    return one_line(error)
 
 
 def _check_names(extra: Mapping[str, Any], known: list[str]) -> None:

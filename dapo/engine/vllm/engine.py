@@ -17,7 +17,7 @@ import psutil
 
 from dapo.config import Config
 from dapo.engine.stop import StopStrings
-from dapo.engine.vllm.arguments import VllmOptions, cache_size, one_line
+from dapo.engine.vllm.arguments import VllmOptions, cache_size, vllm_reason
 from dapo.engine.vllm.arguments import require_vllm as require_vllm
 from dapo.engine.vllm.support import Background, Guard, Meter
 from dapo.engine.vllm.weights import Client, Weights, transfer
@@ -87,7 +87,7 @@ class VllmEngine:
             except Exception as error:
                 self.background.stop()
                 raise EngineError(
-                    f"vLLM could not be started ({one_line(error)}); see its messages above, or set "
+                    f"vLLM could not be started ({vllm_reason(error)}); see its messages above, or set "
                     "VLLM_LOGGING_LEVEL=INFO for more"
                 ) from error
         # An update on the same GPU can use this memory while vLLM sleeps.
@@ -205,7 +205,7 @@ class VllmEngine:
         except Exception as error:
             self.close()
             raise EngineError(
-                f"vLLM could not load the weights of version {version} and was stopped ({one_line(error)})"
+                f"vLLM could not load the weights of version {version} and was stopped ({vllm_reason(error)})"
             ) from error
         self.sync_time += time.monotonic() - started
 
@@ -293,7 +293,7 @@ class VllmEngine:
         except Exception as error:
             self.close()
             raise EngineError(
-                f"vLLM ended or failed while it was sampling ({one_line(error)}); see its messages above, and "
+                f"vLLM ended or failed while it was sampling ({vllm_reason(error)}); see its messages above, and "
                 "continue with dapo resume"
             ) from error
 
