@@ -180,6 +180,11 @@ def trunk_of(causal_lm: Any) -> Trunk:
     return _TRUNKS[causal_lm]
 
 
+def use_plain_trunk(causal_lm: Any) -> None:
+    """Compute this model with transformers' own modules, whatever was chosen before, as sharded weights need it."""
+    _TRUNKS[causal_lm] = PlainTrunk(causal_lm)
+
+
 def joined_weights(trunk: Trunk, head: Tensor) -> tuple[Weight, ...]:
     """Return all weights in training whose gradients are summed outside autograd: the trunk's, and an untied head's."""
     trained = tuple(weight for weight in trunk.weights if weight.parts[0].requires_grad)

