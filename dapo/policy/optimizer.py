@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +52,12 @@ class Optimizer:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.masters = [p if p.dtype != torch.bfloat16 else p.detach().float() for p in self.parameters]
         self._master_of = dict(zip(self.parameters, self.masters, strict=True))
+        # Weak: the garbage collector cannot see the reference from a parameter to its hook. A strong one would make a
+        # cycle that keeps weights and optimizer in memory after the run.
+        move_grad = WeakMethod(self._move_grad)
         for parameter, master in self._master_of.items():
             if master is not parameter:
-                parameter.register_post_accumulate_grad_hook(self._move_grad)
+                parameter.register_post_accumulate_grad_hook(partial(_call, move_grad))
         self.adam = torch.optim.AdamW(
             self.masters,
             lr=config.lr,
@@ -162,6 +167,12 @@ class Optimizer:
                 key: place(_fitting(state, f"{key}/{name}", master), master.device) for key in ("exp_avg", "exp_avg_sq")
             }
             self.adam.state[master] = {"step": state[f"step/{name}"].to(master.device, copy=True), **moments}
+
+
+def _call(method: WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
+    found = method()
+    assert found is not None, "a gradient after the optimizer is gone"
+    found(parameter)
 
 
 def _fitting(state: dict[str, Tensor], name: str, like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -646,3 +647,21 @@ def test_a_reward_that_takes_a_column_that_the_data_does_not_have_is_refused_bef
     with pytest.raises(RewardError, match=r"reward.py:reward takes 'lvl', which is not a column of the data"):
         Trainer(config)
     assert not config.run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "options", [["model.dtype=float32"], ["model.dtype=bfloat16"], ["model.dtype=bfloat16", "model.lora.rank=4"]]
+)
+def test_a_run_that_has_ended_leaves_no_tensor_in_memory(tmp_path, options):
+    """Otherwise the second run of a notebook or an ablation has less of a GPU than the first."""
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(held), torch.Tensor) for held in gc.get_objects())
+
+    path = runs.recipe(tmp_path, run={"steps": 2})
+    counts = []
+    for name in "abc":
+        Trainer(Config.load(path, [f"run.name={name}", *options]), quiet=True).train()
+        counts.append(tensors())
+    assert counts[2] <= counts[0]
