@@ -1,4 +1,4 @@
-"""What responses to one prompt have in common, so that an update computes it once.
+"""Find what responses to one prompt have in common, so that an update computes it once.
 
 All responses share their prompt. Some begin alike, too: episodes in which the model's first turn and the reply to it
 are the same, or answers with the same first words. Attention knows one level of sharing: a prefix and what continues
