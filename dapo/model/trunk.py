@@ -173,11 +173,16 @@ _TRUNKS: WeakKeyDictionary[nn.Module, Trunk] = WeakKeyDictionary()
 def trunk_of(causal_lm: Any) -> Trunk:
     """Return the model's trunk, built on the first call: fused in bf16 where possible, else transformers'."""
     if causal_lm not in _TRUNKS:
-        is_narrow = causal_lm.dtype == torch.bfloat16 and causal_lm.device.type in ("cuda", "cpu")
-        if is_narrow and causal_lm.device.type == "cuda":
+        is_fast = _is_fast(causal_lm)
+        if is_fast and causal_lm.device.type == "cuda":
             same_bits_for_any_rows()
-        _TRUNKS[causal_lm] = FusedTrunk.of(causal_lm) if is_narrow and can_fuse(causal_lm) else PlainTrunk(causal_lm)
+        _TRUNKS[causal_lm] = FusedTrunk.of(causal_lm) if is_fast and can_fuse(causal_lm) else PlainTrunk(causal_lm)
     return _TRUNKS[causal_lm]
+
+
+def _is_fast(causal_lm: Any) -> bool:
+    """Return whether the fused trunk is faster than transformers' for weights of this type on this device."""
+    return causal_lm.dtype == torch.bfloat16 and causal_lm.device.type in ("cuda", "cpu")
 
 
 def use_plain_trunk(causal_lm: Any) -> None:
