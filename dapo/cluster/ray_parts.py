@@ -76,7 +76,7 @@ def ray_samplers(
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """What learners, engine and judge share: the reserved resources, and the rules of supervision."""
+    """Reserved resources and rules of supervision, shared by learners, engine and judge."""
 
     config: Config
     on_gpu: bool
