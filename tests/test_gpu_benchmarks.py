@@ -247,6 +247,6 @@ def test_the_arms_on_small_gpus_have_the_models_they_say():
 
 def test_the_stall_of_a_checkpoint_is_measured_and_its_files_are_compared(tmp_path):
     rows = {row.what: row for row in checkpoint_stall.measure(TINY, CPU, tmp_path, repeats=2)}
-    assert rows["stall before / stall now"].measured > 0
-    assert "all files compared" in rows["stall, first checkpoint"].note
+    assert rows["stall before / until an update now"].measured > 0
+    assert "all files compared" in rows["until the next step can sample"].note
     assert (tmp_path / "checkpoints" / "step_3").is_dir()

@@ -38,7 +38,10 @@ class HostMemory:
         return f"takes {size_text(needed)}, but only {size_text(free)} of memory are free"
 
     def copy(self, files: TensorFiles) -> TensorFiles:
-        """Return copies of all tensors; tied tensors stay tied. The next call overwrites the copies."""
+        """Return copies of all tensors; tied tensors stay tied. The next call overwrites the copies.
+
+        Any thread may call it, after `finish_kernels`. On a GPU the copy runs beside the kernels of other threads.
+        """
         offsets, needed = _layout(files)
         if needed > len(self._bytes):
             self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
@@ -68,11 +71,12 @@ class HostMemory:
         Page-locking all of the memory would make the copy a little faster, but takes many seconds by itself.
         """
         device = sources[0][1].device
-        torch.cuda.synchronize(device)
         if not self._slots:
             self._slots = [torch.empty(_SLOT, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         filled: tuple[int, int, torch.cuda.Event] | None = None
-        with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))  # `as_bytes` copies what is not contiguous
+        with torch.cuda.stream(stream):
             for number, parts in groupby(_parts(sources), key=lambda part: part[0]):
                 slot, end = self._slots[number % 2], 0
                 for _, start, source in parts:
@@ -90,6 +94,12 @@ class HostMemory:
         event.synchronize()
         start = number * _SLOT
         _copy([(self._bytes[start : start + end], self._slots[number % 2][:end])], threads)
+
+
+def finish_kernels(files: TensorFiles) -> None:
+    """Wait until every GPU has done what this thread asked it to do, so that another thread can read the tensors."""
+    for device in {tensor.device for tensors in files.values() for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]], threads: ThreadPoolExecutor) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.checkpoint.folder import Draft, Savable, begin
-from dapo.checkpoint.host import HostMemory
+from dapo.checkpoint.host import HostMemory, finish_kernels
 from dapo.checkpoint.state import TrainerState
 from dapo.system.progress import progress
 from dapo.types import EventKind
@@ -29,19 +29,25 @@ class _Write:
     thread: threading.Thread | None = None
     error: BaseException | None = None
     seconds: float = 0.0  # from the start of the save until the checkpoint is complete
+    is_copied: threading.Event = field(default_factory=threading.Event)  # also set if the copy failed
+    is_ended: threading.Event = field(default_factory=threading.Event)
     is_abandoned: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         self.draft.finish(self._check)
         self.seconds = time.perf_counter() - self.began
 
-    def run_in_thread(self) -> None:
+    def run_in_thread(self, memory: HostMemory) -> None:
         try:
+            self.draft.files = memory.copy(self.draft.files)
+            self.is_copied.set()
             self.run()
         except BaseException as error:  # raised in the thread that trains
             self.error = error
         finally:
             self.draft.files = {}
+            self.is_copied.set()
+            self.is_ended.set()
 
     def _check(self) -> None:
         if self.is_abandoned.is_set():
@@ -49,7 +55,10 @@ class _Write:
 
 
 class Saver:
-    """Saves one checkpoint at a time. The tensors are copied to host memory, and a thread writes the copy.
+    """Saves one checkpoint at a time. A thread copies the tensors to host memory, and writes the copy.
+
+    The tensors must not change before `wait_for_copy` returns. Sampling only reads them, so the copy of one step is
+    made while the next step samples.
 
     Learners in other processes write their checkpoints themselves, and training waits for them. It also waits if the
     copy would not fit into memory, which is reported once.
@@ -73,13 +82,25 @@ class Saver:
         draft = begin(self.folder, state, self.policy, self.tokenizer)
         write = _Write(draft, began)
         if in_background and draft.files and self._has_memory(draft):
-            draft.files = self._memory.copy(draft.files)
-            write.thread = threading.Thread(target=write.run_in_thread, name="checkpoint", daemon=True)
+            finish_kernels(draft.files)
+            write.thread = threading.Thread(
+                target=write.run_in_thread, args=(self._memory,), name="checkpoint", daemon=True
+            )
             write.thread.start()
         else:
             write.run()
         self._write = write
         self._count("timing_s/checkpoint", time.perf_counter() - began)
+
+    def wait_for_copy(self) -> float:
+        """Wait until the tensors may change; return the seconds that this took."""
+        write, began = self._write, time.perf_counter()
+        if write is None or write.thread is None:
+            return 0.0
+        write.is_copied.wait()
+        seconds = time.perf_counter() - began
+        self._count("timing_s/checkpoint", seconds)
+        return seconds
 
     def collect(self, *, wait: bool) -> Path | None:
         """Return the checkpoint that was begun last, once, when it is complete; raise if it could not be written."""
@@ -89,7 +110,7 @@ class Saver:
         if write.thread is not None and write.thread.is_alive():
             if not wait:
                 return None
-            self._wait_for(write, write.thread)
+            self._wait_for(write)
         self._write = None
         if write.error is not None:
             raise write.error
@@ -119,11 +140,11 @@ class Saver:
         if kind is not None and issubclass(kind, KeyboardInterrupt):
             self.abandon()
 
-    def _wait_for(self, write: _Write, thread: threading.Thread) -> None:
+    def _wait_for(self, write: _Write) -> None:
         began = time.perf_counter()
         try:
             with progress(f"Waiting for the checkpoint of step {write.draft.state.step}"):
-                thread.join()
+                write.is_ended.wait()  # not `join`: if Ctrl-C interrupts that, Python 3.11 takes the thread for ended
         except KeyboardInterrupt:
             self.abandon()
             raise

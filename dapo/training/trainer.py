@@ -180,6 +180,7 @@ class Trainer:
         """Run one step: Prompt -> Rollout -> Score -> Group -> Batch -> loss -> update -> report."""
         start, step = time.perf_counter(), self.step + 1
         sampled = self.sampler.fill(step, self.version)
+        start += self.saver.wait_for_copy()  # saving does not count as training
         updating = time.perf_counter()
         self.reporter.phase("training")
         if self.policy.needs_engine_memory and not self.sampler.pending:
@@ -364,6 +365,7 @@ class Trainer:
 
     def restore(self, saved: Path | None, state: TrainerState) -> None:
         """Restore the run from `state`, and the optimizer from the checkpoint `saved` if there is one."""
+        self.saver.wait_for_copy()
         if saved is not None:
             checkpoint.restore(saved, self.policy)
         self.step = self.saved_step = state.step

@@ -18,7 +18,9 @@ import pytest
 from dapo import Callback
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint import host
+from dapo.checkpoint.host import HostMemory
 from dapo.errors import StorageError
+from dapo.sampling.strict import DynamicSampler
 from dapo.store.database import RunDatabase
 from dapo.system.tensors import write_tensors
 from tests import runs
@@ -79,6 +81,50 @@ def test_a_checkpoint_holds_the_weights_of_its_step_although_the_run_trained_on(
         one, two = (place / "checkpoints" / "step_2" / name for place in (whole_run, run))
         assert one.read_bytes() == two.read_bytes(), name
     runs.assert_same_run(whole_run, run, step=4)
+
+
+def test_the_next_step_samples_during_the_copy_and_updates_after_it(make, tmp_path, monkeypatch, whole_run):
+    is_sampled, copy, fill = threading.Event(), HostMemory.copy, DynamicSampler.fill
+
+    def copy_late(memory, files):
+        assert is_sampled.wait(timeout=60), "the next step did not sample before the end of the copy"
+        time.sleep(0.3)  # an update that does not wait would change the weights now
+        return copy(memory, files)
+
+    def fill_and_tell(sampler, step, version):
+        sampled = fill(sampler, step, version)
+        if step == 3:
+            is_sampled.set()
+        return sampled
+
+    monkeypatch.setattr(HostMemory, "copy", copy_late)
+    monkeypatch.setattr(DynamicSampler, "fill", fill_and_tell)
+    make().train()
+    runs.assert_same_run(whole_run, tmp_path / "run", step=4)
+    for name in ("model.safetensors", "trainer/optimiser.safetensors"):
+        one, two = (place / "checkpoints" / "step_2" / name for place in (whole_run, tmp_path / "run"))
+        assert one.read_bytes() == two.read_bytes(), name
+    with RunDatabase.open_readonly(tmp_path / "run" / "run.db") as database:
+        third = list(database.steps())[2]
+    assert third["timing_s/checkpoint"] > 0.25
+    parts = sum(third[f"timing_s/{part}"] for part in ("generate", "reward", "train"))
+    assert third["timing_s/step"] < parts + 0.25, "the wait does not count as training"
+
+
+def test_a_copy_that_fails_ends_the_run_and_the_checkpoint_before_stays(make, tmp_path, monkeypatch):
+    copy, copies = HostMemory.copy, []
+
+    def copy_once(memory, files):
+        copies.append(files)
+        if len(copies) == 2:
+            raise MemoryError("no memory is left")
+        return copy(memory, files)
+
+    monkeypatch.setattr(HostMemory, "copy", copy_once)
+    with pytest.raises(MemoryError, match="no memory is left"):
+        make(EVERY_STEP).train()
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [1]
+    assert is_unlocked(tmp_path / "run")
 
 
 def test_a_checkpoint_waits_for_the_one_before_and_its_seconds_are_metrics(make, tmp_path, monkeypatch):
