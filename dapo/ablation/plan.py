@@ -70,7 +70,7 @@ class Plan:
     budget: Budget
     reference: str  # the arm that the others are compared with
     arms: tuple[Arm, ...]
-    runs: tuple[PlannedRun, ...]  # all arms of the first seed first, so that an unfinished ablation can be compared
+    runs: tuple[PlannedRun, ...]  # seed by seed, the reference first, so that an unfinished ablation can be compared
     out: Path
 
     @property
@@ -176,7 +176,8 @@ def make_plan(
             problems.setdefault(str(error), []).append(arm.name)
     if problems:
         raise NotReady(by_arms(problems, len(chosen)))
-    runs = tuple(by_arm[arm.name][i] for i in range(seeds) for arm in chosen)
+    order = sorted(by_arm, key=lambda arm: arm != reference)  # a stable sort: the others stay as they are
+    runs = tuple(by_arm[arm][i] for i in range(seeds) for arm in order)
     return Plan(recipe.stem, config, budget, reference, tuple(chosen), runs, out)
 
 
@@ -208,7 +209,8 @@ def _run(recipe: Path, overrides: Sequence[str], arm: str, seed: int, budget: Bu
 
 def warnings(plan: Plan) -> Iterator[str]:
     """Yield what can be said before the first run: arms that cannot differ, and intervals that will be too wide."""
-    first = {run.arm: run.config for run in plan.runs if run.seed == plan.runs[0].seed}
+    configs = {run.arm: run.config for run in plan.runs if run.seed == plan.runs[0].seed}
+    first = {arm.name: configs[arm.name] for arm in plan.arms}
     for (one, config), (other, changed) in combinations(first.items(), 2):
         differing = config.differences(changed).keys() - {"run.name"}
         if not differing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ def _check_model(found: Findings, config: Config) -> Any:
                 "checked; the run fetches it"
             )
             return None
-        tokenizer, _ = load_vocabulary(str(folder))
+        tokenizer = _load_tokenizer(str(folder))
         if config.rollout.stop:
             token_bytes(tokenizer)
         longest = config.data.max_prompt_length + config.data.max_response_length
@@ -152,6 +153,12 @@ def _check_model(found: Findings, config: Config) -> Any:
             check_targets(model, config.model.lora.target_modules)
         found.notes.append(f"model: {config.model.path}, with room for prompts and responses of {longest:,} tokens")
     return tokenizer
+
+
+@functools.lru_cache(maxsize=1)
+def _load_tokenizer(folder: str) -> Any:
+    """Load a tokenizer, which takes seconds; most arms of an ablation have the same one."""
+    return load_vocabulary(folder)[0]
 
 
 @contextmanager

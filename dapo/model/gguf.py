@@ -45,12 +45,19 @@ def ensure_converted(path: Path) -> Path:
 def conversion_dir(path: Path) -> Path:
     """Return where the converted file is or will be. The name depends on the file's content, not on its location."""
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        about = path.stat()
+        digest = _digest(path, about.st_size, about.st_mtime_ns)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
     release = ".".join(importlib.metadata.version("transformers").split(".")[:2])
     return cache_dir() / "models" / f"{path.stem}-{digest[:16]}-v{CONVERSION}-transformers{release}"
+
+
+@functools.lru_cache(maxsize=8)
+def _digest(path: Path, size: int, modified: int) -> str:
+    """Return the SHA-256 of a file; one that has not changed is read only once, which takes a second per gigabyte."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_converted(path: str) -> bool:

@@ -12,13 +12,13 @@ from dapo.errors import CheckpointError, ConfigError, NotReady
 from tests.ablation.recipes import plan_of, write_recipe
 
 
-def test_every_arm_has_every_seed_and_the_first_seed_comes_first(tmp_path: Path):
+def test_every_arm_has_every_seed_and_the_reference_comes_first(tmp_path: Path):
     plan = plan_of(write_recipe(tmp_path, run={"seed": 7}), "hot: optim.lr=0.1", seeds=2, out=tmp_path / "out")
-    assert [run.config.run.name for run in plan.runs] == ["hot-s7", "recipe-s7", "hot-s8", "recipe-s8"]
+    assert [run.config.run.name for run in plan.runs] == ["recipe-s7", "hot-s7", "recipe-s8", "hot-s8"]
     assert {run.config.run.dir for run in plan.runs} == {str(tmp_path / "out" / "runs")}
     assert [run.config.run.seed for run in plan.runs] == [7, 7, 8, 8]
     assert {run.config.run.steps for run in plan.runs} == {2}
-    assert [run.config.optim.lr for run in plan.runs] == [0.1, 0.001, 0.1, 0.001]
+    assert [run.config.optim.lr for run in plan.runs] == [0.001, 0.1, 0.001, 0.1]
 
 
 def test_without_a_budget_the_recipes_own_length_counts(tmp_path: Path):

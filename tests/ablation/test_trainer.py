@@ -88,7 +88,7 @@ def test_the_first_evaluation_of_another_arm_is_its_own(tmp_path: Path):
     with first, taken, made:
         notes = [event["message"] for event in taken.events()]
         assert (
-            "the evaluation before the first step is that of hot-s5: same model, questions and random numbers" in notes
+            "the evaluation before the first step is that of recipe-s5: same model, questions and random numbers" in notes
         )
         for step in (0, 1):
             (a,), (b,) = taken.eval_reports(step), made.eval_reports(step)
@@ -108,7 +108,7 @@ def test_other_questions_are_evaluated_again(tmp_path: Path):
     train(task(plan, 1, base=base))
     with RunDatabase.open_readonly(plan.runs[1].folder / "run.db") as database:
         assert len(database.eval_reports(0)) == 1
-        assert not any("that of hot-s5" in event["message"] for event in database.events())
+        assert not any("that of recipe-s5" in event["message"] for event in database.events())
 
 
 def test_a_checkpoint_is_kept_if_asked_for(tmp_path: Path):
@@ -143,13 +143,13 @@ def test_a_run_that_ended_early_makes_up_only_an_interrupted_evaluation_when_res
     once = {"filter_groups": {"max_num_gen_batches": 1}}
     recipe = write_recipe(tmp_path, eval={"every": 0, "k": 4}, algorithm=once, rollout={"n": 4, "max_concurrent": 4})
     plan = plan_of(recipe, f"solved: reward.use={tmp_path / 'solved.py'}:reward", budget=Budget("steps", 9))
-    folder = plan.runs[0].folder
+    folder = plan.runs[1].folder
     for resume in (False, True):  # interrupted twice
-        ArmTrainer(task(plan, resume=resume), Interrupts(0 if resume else 3)).train()
+        ArmTrainer(task(plan, 1, resume=resume), Interrupts(0 if resume else 3)).train()
         assert len(metrics(folder)) == 3
         assert read_status(folder) == Status.UNFINISHED
-    train(task(plan, resume=True))
-    record = read_runs(plan, {})[0]
+    train(task(plan, 1, resume=True))
+    record = read_runs(plan, {})[1]
     assert len(metrics(folder)) == 3
     assert [each.step for each in record.evaluations["held_out"]] == [0, 3]
     assert record.status == read_status(folder) == Status.ENDED_EARLY
