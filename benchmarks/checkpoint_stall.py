@@ -3,9 +3,9 @@
 Random weights in the shape of a 1.5B model in bf16 on a GPU (22 GB of disk, and as much memory), of 135M in float32
 on a CPU (1.6 GB). The moments come from real updates. `--folder` is on the disk to measure. `before` is how
 checkpoints were written up to 0.1.0: safetensors' own writer, every file read again for its checksum, all in the
-thread that trains. Sampling goes on when `save` returns, and an update when the copy is made; so training stalls by what
-the copy takes longer than the sampling of the next step. While a checkpoint is written, updates are made and timed. Every
-file is compared with the weights and the optimizer in the end.
+thread that trains. Sampling goes on when `save` returns, and an update when the copy is made; so training stalls by
+what the copy takes longer than the sampling of the next step. While a checkpoint is written, updates are made and
+timed. Every file is compared with the weights and the optimizer in the end.
 """
 
 from __future__ import annotations

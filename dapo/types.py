@@ -67,6 +67,7 @@ class EventKind(StrEnum):
     TRACKER = "tracker", "warning"
     EXHAUSTED = "exhausted", "warning"
     UNJUDGED = "unjudged", "warning"
+    LENGTH = "length", "warning"
     WAITING = "waiting", "warning"
     WEIGHTS = "weights", "warning"
     WORKER = "worker", "warning"

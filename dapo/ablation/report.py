@@ -21,6 +21,7 @@ from dapo.ablation.tables import (
     reached_rows,
     training_rows,
     unfinished,
+    value_text,
 )
 from dapo.errors import ConfigError
 from dapo.terminal.evaltable import is_rate, number
@@ -75,7 +76,7 @@ def _set_values(result: Result, found: SetResult) -> dict[str, Any]:
                 (abs(end) for other in found.arms if (d := other.differences.get(where)) for end in (d.low, d.high)
                  if math.isfinite(end)), default=1.0,
             ) or 1.0  # fmt: skip
-            cell = {"value": number(found.metric, arm.values[where]), "text": "", "verdict": "", "drawn": None}
+            cell = {"value": value_text(found, arm, where), "text": "", "verdict": "", "drawn": None}
             if each is not None:
                 cell |= {"text": difference_text(found.metric, each), "verdict": each.verdict}
                 if math.isfinite(each.low):

@@ -56,6 +56,7 @@ class ArmResult:
     arm: str
     seeds: list[int]  # of its finished runs, including those that ended early
     base: float  # the metric before the first step; this and the values below are means over seeds
+    at: Mapping[Axis, float]  # the seconds and the tokens at which it is compared with the reference
     values: Mapping[Where, float]
     differences: Mapping[Where, Difference]  # empty for the reference
     reached: list[Reached]  # one per level asked for
@@ -68,7 +69,6 @@ class SetResult:
     name: str
     metric: str
     questions: int
-    at: Mapping[Where, float]  # the seconds and the tokens at which the arms are compared
     arms: list[ArmResult]
 
 
@@ -99,23 +99,23 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
     members = [run for run in runs if run.evaluations.get(name)]
     if not members:
         return None
-    # The last evaluation of a run that ended early also stands for every later point, so such a run sets no limit.
-    whole = [run for run in members if run.status == Status.FINISHED] or members
-    at = {axis: min(amount(run.evaluations[name][-1], axis) for run in whole) for axis in ("seconds", "tokens")}
-    if plan.budget.unit in at:  # runs overshoot it by part of a step
-        at[plan.budget.unit] = min(at[plan.budget.unit], plan.budget.amount)
-    cells: dict[tuple[str, Where], Cells] = {}
-    for arm in plan.arms:
-        of_arm = [run for run in members if run.arm == arm.name]
-        for where in WHERE:
-            cells[arm.name, where] = {
-                (run.seed, question): value
-                for run in of_arm
-                for question, value in values_at(run.evaluations[name], where, at.get(where, math.inf)).items()
-            }
-    found = {(arm.name, where): contrast(cells[plan.reference, where], cells[arm.name, where])
-             for arm in plan.arms if arm.name != plan.reference for where in WHERE}  # fmt: skip
-    corrected = {where: _corrected({arm: each for (arm, at), each in found.items() if at == where}) for where in WHERE}
+    at = {arm.name: _common(plan, name, members, arm.name) for arm in plan.arms}
+
+    def cells(arm: str, where: Where, of: str) -> Cells:
+        """Return the values of an arm at the point at which the arm `of` is compared."""
+        return {
+            (run.seed, question): value
+            for run in members
+            if run.arm == arm
+            for question, value in values_at(run.evaluations[name], where, at[of].get(where, math.inf)).items()
+        }
+
+    own = {(arm.name, where): cells(arm.name, where, arm.name) for arm in plan.arms for where in WHERE}
+    found = {(arm, where): contrast(cells(plan.reference, where, arm), own[arm, where])
+             for arm, where in own if arm != plan.reference}  # fmt: skip
+    corrected = {
+        where: _corrected({arm: each for (arm, place), each in found.items() if place == where}) for where in WHERE
+    }
     metric = members[0].metric[name]
     scale = 100 if is_rate(metric) else 1
     arms = []
@@ -126,13 +126,26 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
                 arm.name,
                 [run.seed for run in of_arm],
                 _mean([run.evaluations[name][0].mean for run in of_arm]),
-                {where: _mean(list(cells[arm.name, where].values())) for where in WHERE},
+                at[arm.name],
+                {where: _mean(list(own[arm.name, where].values())) for where in WHERE},
                 {where: corrected[where][arm.name] for where in WHERE if arm.name in corrected[where]},
                 [_reached([run.evaluations[name] for run in of_arm], level / scale) for level in levels],
             )
         )
     questions = {question for run in members for each in run.evaluations[name] for question in each.values}
-    return SetResult(name, metric, len(questions), at, arms)  # pyright: ignore[reportArgumentType]
+    return SetResult(name, metric, len(questions), arms)
+
+
+def _common(plan: Plan, name: str, runs: Sequence[RunRecord], arm: str) -> dict[Axis, float]:
+    """Return the most seconds, and the most tokens, that every run of the arm and of the reference has spent."""
+    members = [run for run in runs if run.arm in (arm, plan.reference)]
+    # The last evaluation of a run that ended early also stands for every later point, so such a run sets no limit.
+    whole = [run for run in members if run.status == Status.FINISHED] or members
+    axes: tuple[Axis, ...] = ("seconds", "tokens")
+    found = {axis: min((amount(run.evaluations[name][-1], axis) for run in whole), default=math.nan) for axis in axes}
+    if plan.budget.unit in found:  # runs overshoot it by part of a step
+        found[plan.budget.unit] = min(found[plan.budget.unit], plan.budget.amount)
+    return found
 
 
 def _corrected(found: Mapping[str, Contrast]) -> dict[str, Difference]:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from dapo.ablation.plan import Plan
 from dapo.ablation.records import RunRecord, Status
-from dapo.ablation.results import WHERE, Difference, Result, SetResult, Where
+from dapo.ablation.results import WHERE, ArmResult, Axis, Difference, Result, SetResult, Where
 from dapo.terminal.evaltable import in_color, is_rate, number
 from dapo.terminal.output import json_text
 
@@ -45,13 +45,28 @@ def columns(result: Result, found: SetResult) -> list[tuple[Where, str]]:
 
     With a budget in seconds or tokens, there is no column for the end: it is the one of the budget's unit.
     """
-    headings: dict[Where, str] = {
-        "end": f"after {result.plan.budget}",
-        "seconds": f"at {found.at['seconds']:,.4g} s",
-        "tokens": f"at {amount_text(found.at['tokens'])} tokens",
-    }
+    headings: dict[Where, str] = {"end": f"after {result.plan.budget}"}
+    for axis in ("seconds", "tokens"):
+        amounts = _amounts(found, axis)
+        headings[axis] = f"at {amounts.pop()}" if len(amounts) == 1 else f"at equal {axis}"
     unit = result.plan.budget.unit
     return [(where, headings[where]) for where in WHERE if not (where == "end" and unit in ("seconds", "tokens"))]
+
+
+def value_text(found: SetResult, arm: ArmResult, where: Where) -> str:
+    """Format the value of an arm, with the point at which it was reached if the arms differ in that."""
+    text = number(found.metric, arm.values[where])
+    if where == "end" or not arm.seeds or len(_amounts(found, where)) == 1:
+        return text
+    return f"{text} at {_amount(arm, where)}"
+
+
+def _amounts(found: SetResult, axis: Axis) -> set[str]:
+    return {_amount(arm, axis) for arm in found.arms if arm.seeds}
+
+
+def _amount(arm: ArmResult, axis: Axis) -> str:
+    return f"{arm.at[axis]:,.4g} s" if axis == "seconds" else f"{amount_text(arm.at[axis])} tokens"
 
 
 def result_table(result: Result, found: SetResult) -> Table:
@@ -65,7 +80,7 @@ def result_table(result: Result, found: SetResult) -> Table:
     for arm in found.arms:
         cells = []
         for where, _ in places:
-            text = number(found.metric, arm.values[where])
+            text = value_text(found, arm, where)
             if difference := arm.differences.get(where):
                 text += f"\n{escape(difference_text(found.metric, difference))}\n{in_color(difference.verdict)}"
             cells.append(text)
@@ -136,8 +151,9 @@ def explanation(result: Result) -> list[str]:
     lines = [
         "Each interval is for one comparison, paired by question and seed. The verdicts apply Holm's correction over "
         f"the {compared} arm{'s' * (compared != 1)} of a column, not over the columns.",
-        "Between two evaluations a straight line is assumed. Seconds are those of training steps, without evaluation "
-        "and saving.",
+        f"At equal seconds or tokens, an arm is compared with {plan.reference} at the most that every run of both has "
+        "spent. Between two evaluations a straight line is assumed. Seconds are those of training steps, without "
+        "evaluation and saving.",
     ]
     if plan.config.rollout.mode == "inflight":
         lines.append("Finishing the responses in flight before an evaluation is not counted in the seconds.")
@@ -192,11 +208,11 @@ def result_json(result: Result) -> str:
         found.name: {
             "metric": found.metric,
             "questions": found.questions,
-            "at": found.at,
             "arms": {
                 arm.arm: {
                     "seeds": arm.seeds,
                     "base": arm.base,
+                    "at": arm.at,
                     "reached": [asdict(each) for each in arm.reached],
                     "values": arm.values,
                     "differences": {

@@ -41,6 +41,7 @@ class Sampled:
         metrics: dict[str, float] = {
             **self.tokens,
             "groups/kept": len(self.batch),
+            "groups/equal_scores": sum(map(has_equal_scores, self.batch)),
             "groups/dropped": sum(dropped.values()),
             **{f"groups/dropped/{verdict}": count for verdict, count in dropped.items()},
             "groups/carried": verdicts[Verdict.CARRIED],
@@ -82,6 +83,11 @@ def count_tokens(
     arrived = carried_in + generated
     assert arrived == sum(tokens.values()) - arrived, f"a token is lost or counted twice: {tokens}"
     return tokens
+
+
+def has_equal_scores(group: Group) -> bool:
+    """Return whether only the length penalty, or a KL term in the reward, tells the responses of a group apart."""
+    return bool(group.advantages.any()) and len({score.value for score in group.scores if score.judged}) == 1
 
 
 def unjudged_message(reasons: Counter[str]) -> str:

@@ -20,7 +20,14 @@ from dapo.engine.protocol import Engine
 from dapo.errors import RewardError
 from dapo.rewards.protocol import Judge
 from dapo.rewards.thought import with_reply_start
-from dapo.sampling.accounting import Sampled, count_tokens, differing_scores, mean_histogram, unjudged_message
+from dapo.sampling.accounting import (
+    Sampled,
+    count_tokens,
+    differing_scores,
+    has_equal_scores,
+    mean_histogram,
+    unjudged_message,
+)
 from dapo.sampling.drawing import PromptDrawer
 from dapo.sampling.episodes import Environment, Episodes
 from dapo.sampling.round_size import groups_needed
@@ -95,6 +102,7 @@ class DynamicSampler:
         self.pending: dict[int, Pending] = {}  # in submission order
         self.next_serial = 0
         self.decided = 0  # groups, since the step began
+        self._has_warned_of_length = False
         self.recent: deque[bool] = deque(maxlen=4 * config.gen_batch_size)  # kept or not, for the keep rate
         self.rules = group_rules(config, parts)
         self.params = SamplingParams(
@@ -346,11 +354,27 @@ class DynamicSampler:
         else:
             self.carried = [group.with_verdict(Verdict.CARRIED) for group in surplus]
 
+    def _warn_of_length(self, step: StepState, batch: list[Group]) -> None:
+        """Warn once if most groups teach nothing but length: the model then soon answers without thinking."""
+        if self.config.reward.length_shaping == "none" or self._has_warned_of_length:
+            return
+        learning = [group for group in batch if group.advantages.any()]
+        equal = sum(map(has_equal_scores, learning))
+        if 2 * equal > len(learning):
+            self._has_warned_of_length = True
+            message = (
+                f"in {equal} of {len(learning)} groups all scores are equal and only the length penalty differs, so "
+                "they teach nothing but length; set algorithm.filter_groups.enable to true to drop such groups, or "
+                "raise data.max_response_length"
+            )
+            step.events.append(Event(EventKind.LENGTH, message, step.number))
+
     def _result(self, step: StepState, batch: list[Group], seconds: float) -> Sampled:
         """Assemble the result of the step, which took `seconds` in all."""
         tokens = count_tokens(batch, step.dropped, self.carried, carried_in=step.carried_in, generated=step.generated)
         if step.unjudged:
             step.events.append(Event(EventKind.UNJUDGED, unjudged_message(step.unjudged), step.number))
+        self._warn_of_length(step, batch)
         return Sampled(
             batch=tuple(batch),
             groups=tuple(sorted([*batch, *step.dropped, *self.carried], key=lambda group: group.serial)),

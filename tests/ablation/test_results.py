@@ -75,19 +75,35 @@ def test_time_to_accuracy_is_that_of_the_first_evaluation_at_the_level(plan: Pla
 
 def test_an_arm_is_compared_where_all_runs_had_spent_as_much(plan: Plan):
     (found,) = compare(plan, fast_and_slow(plan)).sets
-    assert found.at == {"seconds": 10, "tokens": 4000}
+    assert found.arms[0].at == {"seconds": 10, "tokens": 4000}
     fast, full = found.arms
-    assert full.values == pytest.approx({"end": 0.6, "seconds": 0.1 + 0.2 * 10 / 50, "tokens": 0.6})
+    assert full.values == pytest.approx({"end": 0.6, "seconds": 0.6, "tokens": 0.6})
+    assert full.at == {"seconds": 100, "tokens": 4000}
     assert full.differences == {}
     assert {where: each.value for where, each in fast.differences.items()} == pytest.approx(
-        {"end": -0.3, "seconds": 0.3 - 0.14, "tokens": -0.3}
+        {"end": -0.3, "seconds": 0.3 - (0.1 + 0.2 * 10 / 50), "tokens": -0.3}
     )
     assert [fast.differences[where].verdict for where in ("end", "seconds", "tokens")] == ["worse", "better", "worse"]
 
 
+def test_a_short_arm_does_not_shorten_the_comparison_of_the_others(plan: Plan, tmp_path: Path):
+    wide = plan_of(write_recipe(tmp_path), "fast: optim.lr=0.1", "brief: optim.lr=0.2", seeds=2, budget=plan.budget)
+    brief = [record("brief", seed, points((0, 0, 0, 0.1), (4, 5, 40, 0.1), seed=seed)) for seed in (5, 6)]
+    result = compare(wide, [*fast_and_slow(plan), *brief])
+    fast, brief, recipe = result.sets[0].arms
+    assert [arm.at["tokens"] for arm in (fast, brief, recipe)] == [4000, 40, 4000]
+    assert fast.differences["tokens"].value == pytest.approx(-0.3)
+    assert brief.differences["tokens"].value == pytest.approx(-0.2 * 40 / 2000)
+    console = Console(file=StringIO(), width=160)
+    print_result(console, result)
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "at equal tokens" in shown and "10.0 at 40 tokens" in shown and "30.0 at 4,000 tokens" in shown
+    assert json.loads(result_json(result))["sets"]["held_out"]["arms"]["brief"]["at"] == {"seconds": 5, "tokens": 40}
+
+
 def test_a_budget_of_seconds_is_where_seconds_are_compared(plan: Plan):
     (found,) = compare(replace(plan, budget=Budget("seconds", 8)), fast_and_slow(plan)).sets
-    assert found.at == {"seconds": 8, "tokens": 4000}
+    assert [arm.at for arm in found.arms] == [{"seconds": 8, "tokens": 4000}] * 2
 
 
 def test_a_run_that_is_not_finished_does_not_count(plan: Plan):
@@ -105,7 +121,7 @@ def test_a_run_that_ended_early_counts_with_its_last_evaluation_to_the_end(plan:
     runs[::2] = [replace(run, status=Status.ENDED_EARLY, reason="all were right") for run in runs[::2]]
     result = compare(plan, runs)
     (found,) = result.sets
-    assert found.at == {"seconds": 100, "tokens": 4000}
+    assert found.arms[0].at == {"seconds": 100, "tokens": 4000}
     assert found.arms[0].values == pytest.approx({"end": 0.3, "seconds": 0.3, "tokens": 0.3})
     assert found.arms[0].differences["seconds"].value == pytest.approx(-0.3)
     (chart,) = [each for each in _charts(result) if each["title"]["text"] == "held_out by seconds of training"]

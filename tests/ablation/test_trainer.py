@@ -88,7 +88,8 @@ def test_the_first_evaluation_of_another_arm_is_its_own(tmp_path: Path):
     with first, taken, made:
         notes = [event["message"] for event in taken.events()]
         assert (
-            "the evaluation before the first step is that of recipe-s5: same model, questions and random numbers" in notes
+            "the evaluation before the first step is that of recipe-s5: same model, questions and random numbers"
+            in notes
         )
         for step in (0, 1):
             (a,), (b,) = taken.eval_reports(step), made.eval_reports(step)

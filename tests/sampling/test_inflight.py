@@ -603,3 +603,18 @@ def test_groups_that_span_an_update_get_reference_log_probabilities(tmp_path, co
         for found, values in zip(group.ref_logprobs, expected, strict=True):
             np.testing.assert_allclose(found, values.detach().numpy(), atol=2e-5)
     assert len(batches) == 3
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_groups_that_differ_only_in_the_length_penalty_are_counted_and_warned_of_once(differs):
+    options = ("reward.length_shaping=buffer", "reward.overlong_buffer.len=32", "algorithm.filter_groups.enable=false")
+    sampler = sampler_for(lambda serial, index: 10 if index else 60, lambda serial: differs, *options)
+    first, second = (advance(sampler, step, step - 1) for step in (1, 2))
+    for sampled in (first, second):
+        assert all(group.advantages.any() for group in sampled.batch)
+        assert sampled.metrics()["groups/equal_scores"] == (0 if differs else 4)
+    assert [(event.kind, event.step) for event in (*first.events, *second.events)] == (
+        [] if differs else [("length", 1)]
+    )
+    if not differs:
+        assert "in 4 of 4 groups all scores are equal and only the length penalty differs" in first.events[0].message
