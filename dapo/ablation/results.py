@@ -56,7 +56,7 @@ class ArmResult:
     arm: str
     seeds: list[int]  # of its finished runs, including those that ended early
     base: float  # the metric before the first step; this and the values below are means over seeds
-    at: Mapping[Axis, float]  # the seconds and the tokens at which it is compared with the reference
+    at: Mapping[str, float]  # the seconds and the tokens at which it is compared with the reference
     values: Mapping[Where, float]
     differences: Mapping[Where, Difference]  # empty for the reference
     reached: list[Reached]  # one per level asked for
@@ -110,7 +110,9 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
             for question, value in values_at(run.evaluations[name], where, at[of].get(where, math.inf)).items()
         }
 
-    own = {(arm.name, where): cells(arm.name, where, arm.name) for arm in plan.arms for where in WHERE}
+    own: dict[tuple[str, Where], Cells] = {
+        (arm.name, where): cells(arm.name, where, arm.name) for arm in plan.arms for where in WHERE
+    }
     found = {(arm, where): contrast(cells(plan.reference, where, arm), own[arm, where])
              for arm, where in own if arm != plan.reference}  # fmt: skip
     corrected = {
@@ -136,13 +138,15 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
     return SetResult(name, metric, len(questions), arms)
 
 
-def _common(plan: Plan, name: str, runs: Sequence[RunRecord], arm: str) -> dict[Axis, float]:
+def _common(plan: Plan, name: str, runs: Sequence[RunRecord], arm: str) -> dict[str, float]:
     """Return the most seconds, and the most tokens, that every run of the arm and of the reference has spent."""
     members = [run for run in runs if run.arm in (arm, plan.reference)]
     # The last evaluation of a run that ended early also stands for every later point, so such a run sets no limit.
     whole = [run for run in members if run.status == Status.FINISHED] or members
     axes: tuple[Axis, ...] = ("seconds", "tokens")
-    found = {axis: min((amount(run.evaluations[name][-1], axis) for run in whole), default=math.nan) for axis in axes}
+    found: dict[str, float] = {
+        axis: min((amount(run.evaluations[name][-1], axis) for run in whole), default=math.nan) for axis in axes
+    }
     if plan.budget.unit in found:  # runs overshoot it by part of a step
         found[plan.budget.unit] = min(found[plan.budget.unit], plan.budget.amount)
     return found
