@@ -147,7 +147,7 @@ def test_runs_side_by_side_have_the_records_of_runs_in_turn(cluster, in_turn, tm
     assert done.wait() == 0, done.output
     assert "4 runs side by side on 3 nodes, each with 1 CPU" in done.output
     assert "runs on the same node slow each other" in done.output
-    for number, name in enumerate(["hot-s5", "recipe-s5", "hot-s6", "recipe-s6"], start=1):
+    for number, name in enumerate(["recipe-s5", "hot-s5", "recipe-s6", "hot-s6"], start=1):
         lines = re.findall(f"run {number} of 4: {name} (.*)", done.output)
         assert [line.split(":")[0].split(" on ")[0] for line in lines] == [
             "starts", "at step 0", "at step 2", "at step 4", "finished"
