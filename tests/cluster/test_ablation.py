@@ -158,7 +158,7 @@ def test_runs_side_by_side_have_the_records_of_runs_in_turn(cluster, in_turn, tm
     for name in RUNS:  # made once per seed
         shared = base_of(tmp_path / "out" / "runs" / name)
         assert shared == base_of(in_turn / "runs" / name)
-        assert len(shared) == name.startswith("recipe")
+        assert len(shared) == name.startswith("hot")
 
 
 @pytest.mark.parametrize("victim", ["actor", "node", "process"])
