@@ -42,7 +42,8 @@ def handler(handle: Callable[[int, Any], None]) -> Iterator[None]:
     finally:
         with suppress(ValueError):  # a generator of steps can be closed in another thread
             for number, former in previous.items():
-                signal.signal(number, former)
+                if signal.getsignal(number) == handle:  # not if it was changed since
+                    signal.signal(number, former)
 
 
 @contextmanager

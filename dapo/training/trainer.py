@@ -122,8 +122,7 @@ class Trainer:
     def _steps(self) -> Generator[StepReport, None, None]:
         self._begin()
         handled = signals.handled(self.stopping, self.reporter.stopping)
-        # Signals are handled until all is closed: if a rank is lost, torchrun ends the others before they can say so.
-        with handled, closing(self), self.reporter.training(self.config, self.step), self.saver:
+        with closing(self), handled, self.reporter.training(self.config, self.step), self.saver:
             has_begun = False
             while not has_begun:  # repeat if a learner was lost
                 with faults_handled(self):
