@@ -92,7 +92,8 @@ class Channel:
             return
         if self.store.check([_FAILED]):
             raise SystemExit(int(self.store.get(_FAILED)))
-        with contextlib.suppress(ValueError):  # torchrun ends this process too, which is to say why before
+        # torchrun ends this process, too; it must print the reason first.
+        with contextlib.suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise ClusterError("another process of this run was killed or crashed; resume with --resume") from error
 
