@@ -42,7 +42,7 @@ class Technique:
 
 def _clip_higher(config: Config) -> dict[str, Any]:
     low, high = config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high
-    return {"algorithm.clip_ratio_high": high if high > low else 0.28}
+    return {"algorithm.clip_ratio_high": high if high > low else round(low + 0.08, 6)}  # published: 0.2 and 0.28
 
 
 def _soft_overlong(config: Config) -> dict[str, Any]:
@@ -198,7 +198,8 @@ def collect_arms(config: Config, families: Sequence[str], given: Sequence[str]) 
     named = [text for text in given if ":" not in text]
     own += [own_arm(text) for text in given if text not in named]
     _check_names(own)
-    arms += [*(published_arm(config, text) for text in named), *own]
+    listed = [arm.name for arm in arms]
+    arms += [*(published_arm(config, text) for text in named if text not in listed), *own]
     reference = FULL if published or named else RECIPE
     if reference not in [arm.name for arm in arms]:
         arms.append(published_arm(config, FULL) if reference == FULL else Arm(RECIPE))

@@ -26,6 +26,16 @@ _AFTER_THE_BASE = (
     "data.train", "data.gen_batch_size", "rollout.n", "rollout.temperature", "rollout.mode", "eval.every",
 )  # fmt: skip
 
+# Options that decide which responses count as right, in training and in evaluations.
+_JUDGING = {
+    "reward.use",
+    "reward.extract",
+    "reward.regex",
+    "reward.think_tags",
+    "reward.threshold",
+    "reward.code_score",
+}
+
 Unit = Literal["steps", "epochs", "seconds", "tokens"]
 
 
@@ -219,6 +229,12 @@ def warnings(plan: Plan) -> Iterator[str]:
             yield (
                 f"{one} and {other} cannot differ: they differ in the clip, but with one update per batch every ratio "
                 "is 1; set optim.ppo_mini_batch_size below data.train_batch_size, or raise optim.ppo_epochs"
+            )
+    for name, config in first.items():
+        if judging := sorted(_JUDGING & config.differences(first[plan.reference]).keys()):
+            yield (
+                f"{name} is judged differently from {plan.reference} ({', '.join(judging)}), in evaluations too, so "
+                "their accuracies are not measured by the same rule"
             )
     if plan.config.eval.every == 0:
         yield (

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dapo.ablation.plan import Plan
+from dapo.errors import DapoError
 from dapo.evaluation.evaluate import metrics_by_problem
 from dapo.store.configuration import DATABASE_FILE
 from dapo.store.database import RunDatabase
@@ -79,11 +80,17 @@ class RunRecord:
 
 
 def read_status(folder: Path) -> Status:
-    """Return the status of a run from its database. A finished run has finished and evaluated its last step."""
-    if not RunDatabase.exists(folder / DATABASE_FILE):
-        return Status.MISSING
-    with RunDatabase.open_readonly(folder / DATABASE_FILE) as database:
-        return _status(database)[0]
+    """Return the status of a run from its database. A finished run has finished and evaluated its last step.
+
+    A run whose database cannot be read has failed: the other runs can still be trained and compared.
+    """
+    try:
+        if not RunDatabase.exists(folder / DATABASE_FILE):
+            return Status.MISSING
+        with RunDatabase.open_readonly(folder / DATABASE_FILE) as database:
+            return _status(database)[0]
+    except DapoError:
+        return Status.FAILED
 
 
 def read_runs(plan: Plan, failures: Mapping[str, str]) -> list[RunRecord]:
@@ -92,10 +99,16 @@ def read_runs(plan: Plan, failures: Mapping[str, str]) -> list[RunRecord]:
 
 
 def _read_run(folder: Path, arm: str, seed: int, failure: str | None) -> RunRecord:
-    if not RunDatabase.exists(folder / DATABASE_FILE):
-        status = Status.FAILED if failure else Status.MISSING
-        return RunRecord(folder.name, arm, seed, status, failure, {}, {}, None, {})
-    with RunDatabase.open_readonly(folder / DATABASE_FILE) as database:
+    def without_records(status: Status, reason: str | None) -> RunRecord:
+        return RunRecord(folder.name, arm, seed, status, reason, {}, {}, None, {})
+
+    try:
+        if not RunDatabase.exists(folder / DATABASE_FILE):
+            return without_records(Status.FAILED if failure else Status.MISSING, failure)
+        opened = RunDatabase.open_readonly(folder / DATABASE_FILE)
+    except DapoError as error:
+        return without_records(Status.FAILED, failure or str(error))
+    with opened as database:
         status, message = _status(database)
         steps = list(database.steps())
         metric, evaluations = _evaluations(database, steps)

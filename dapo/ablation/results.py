@@ -115,6 +115,9 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
     }
     found = {(arm, where): contrast(cells(plan.reference, where, arm), own[arm, where])
              for arm, where in own if arm != plan.reference}  # fmt: skip
+    if len(plan.seeds) > 1:  # the interval of a single seed leaves out how much seeds differ, so it decides nothing
+        alone = {arm.name for arm in plan.arms if len(_seeds(members, arm.name, plan.reference)) == 1}
+        found = {key: each._replace(p=math.nan) if key[0] in alone else each for key, each in found.items()}
     corrected = {
         where: _corrected({arm: each for (arm, place), each in found.items() if place == where}) for where in WHERE
     }
@@ -136,6 +139,11 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
         )
     questions = {question for run in members for each in run.evaluations[name] for question in each.values}
     return SetResult(name, metric, len(questions), arms)
+
+
+def _seeds(runs: Sequence[RunRecord], arm: str, other: str) -> set[int]:
+    """Return the seeds that both arms have."""
+    return {run.seed for run in runs if run.arm == arm} & {run.seed for run in runs if run.arm == other}
 
 
 def _common(plan: Plan, name: str, runs: Sequence[RunRecord], arm: str) -> dict[str, float]:
@@ -188,9 +196,11 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _mean_training(members: Sequence[Training]) -> Training:
-    columns = {name: [getattr(each, name) for each in members] for name in asdict(members[0])}
+    # A run whose last batches were empty has no entropy there; the mean is then that of the other seeds.
+    columns = {name: [value for each in members if not math.isnan(value := getattr(each, name))]
+               for name in asdict(members[0])}  # fmt: skip
     extremes = ("longest", "clipped", "flat_groups")
-    return Training(**{name: (max if name in extremes else _mean)(values) for name, values in columns.items()})
+    return Training(**{name: max(values) if name in extremes else _mean(values) for name, values in columns.items()})
 
 
 def _notes(plan: Plan, trainings: Mapping[str, Training]) -> Any:

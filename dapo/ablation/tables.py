@@ -131,8 +131,10 @@ def training_rows(result: Result) -> Iterator[list[str]]:
     """Yield the rows that show how each arm trained, as means over its seeds."""
     for arm, each in result.trainings.items():
         yield [
-            arm, f"{each.steps:,.4g}", f"{each.seconds:,.4g}", amount_text(each.tokens), f"{each.entropy:.3f}",
-            f"{each.length:,.1f}", f"{100 * each.dropped:.1f} %", f"{100 * each.cut_off:.1f} %",
+            arm, f"{each.steps:,.4g}", f"{each.seconds:,.4g}", amount_text(each.tokens),
+            "-" if math.isnan(each.entropy) else f"{each.entropy:.3f}",
+            "-" if math.isnan(each.length) else f"{each.length:,.1f}",
+            f"{100 * each.dropped:.1f} %", f"{100 * each.cut_off:.1f} %",
         ]  # fmt: skip
 
 
@@ -162,6 +164,12 @@ def explanation(result: Result) -> list[str]:
                  for last in run.evaluations.get(found.name, ())[-1:]}  # fmt: skip
         if len(asked) > 1:
             lines.append(f"{found.name}: the questions differ between seeds; {found.questions} counts all of them.")
+    alone = [arm.arm for found in result.sets[:1] for arm in found.arms if len(arm.seeds) == 1]
+    if alone and len(plan.seeds) > 1:
+        lines.append(
+            f"Only one seed of {', '.join(alone)} is finished: the interval covers the choice of questions, not the "
+            "differences between seeds, so there is no verdict."
+        )
     if len(plan.seeds) == 1:
         lines.append("With one seed the intervals cover the choice of questions, not the differences between seeds.")
     return lines

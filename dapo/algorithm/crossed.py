@@ -30,6 +30,11 @@ def contrast(first: Cells, second: Cells) -> Contrast:
     by both: V = V_seed + V_question - V_cell, where no cluster counts less than independent cells would. Student's t
     with Satterthwaite's degrees of freedom allows for the few seeds. A single seed is clustered by question alone: the
     interval then says nothing about other seeds.
+
+    The p-value is stricter than the interval. Three seeds can agree by chance, and Satterthwaite's formula then finds
+    hundreds of degrees of freedom. A correction for many arms looks far into the tail, where that matters most: with
+    nine arms, 15 to 23 % of simulated ablations called an arm different although none was. So p has at most as many
+    degrees of freedom as the seeds have.
     """
     common = [cell for cell in first if cell in second]
     values_N = np.array([second[cell] - first[cell] for cell in common], dtype=np.float64)
@@ -46,12 +51,14 @@ def contrast(first: Cells, second: Cells) -> Contrast:
         else:
             part, freedom = alone, most
         variance, squares = variance + part, squares + part**2 / freedom
-    if variance <= 0.0:  # all differences are the same
-        return Contrast(mean, mean, mean, 1.0 if mean == 0.0 else 0.0)
+    if variance <= 0.0:  # all differences are the same, so their spread is not known
+        return Contrast(mean, mean, mean, 1.0 if mean == 0.0 else math.nan)
     freedom = max(variance**2 / squares, fewest)
     width = math.sqrt(variance)
     reach = width * _student_quantile(freedom)
-    return Contrast(mean, mean - reach, mean + reach, 1.0 - student_within(abs(mean) / width, freedom))
+    seeds = len({seed for seed, _ in common})
+    strict = min(freedom, seeds - 1) if seeds > 1 else freedom
+    return Contrast(mean, mean - reach, mean + reach, 1.0 - student_within(abs(mean) / width, strict))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -128,7 +128,12 @@ def _check_arms(plan: Plan, *, resume: bool, on_ray: bool) -> None:
     # Reading data can take minutes, and most arms have the same: what is wrong with it, by the options that decide.
     checked: list[tuple[Any, list[str]]] = []
     statuses = {run.config.run.name: read_status(run.folder) for run in plan.runs} if resume else {}
-    left = [run for run in plan.runs if not statuses.get(run.config.run.name, Status.MISSING).is_done]
+    # A run that failed before is tried again, but not checked here: its problem must not stop the others.
+    left = [
+        run
+        for run in plan.runs
+        if not (status := statuses.get(run.config.run.name, Status.MISSING)).is_done and status != Status.FAILED
+    ]
     first = {run.arm: run for run in reversed(left)}
 
     def check(run: PlannedRun, *, reads_data: bool) -> list[str]:

@@ -65,6 +65,18 @@ def test_a_technique_that_the_recipe_has_keeps_the_recipes_values():
     assert grpo.gen_batch_size == grpo.data.train_batch_size
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.28), (0.3, 0.38)])
+def test_clip_higher_is_higher_than_the_recipes_own_clip(low, high):
+    found = resolved(config(f"algorithm.clip_ratio_low={low}", f"algorithm.clip_ratio_high={low}"), "ladder")
+    assert found["full"].algorithm.clip_ratio_high == high
+    assert found["+overlong-filter"].algorithm.clip_ratio_high == low
+
+
+def test_an_arm_that_a_family_already_has_may_be_named_again():
+    arms, _ = collect_arms(config(), ["ladder"], ["grpo"])
+    assert [arm.name for arm in arms] == list(resolved(config(), "ladder"))
+
+
 def test_both_families_together_have_every_distinct_arm_once():
     names = list(resolved(config(), "ladder", "leave-one-out"))
     assert len(names) == 6 + 4  # full is shared, and no-dynamic-sampling is +token-loss

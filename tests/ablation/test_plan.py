@@ -136,6 +136,15 @@ def test_arms_that_are_the_same_and_curves_of_two_points_are_told(tmp_path: Path
     assert "with one seed" not in found_warnings(recipe, "a: optim.lr=0.1", seeds=2)
 
 
+def test_arms_with_another_judge_are_told(tmp_path: Path):
+    recipe = write_recipe(tmp_path)
+    text = found_warnings(
+        recipe, "strict: reward.use=exact", "long: reward.length_shaping=buffer reward.overlong_buffer.len=2"
+    )
+    assert "strict is judged differently from recipe (reward.use)" in text
+    assert "long is judged" not in text
+
+
 def test_only_what_acts_after_the_first_evaluation_may_differ_to_share_it(tmp_path: Path):
     plan = plan_of(
         write_recipe(tmp_path), "grpo", "hot: optim.lr=0.1", "short: data.max_response_length=4",

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from dapo.ablation.plan import Budget, Plan
-from dapo.ablation.records import Evaluation, RunRecord, Status, Training
+from dapo.ablation.records import Evaluation, RunRecord, Status, Training, _training
 from dapo.ablation.report import _charts, band
 from dapo.ablation.results import Difference, compare, values_at
 from dapo.ablation.tables import difference_text, explanation, print_result, result_json
@@ -143,6 +143,43 @@ def test_an_arm_without_any_result_is_said_to_have_too_few(plan: Plan):
     assert compare(plan, []).sets == []
 
 
+def test_an_arm_with_one_seed_of_several_has_an_interval_but_no_verdict(plan: Plan):
+    runs = [run for run in fast_and_slow(plan) if (run.arm, run.seed) != ("fast", 6)]
+    result = compare(plan, runs)
+    ending = result.sets[0].arms[0].differences["end"]
+    assert ending.verdict == "too few results"
+    assert ending.value == pytest.approx(-0.3)
+    assert "Only one seed of fast is finished" in " ".join(explanation(result))
+    assert "Only one seed" not in " ".join(explanation(compare(plan, fast_and_slow(plan))))
+
+
+def test_a_run_that_ends_with_empty_batches_leaves_its_entropy_to_the_other_seeds(plan: Plan):
+    runs = fast_and_slow(plan)
+    empty = replace(TRAINED, entropy=math.nan)
+    runs[0] = record("fast", 5, runs[0].evaluations["held_out"], empty)
+    assert compare(plan, runs).trainings["fast"].entropy == 0.5
+    runs[2] = record("fast", 6, runs[2].evaluations["held_out"], empty)
+    console = Console(file=StringIO(), width=120)
+    print_result(console, compare(plan, runs))
+    assert "nan" not in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_end_is_the_last_tenth_and_dropped_counts_stale_tokens():
+    steps = [
+        {"step": i, "timing_s/step": 2.0, "tokens/generated": 100.0, "tokens/dropped/all_wrong": 10.0,
+         "tokens/dropped/all_right": 5.0, "tokens/stale": 20.0, "tokens/trained": 65.0, "groups/generated": i,
+         "entropy": float(i), "response_length/mean": 10.0 * i, "response_length/clip_ratio": 1.0 / i,
+         "response_length/max": 7.0 if i == 3 else 2.0, "groups/dropped/all_wrong": 1.0}
+        for i in range(1, 21)
+    ]  # fmt: skip
+    found = _training(steps)
+    assert (found.steps, found.seconds, found.tokens) == (20, 40.0, 2000.0)
+    assert (found.entropy, found.length) == (19.5, 195.0)  # of steps 19 and 20
+    assert found.dropped == pytest.approx(0.35)
+    assert found.cut_off == pytest.approx(20 / 210)  # weighted by the groups of each step
+    assert (found.longest, found.flat_groups) == (7.0, 20.0)
+
+
 def test_values_lie_on_the_line_between_two_evaluations():
     found = points((0, 0, 0, 0.0), (2, 3, 50, 0.2), (4, 9, 80, 0.8))
     means = np.array([each.mean for each in found])
@@ -158,11 +195,11 @@ def test_values_lie_on_the_line_between_two_evaluations():
 
 def test_words_are_those_of_holms_correction_and_intervals_those_of_one_comparison(tmp_path: Path):
     arms = [f"a{i}: optim.lr=0.{i}" for i in range(1, 9)]
-    plan = plan_of(write_recipe(tmp_path), *arms, seeds=2, budget=Budget("steps", 4))
-    rng = np.random.default_rng(2)
+    plan = plan_of(write_recipe(tmp_path), *arms, seeds=5, budget=Budget("steps", 4))
+    rng = np.random.default_rng(0)
     runs = []
     for run in plan.runs:
-        values = dict(zip(QUESTIONS, rng.normal(0.5 + 0.03 * (run.arm == "a3"), 0.1, 60), strict=True))
+        values = dict(zip(QUESTIONS, rng.normal(0.5 + 0.05 * (run.arm == "a3"), 0.1, 60), strict=True))
         runs.append(record(run.arm, run.seed, [Evaluation(0, 0, 0, values), Evaluation(4, 9, 9, values)]))
     (found,) = compare(plan, runs).sets
     by_arm = {arm.arm: arm for arm in found.arms}

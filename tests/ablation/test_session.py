@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -65,6 +66,26 @@ def test_an_arm_that_fails_is_recorded_and_the_others_are_compared(done):
     assert hot["seeds"] == [5] and hot["differences"]["end"]["verdict"] in ("better", "worse", "no difference shown")
     assert found["sets"]["held_out"]["arms"]["broken"]["differences"]["end"]["verdict"] == "too few results"
     assert "broken-s5: failed: " in result.output
+
+
+def test_a_damaged_database_costs_only_its_own_run(tmp_path: Path):
+    recipe, out = write_recipe(tmp_path, eval={"every": 0}), tmp_path / "out"
+    arguments = (recipe, "--arm", "hot: optim.lr=0.01", "--arm", "mild: optim.lr=0.002", "--seeds", 1, "--steps", 1,
+                 "--out", out, "-q")  # fmt: skip
+    assert ablate(*arguments).exit_code == 0
+    database = out / "runs" / "hot-s5" / "run.db"
+    for file in database.parent.glob("run.db*"):
+        file.unlink()
+    database.write_bytes(b"junk" * 1000)
+    result = ablate(*arguments, "--resume")
+    assert isinstance(result.exception, TrainingStopped)
+    assert "1 of 3 runs failed, first hot-s5" in str(result.exception)
+    found = json.loads((out / "ablation.json").read_text())
+    assert {run["arm"]: run["status"] for run in found["runs"]} == {
+        "recipe": "finished", "hot": "failed", "mild": "finished",
+    }  # fmt: skip
+    assert not math.isnan(found["sets"]["held_out"]["arms"]["mild"]["differences"]["end"]["value"])
+    assert database.read_bytes() == b"junk" * 1000  # it may still be repaired
 
 
 def test_an_arm_with_nothing_left_to_learn_ends_early_and_counts(tmp_path: Path):
