@@ -15,12 +15,15 @@ import yaml
 
 from dapo.config import Config, option_names
 from dapo.config.loading import Dumper, parse_yaml, read_text
+from dapo.config.training_options import CLIP_BOUNDS, LOSS_SETTINGS, AlgorithmConfig
 from dapo.errors import ConfigError
 
 FULL, RECIPE = "full", "recipe"
 LADDER, LEAVE_ONE_OUT = "ladder", "leave-one-out"
 # Arms may not change these, or they could not be compared. The ablation's own options set them.
 _SHARED = ("run.", "eval.")
+# Options that belong to the loss, with the loss itself.
+_LOSS_OPTIONS = {f"algorithm.{name}" for settings in LOSS_SETTINGS.values() for name in ("loss", *settings)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +201,7 @@ def collect_arms(config: Config, families: Sequence[str], given: Sequence[str]) 
     named = [text for text in given if ":" not in text]
     own += [own_arm(text) for text in given if text not in named]
     _check_names(own)
+    own = [_with_options_of_loss(arm, config) for arm in own]
     listed = [arm.name for arm in arms]
     arms += [*(published_arm(config, text) for text in named if text not in listed), *own]
     reference = FULL if published or named else RECIPE
@@ -205,6 +209,27 @@ def collect_arms(config: Config, families: Sequence[str], given: Sequence[str]) 
         arms.append(published_arm(config, FULL) if reference == FULL else Arm(RECIPE))
     _check(arms)
     return arms, reference
+
+
+def _with_options_of_loss(arm: Arm, config: Config) -> Arm:
+    """Add what the name of the arm's loss sets, where the recipe gives the value of its own loss instead.
+
+    Without this, an arm `algorithm.loss=gspo` would clip at the recipe's 0.2, or be refused for its `loss_agg_mode`.
+    """
+    recipe, given = config.algorithm, dict[str, Any]()
+    try:
+        for key, _, value in (override.partition("=") for override in arm.overrides):
+            if key in _LOSS_OPTIONS:
+                given[key.removeprefix("algorithm.")] = parse_yaml(f"value: {value}", arm.name)["value"]
+        wanted = AlgorithmConfig.model_validate(given)
+    except ValueError:  # a bad value is reported when the arm is loaded
+        return arm
+    if "loss" not in given or wanted.loss == recipe.loss or wanted.loss not in LOSS_SETTINGS:
+        return arm
+    names = {*CLIP_BOUNDS, *LOSS_SETTINGS.get(recipe.loss, {}), *LOSS_SETTINGS[wanted.loss]}
+    replaced = sorted(names & recipe.model_fields_set - given.keys())
+    added = {f"algorithm.{name}": getattr(wanted, name) for name in replaced}
+    return Arm(arm.name, (*arm.overrides, *as_overrides(added, config)))
 
 
 def _check_names(own: Iterable[Arm]) -> None:
@@ -225,6 +250,9 @@ def _check(arms: Sequence[Arm]) -> None:
     for arm in arms:
         if names.count(arm.name) > 1:
             raise ConfigError(f"arm '{arm.name}': two arms have this name; give each its own")
+        keys = [override.partition("=")[0] for override in arm.overrides]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ConfigError(f"arm '{arm.name}': {twice[0]} is given twice; give it one value")
         for override in arm.overrides:
             if override.startswith(_SHARED):
                 key = override.partition("=")[0]

@@ -8,6 +8,7 @@ import pytest
 
 from dapo.ablation.arms import collect_arms
 from dapo.config import Config
+from dapo.config.training_options import LOSS_SETTINGS
 from dapo.errors import ConfigError
 
 MINIMAL = "model: {path: model}\ndata: {train: train.jsonl, max_response_length: 100}\n"
@@ -107,6 +108,7 @@ def test_a_published_arm_can_be_named_alone():
         (["laddr"], [], r"--arms 'laddr': is neither ladder, .* did you mean 'ladder'"),
         ([], ["optim.lr=1e-5"], r"--arm 'optim.lr=1e-5': expected 'NAME: KEY=VALUE ...'.* one of grpo, .*full"),
         ([], ["a: optim.lr=1e-5", "a: optim.lr=2e-5"], "arm 'a': two arms have this name"),
+        ([], ["a: optim.lr=1e-5 optim.lr=2e-5"], "arm 'a': optim.lr is given twice; give it one value"),
         ([], ["gpro"], r"did you mean 'grpo'\?$"),
         ([], ["full: optim.lr=1e-5"], "arm 'full': a published arm has this name"),
         ([], ["x/y: optim.lr=1e-5"], "arm 'x/y': the name becomes that of a folder"),
@@ -132,3 +134,28 @@ def test_a_file_whose_arm_has_no_options_is_refused(tmp_path: Path):
 def test_the_ladder_refuses_a_recipe_with_another_loss():
     with pytest.raises(ConfigError, match=r"the recipe has gspo; name your own arms with --arm"):
         collect_arms(config("algorithm.loss=gspo"), ["ladder"], ())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MINIMAL + "algorithm: {clip_ratio_high: 0.3, loss_agg_mode: token-mean}",
+        MINIMAL + "algorithm: {loss: dr_grpo}",
+        MINIMAL + "algorithm: {loss: gspo, clip_ratio_low: 0.1}",
+        config().to_yaml(),  # every option is given
+    ],
+)
+def test_an_arm_with_another_loss_has_the_options_of_that_loss_and_not_the_recipes(text):
+    base = Config.from_text(text, "recipe")
+    for loss in LOSS_SETTINGS.keys() - {base.algorithm.loss}:
+        (arm, _), _ = collect_arms(base, (), [f"other: algorithm.loss={loss}"])
+        found = Config.from_text(text, "recipe", arm.overrides).algorithm
+        expected = config(f"algorithm.loss={loss}").algorithm
+        for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode", "adv_norm"):
+            assert getattr(found, name) == getattr(expected, name), (loss, name)
+
+
+def test_an_arm_with_another_loss_keeps_the_options_that_it_gives_itself():
+    base = config("algorithm.clip_ratio_low=0.2", "algorithm.clip_ratio_high=0.28")
+    (arm, _), _ = collect_arms(base, (), ["wide: algorithm.loss=gspo algorithm.clip_ratio_high=0.01"])
+    assert arm.overrides == ("algorithm.loss=gspo", "algorithm.clip_ratio_high=0.01", "algorithm.clip_ratio_low=0.0003")
