@@ -14,12 +14,14 @@ import yaml
 from dapo.ablation.arms import Arm, collect_arms
 from dapo.config import Config
 from dapo.config.loading import Dumper, parse_yaml, read_text
+from dapo.config.training_options import LOSS_SETTINGS
 from dapo.errors import CheckpointError, ConfigError, NotReady
 from dapo.system.files import write_text
 
 PLAN_FILE, RUNS = "ablation.yaml", "runs"
 _NO_LIMIT = 10**6  # run.steps of a run whose budget is in seconds or tokens
 _CLIPS = {"algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c"}
+_AT_RATIO_ONE = {"clip": "", "loss": ", and there these losses have the same gradient"}
 # Options that do not change the evaluation before the first step: two runs of one seed may differ in them and share it.
 _AFTER_THE_BASE = (
     "algorithm.", "optim.", "run.", "reward.length_shaping", "reward.target_length", "reward.overlong_buffer.",
@@ -225,10 +227,12 @@ def warnings(plan: Plan) -> Iterator[str]:
         differing = config.differences(changed).keys() - {"run.name"}
         if not differing:
             yield f"{one} and {other} have the same options, so they cannot differ"
-        elif differing <= _CLIPS and has_ratio_one(config) and has_ratio_one(changed):
+        elif differing <= _CLIPS | {"algorithm.loss"} and _is_clip_idle(config) and _is_clip_idle(changed):
+            what = "loss" if "algorithm.loss" in differing else "clip"
             yield (
-                f"{one} and {other} cannot differ: they differ in the clip, but with one update per batch every ratio "
-                "is 1; set optim.ppo_mini_batch_size below data.train_batch_size, or raise optim.ppo_epochs"
+                f"{one} and {other} cannot differ: they differ in the {what}, but with one update per batch every "
+                f"ratio is 1{_AT_RATIO_ONE[what]}; set optim.ppo_mini_batch_size below data.train_batch_size, or raise "
+                "optim.ppo_epochs"
             )
     for name, config in first.items():
         if judging := sorted(_JUDGING & config.differences(first[plan.reference]).keys()):
@@ -243,6 +247,11 @@ def warnings(plan: Plan) -> Iterator[str]:
         )
     if len(plan.seeds) == 1:
         yield "with one seed, the intervals cover the choice of questions, but not the differences between seeds"
+
+
+def _is_clip_idle(config: Config) -> bool:
+    """Return whether every ratio is 1, where all the named losses have the gradient -A of each token."""
+    return has_ratio_one(config) and config.algorithm.loss in LOSS_SETTINGS
 
 
 def has_ratio_one(config: Config) -> bool:

@@ -127,6 +127,19 @@ def test_a_clip_that_cannot_act_is_told_before_the_first_run(tmp_path: Path):
     )
 
 
+def test_losses_that_have_the_same_gradient_are_told_before_the_first_run(tmp_path: Path):
+    recipe = write_recipe(tmp_path, algorithm={"max_staleness": 0})
+    losses = [f"{name}: algorithm.loss={name}" for name in ("gspo", "sapo", "cispo", "dr_grpo")]
+    one = ["optim.ppo_mini_batch_size=4"]
+    text = found_warnings(recipe, "symmetric: algorithm.loss=grpo", *losses, overrides=one)
+    told = [line.partition(" cannot differ")[0] for line in text.splitlines() if "these losses have the same" in line]
+    assert told == ["symmetric and gspo", "symmetric and sapo", "gspo and sapo", "cispo and recipe"]
+    assert "cannot differ" not in found_warnings(recipe, *losses)  # two updates per batch
+    (tmp_path / "mine.py").write_text("def loss(*tensors): ...", encoding="utf-8")
+    own = f"own: algorithm.loss={tmp_path / 'mine.py'}:loss"
+    assert "cannot differ" not in found_warnings(recipe, own, overrides=one)  # nothing is known about it
+
+
 def test_arms_that_are_the_same_and_curves_of_two_points_are_told(tmp_path: Path):
     recipe = write_recipe(tmp_path, eval={"every": 0})
     text = found_warnings(recipe, "same: optim.lr=0.001")
