@@ -56,7 +56,7 @@ def write_report(result: Result, out: Path) -> str:
             arms=[(arm.name, " ".join(arm.overrides) or "as the recipe") for arm in plan.arms],
             unfinished=unfinished(result.runs),
             runs=[(run.name, run.status) for run in result.runs],
-            folder=str(plan.out / "runs"),
+            folder=str(plan.out),
             charts=list(_charts(result)),
         )
     except ConfigError as error:

@@ -29,7 +29,9 @@ def metrics(
 
 
 def view(
-    runs: Annotated[Path, typer.Argument(help="A folder of runs, or one run directory.")] = Path("runs"),
+    runs: Annotated[
+        Path, typer.Argument(help="A folder of runs, one run directory, or the folder of an ablation.")
+    ] = Path("runs"),
     host: Annotated[str, typer.Option("--host", help="Address to listen on; other machines need a token.")] = (
         "127.0.0.1"
     ),

@@ -30,6 +30,7 @@ _POINTS = 60  # of a sparkline
 _MAX_TEXT = 1_000  # characters
 _RUN_FILES = (DATABASE_FILE, CONFIG_FILE, ".lock")  # a folder with any of these is listed as a run
 _LOCKS = Path("/proc/locks")
+_ABLATION, _ABLATION_REPORT = "ablation.yaml", "ablation.html"  # written by `dapo ablate` beside the folder `runs`
 
 # Status of a run that no process holds, by the last of these events.
 _ENDINGS: dict[str, Status] = {
@@ -55,6 +56,18 @@ class RunSummary:
     started: float | None = None  # seconds since 1970
     changed: float | None = None
     rewards: np.ndarray = field(default_factory=lambda: np.empty(0))  # float64 [points], thinned for a sparkline
+
+
+def runs_folder(root: Path) -> Path:
+    """Return the folder of the runs of an ablation if `root` is that of an ablation, else `root` itself."""
+    return root / "runs" if (root / _ABLATION).is_file() and (root / "runs").is_dir() else root
+
+
+def ablation_report(root: Path) -> Path | None:
+    """Return the report of the ablation whose runs are in `root`, if there is one."""
+    folder = Path(os.path.realpath(root)).parent
+    report = folder / _ABLATION_REPORT
+    return report if (folder / _ABLATION).is_file() and report.is_file() else None
 
 
 def run_names(root: Path) -> list[str]:

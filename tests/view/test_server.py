@@ -211,3 +211,19 @@ def test_a_missing_folder_is_one_sentence(tmp_path: Path):
     assert found.returncode == 2
     assert "cannot be read" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_the_folder_of_an_ablation_shows_its_runs_and_its_result(tmp_path: Path):
+    create(tmp_path / "runs", name="grpo-s0").close()
+    with running(tmp_path / "runs") as url:  # an ordinary folder that happens to be called runs
+        assert "/ablation" not in answer(url, "/")[1]
+        assert status(url, "/ablation") == 404
+    (tmp_path / "ablation.yaml").write_text("arms: {}", encoding="utf-8")
+    (tmp_path / "ablation.html").write_text("<p>the result</p>", encoding="utf-8")
+    for folder in (tmp_path, tmp_path / "runs"):
+        with running(folder) as url:
+            assert "/ablation" in answer(url, "/")[1]
+            assert answer(url, "/ablation") == (200, "<p>the result</p>")
+            assert status(url, "/run/grpo-s0/curves") == 200
+    with running(tmp_path, "--token", "secret") as url:
+        assert status(url, "/ablation") == 403

@@ -11,7 +11,7 @@ from nicegui import ui
 
 from dapo.view.page.frame import Live, ask, button, column, fill, grid, link, number_column
 from dapo.view.page.text import display_text, format_time
-from dapo.view.runs import RunSummary, summaries
+from dapo.view.runs import RunSummary, ablation_report, summaries
 
 _LIMIT = 200
 _WIDTH, _HEIGHT = 120, 24  # of a sparkline, in pixels
@@ -19,6 +19,8 @@ _WIDTH, _HEIGHT = 120, 24  # of a sparkline, in pixels
 
 def build(root: Path) -> Live:
     ui.label(f"Runs in {root}").classes("text-xl")
+    if ablation_report(root):
+        ui.link("Result of the ablation: tables, intervals and curves of its arms", "/ablation").classes("ablation")
     # An unreadable run has no recipe and no time: its problem spans these columns.
     span = {":colSpan": "p => p.data.status === 'unreadable' ? 3 : 1"}
     table = grid(

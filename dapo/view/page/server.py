@@ -16,13 +16,14 @@ from typing import Annotated
 
 from fastapi import Query
 from nicegui import app, ui
+from starlette.responses import FileResponse, PlainTextResponse, Response
 
 from dapo.errors import ConfigError
 from dapo.view.groups import GroupFilter
 from dapo.view.page import curves, groups, health, prompts, runs, tokens
 from dapo.view.page.frame import show_run, show_site
 from dapo.view.page.guard import Guard, is_loopback
-from dapo.view.runs import run_names
+from dapo.view.runs import ablation_report, run_names, runs_folder
 from dapo.view.tokens import FindModel, decoder
 
 
@@ -71,6 +72,7 @@ def serve(
     root: Path, where: Address, *, opens: bool, find_model: FindModel, ready: Callable[[], None] = lambda: None
 ) -> None:
     """Serve the pages until interrupted. The databases in `root` are only read."""
+    root = runs_folder(root)
     run_names(root)  # raises here, before the server starts, if the folder cannot be read
     register(root, find_model)
     app.add_middleware(Guard, token=where.token, host=where.host, port=where.port)
@@ -111,6 +113,12 @@ def register(root: Path, find_model: FindModel) -> None:
     @ui.page("/")
     def _runs() -> None:
         show_site(lambda: runs.build(root))
+
+    @app.get("/ablation")
+    def _ablation() -> Response:
+        """Show the report of the ablation as it was last written."""
+        report = ablation_report(root)
+        return FileResponse(report) if report else PlainTextResponse("there is no ablation here", status_code=404)
 
     @ui.page("/run/{name}/curves")
     def _curves(name: str, other: Annotated[list[str] | None, Query()] = None) -> None:
