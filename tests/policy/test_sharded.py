@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reference": {"algorithm__kl_loss_coef": 0.1, **FREE},
     "adapters": {"lora": 3, "algorithm__kl_loss_coef": 0.1, **FREE},
     "gspo": {"algorithm__loss": "gspo", "algorithm__clip_ratio_low": 0.3, "algorithm__clip_ratio_high": 0.5, **FREE},
+    "gmpo": {"algorithm__loss": "gmpo", **FREE},
     "corrected": {
         **FREE,
         "algorithm__importance_correction": "sequence-truncated",
