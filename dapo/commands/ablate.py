@@ -86,11 +86,11 @@ def ablate(
 
 def _check_and_show(plan: Plan, console: Console, *, resume: bool, on_ray: bool) -> None:
     with console.status("checking all arms"):
-        _check_arms(plan, resume=resume, on_ray=on_ray)
+        doubtful = _check_arms(plan, resume=resume, on_ray=on_ray)
         from dapo.ablation.plan import warnings
         from dapo.ablation.tables import plan_table
     console.print(plan_table(plan))
-    for sentence in warnings(plan):
+    for sentence in (*doubtful, *warnings(plan)):
         _warn(console, sentence)
 
 
@@ -115,18 +115,22 @@ def _budget(steps: int | None, seconds: float | None, tokens: int | None) -> Bud
     return given[0] if given else None
 
 
-def _check_arms(plan: Plan, *, resume: bool, on_ray: bool) -> None:
-    """Check every arm as `dapo train --dry-run` does; raise with one sentence for each problem and its arms."""
+def _check_arms(plan: Plan, *, resume: bool, on_ray: bool) -> list[str]:
+    """Check every arm as `dapo train --dry-run` does; raise with one sentence for each problem and its arms.
+
+    Return one sentence for each warning of these checks and its arms.
+    """
     from dapo.ablation.plan import by_arms
     from dapo.ablation.records import Status, read_status
     from dapo.cluster import torchrun
-    from dapo.commands.preflight import check_run
+    from dapo.commands.preflight import Findings, check_run
 
     if torchrun.channel() is not None:
         raise ConfigError("dapo ablate starts the process of each run itself; start it without torchrun")
     problems: dict[str, list[str]] = {}
+    doubts: dict[str, list[str]] = {}
     # Reading data can take minutes, and most arms have the same: what is wrong with it, by the options that decide.
-    checked: list[tuple[Any, list[str]]] = []
+    checked: list[tuple[Any, Findings]] = []
     statuses = {run.config.run.name: read_status(run.folder) for run in plan.runs} if resume else {}
     # A run that failed before is tried again, but not checked here: its problem must not stop the others.
     left = [
@@ -136,21 +140,25 @@ def _check_arms(plan: Plan, *, resume: bool, on_ray: bool) -> None:
     ]
     first = {run.arm: run for run in reversed(left)}
 
-    def check(run: PlannedRun, *, reads_data: bool) -> list[str]:
+    def check(run: PlannedRun, *, reads_data: bool) -> Findings:
         if on_ray and (refusal := _unplaceable(run.config)):
-            return [refusal]
+            return Findings(missing=[refusal])
         is_begun = statuses.get(run.config.run.name, Status.MISSING) != Status.MISSING
-        return check_run(run.config, resume=is_begun, has_given_name=True, reads_data=reads_data).missing
+        return check_run(run.config, resume=is_begun, has_given_name=True, reads_data=reads_data)
 
     for reads_data in (False, True):  # what is quick to find in any arm is said first
         for arm, run in first.items():
             data = (reads_data, _data_options(run.config) if reads_data else arm)
             if data not in [options for options, _ in checked]:
                 checked.append((data, check(run, reads_data=reads_data)))
-            for sentence in next(wrong for options, wrong in checked if options == data):
-                problems.setdefault(sentence, []).append(arm)
+            found = next(found for options, found in checked if options == data)
+            for sentences, by_sentence in ((found.missing, problems), (found.warnings, doubts)):
+                for sentence in sentences:
+                    if arm not in (arms := by_sentence.setdefault(sentence, [])):
+                        arms.append(arm)
         if problems:
             raise NotReady(by_arms(problems, len(first)))
+    return by_arms(doubts, len(first))
 
 
 def _unplaceable(config: Config) -> str | None:
@@ -228,7 +236,7 @@ def _run(
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     write_text(plan.out / "ablation.json", result_json(result))
     console.print(write_report(result, plan.out / "ablation.html"), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"dapo view {plan.out / 'runs'} shows every run in the browser", markup=False, soft_wrap=True)
+    console.print(f"dapo view {plan.out} shows the result and every run in the browser", markup=False, soft_wrap=True)
     if session.signal is not None:
         console.print("to continue: the same command with --resume", soft_wrap=True)
         raise typer.Exit(128 + session.signal)

@@ -171,6 +171,13 @@ def test_nothing_starts_if_an_arm_cannot_run(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_warning_about_one_arm_names_it(tmp_path: Path):
+    arm = "far: model.path=nobody/no-such-model"
+    result = ablate(write_recipe(tmp_path), "--arm", arm, "--dry-run", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "warning: arm 'far': model: nobody/no-such-model is not on this machine" in result.output
+
+
 def test_nothing_starts_if_ray_cannot_place_the_runs(tmp_path: Path):
     recipe, out = write_recipe(tmp_path), tmp_path / "out"
     cases = {
