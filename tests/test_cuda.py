@@ -19,6 +19,7 @@ from dapo.checkpoint import host
 from dapo.config import Config, LoraConfig, ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.model.attention import ATTENTION_NAME
+from dapo.model.features import prompt_features
 from dapo.model.forward import free_memory
 from dapo.model.joined import merge
 from dapo.model.loading import load_model
@@ -98,6 +99,20 @@ def test_stop_strings_end_responses_on_the_gpu_at_the_token_that_completes_them(
         ends = [end for end in range(1, len(whole) + 1) if any(s in decode(whole[:end]) for s in stop)]
         assert rollout.tokens.tolist() == whole[: min([*ends, len(whole)])]
         assert rollout.finish_reason == ("stop" if ends else free[key].finish_reason)
+
+
+@pytest.mark.parametrize("build", FUSED)
+def test_features_of_prompts_on_the_gpu_match_those_on_the_cpu(build):
+    model = build(num_hidden_layers=4)
+    expected = prompt_features(model, PROMPTS)
+    model.cuda().set_attn_implementation(ATTENTION_NAME)
+    np.testing.assert_allclose(prompt_features(model, PROMPTS), expected, atol=1e-3, rtol=1e-3)
+    narrow = build(num_hidden_layers=4).bfloat16().cuda()
+    narrow.set_attn_implementation(ATTENTION_NAME)
+    found = prompt_features(narrow, PROMPTS)
+    assert isinstance(trunk_of(narrow), FusedTrunk)
+    cosines = (found * expected).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(expected, axis=1)
+    assert cosines.min() > 0.99
 
 
 def test_a_captured_graph_sees_changed_weights():

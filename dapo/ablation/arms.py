@@ -71,6 +71,7 @@ def _without_dynamic_sampling(config: Config) -> dict[str, Any]:
         "algorithm.filter_groups.function": None,
         "algorithm.ledger.enable": False,
         "algorithm.ledger.revisit": 0.0,
+        "algorithm.ledger.lookahead": 1,
         "algorithm.ledger.correct": False,
         "data.gen_batch_size": 0,
     }

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from dapo.types import Drawn, FinishReason, Group, Prompt, Rollout, Score, Verdict
 
-FORMAT = 3  # raise it when a resume could misread an older state.json
+FORMAT = 4  # raise it when a resume could misread an older state.json
 STATE_FILE = "trainer/state.json"
 
 
@@ -36,6 +36,7 @@ class DrawerState:
     known: list[Prompt] = field(default_factory=list)  # may be drawn again; the first was drawn longest ago
     drawn: int = 0  # prompts drawn so far
     revisited: int = 0  # how many of them were drawn again
+    forecast: list[float] = field(default_factory=list)  # sums of the regression that predicts pass rates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +137,7 @@ class _StateData(TypedDict):
     known: list[_PromptData]
     drawn: int
     revisited: int
+    forecast: list[float]
     carried: list[_GroupData]
     pending: list[_PendingData]
     best: _BestData | None

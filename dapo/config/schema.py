@@ -259,9 +259,14 @@ class Config(Section):
                 f"algorithm.filter_groups.{other}; leave one out"
             )
         ledger = algorithm.ledger
-        if (ledger.revisit or ledger.correct) and not ledger.enable:
-            name = "revisit" if ledger.revisit else "correct"
+        extras = {"revisit": ledger.revisit > 0, "correct": ledger.correct, "lookahead": ledger.lookahead > 1}
+        for name in (name for name, is_on in extras.items() if is_on and not ledger.enable):
             raise ValueError(f"algorithm.ledger.{name} needs algorithm.ledger.enable")
+        if ledger.lookahead > 1 and (self.rollout_engines or self.cluster.learners > 1):
+            raise ValueError(
+                "algorithm.ledger.lookahead reads the hidden states of a model in the trainer's own process, so it "
+                "needs cluster.learners 1 and cluster.rollout_workers 0; set it to 1"
+            )
         if ledger.revisit and ledger.correct:
             raise ValueError(
                 "algorithm.ledger.correct knows no weights for prompts that algorithm.ledger.revisit draws again; "

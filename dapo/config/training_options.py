@@ -66,6 +66,13 @@ class LedgerConfig(Section):
         description="Largest fraction of draws that go back to prompts whose latest group was kept, the longest ago "
         "first and rather those with a pass rate near one half, instead of on in the data.",
     )
+    lookahead: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Prompts to look at for each one drawn. With more than 1, their pass rates are predicted from the "
+        "model's hidden states and the run's own groups, and those nearest to one half are drawn.",
+    )
     correct: bool = Field(
         default=False,
         description="Weight each group by the inverse of its prompt's chance to be drawn, so that the expected "

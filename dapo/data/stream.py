@@ -76,6 +76,14 @@ class PromptStream:
     def take(self, count: int) -> list[Prompt]:
         return [self._next() for _ in range(count)]
 
+    def peek(self, count: int) -> list[Prompt]:
+        """Return the prompts that the next draws will give, without drawing them."""
+        positions = list(self.positions)
+        try:
+            return self.take(count)
+        finally:
+            self.positions = positions
+
     def restore(self, positions: Sequence[int], digest: str) -> None:
         """Continue at the positions of a checkpoint; refuse if the data changed since, which gives them no meaning."""
         if digest != self.digest:

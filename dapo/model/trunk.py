@@ -45,6 +45,10 @@ class Trunk(Protocol):
         """
         ...
 
+    def early(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, layers: int) -> Tensor:
+        """Return the residual stream [T, d] after the first `layers` layers."""
+        ...
+
 
 class PlainTrunk:
     """Any causal LM that uses transformers' attention interface. Autograd computes the gradients."""
@@ -58,6 +62,13 @@ class PlainTrunk:
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, *, recompute: bool = False) -> Tensor:
         out = self.inner(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return out.last_hidden_state[0]
+
+    def early(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, layers: int) -> Tensor:
+        out = self.inner(
+            input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan,
+            output_hidden_states=True,
+        )  # fmt: skip
+        return out.hidden_states[layers][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +149,13 @@ class FusedTrunk:
                 residual, delta = self._layer(index, residual, delta, positions_T, plan)
         normed, _ = _Norm.apply(residual, delta, self.final_norm, self.eps)
         return normed
+
+    def early(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, layers: int) -> Tensor:
+        residual = _Embed.apply(self.anchor, tokens_T, self.embedding, self.padding_index)
+        delta = None
+        for index in range(layers):
+            residual, delta = self._layer(index, residual, delta, positions_T, plan)
+        return residual if delta is None else residual + delta
 
     def _layer(
         self, index: int, residual: Tensor, delta: Tensor | None, positions_T: Tensor, plan: AttentionPlan

@@ -21,6 +21,7 @@ from dapo.config import Config
 from dapo.config.functions import CustomParts
 from dapo.errors import ModelError
 from dapo.model.attention import AttentionPlan
+from dapo.model.features import prompt_features
 from dapo.model.forward import free_memory, head_weight, hidden_states, packed_plan
 from dapo.model.joined import merge, separate_bases
 from dapo.model.lora import causal_lm, merged, reference_mode
@@ -42,7 +43,7 @@ from dapo.policy.protocol import UpdateResult
 from dapo.policy.rules import UpdateRules
 from dapo.policy.tally import Tally, by_rollout
 from dapo.system.machine import memory, size_text
-from dapo.types import Group
+from dapo.types import Group, Prompt
 
 MAX_NON_FINITE_STEPS = 3
 Values = TypeVar("Values")
@@ -325,6 +326,10 @@ class Policy:
         if self.rank > 0:
             return []
         return [tuple(found[group.serial, r.index] for r in group.rollouts) for group in groups]
+
+    def prompt_features(self, prompts: Sequence[Prompt]) -> np.ndarray:
+        """Return features [N, d] of prompts by the current weights, for the forecast of their pass rates."""
+        return prompt_features(self.causal_lm, [prompt.tokens for prompt in prompts])
 
     def _logprobs(self, model: Any, batch: Batch) -> Tensor:
         hidden_R = self._hidden(model, batch, self._plan(model, batch))

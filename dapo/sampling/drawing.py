@@ -1,15 +1,20 @@
-"""Draw prompts for new groups: new ones from the stream, thinned by the ledger, and earlier kept ones again."""
+"""Draw prompts for new groups: new ones from the stream, chosen by ledger and forecast, and earlier kept ones again."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from dapo.algorithm.forecast import Forecast, project
 from dapo.algorithm.ledger import Ledger
 from dapo.checkpoint.state import DrawerState
 from dapo.config import Config
 from dapo.data.stream import PromptStream
 from dapo.types import Drawn, Group, Prompt
 
+Features = Callable[[Sequence[Prompt]], np.ndarray]  # [N, d]
 MIN_BATCHES = 8  # a prompt is drawn again only after this many batches of other kept groups
 
 
@@ -18,10 +23,17 @@ class PromptDrawer:
 
     A prompt whose group was kept is likely to be kept again, while new prompts are kept less often as the model
     improves. The prompt that was drawn longest ago is revisited first, so that its visits are far apart.
+
+    With `features`, the drawer looks `algorithm.ledger.lookahead` times as many prompts ahead in the stream as it must
+    draw, and skips those whose expected pass rate is further from one half.
     """
 
-    def __init__(self, config: Config, stream: PromptStream) -> None:
+    def __init__(self, config: Config, stream: PromptStream, features: Features | None = None) -> None:
         options = config.algorithm.ledger
+        self.features, self.lookahead = features, options.lookahead
+        self.forecast = Forecast()
+        self.ahead: deque[tuple[bool, np.ndarray]] = deque()  # of the next prompts: whether promising, and features
+        self.seen: dict[str, np.ndarray] = {}  # features of the prompts whose groups are not decided yet, by uid
         self.stream = stream
         self.uses_ledger, self.share = options.enable, options.revisit
         self.ledger = Ledger(options.explore, config.run.seed)
@@ -31,11 +43,19 @@ class PromptDrawer:
         self.skipped = 0  # prompts that the ledger did not admit, since `take_skipped`
 
     def draw(self, count: int) -> list[Drawn]:
-        return [self._revisit() or self._next() for _ in range(count)]
+        drawn: list[Drawn] = []
+        while len(drawn) < count:
+            drawn.append(self._revisit() or self._next(count - len(drawn)))
+        self.ahead.clear()
+        return drawn
 
     def record(self, group: Group) -> None:
         """Record the outcome of a group, and remember its prompt for a revisit if there is more to learn from it."""
         self.ledger.record(group)
+        features = self.seen.pop(group.prompt.uid, None)
+        accs = [score.acc for score in group.scores if score.judged]
+        if features is not None and accs and None not in accs:
+            self.forecast.record(features, float(np.mean([bool(acc) for acc in accs])))
         if self.share > 0 and group.kept:
             self.known.append(group.prompt)
 
@@ -52,6 +72,7 @@ class PromptDrawer:
             known=list(self.known),
             drawn=self.drawn,
             revisited=self.revisited,
+            forecast=self.forecast.state(),
         )
 
     def restore(self, state: DrawerState) -> None:
@@ -59,6 +80,8 @@ class PromptDrawer:
         self.ledger.restore(state.ledger, state.considered)
         self.known = deque(state.known)
         self.drawn, self.revisited = state.drawn, state.revisited
+        self.forecast.restore(state.forecast)
+        self.seen.clear()
 
     def _revisit(self) -> Drawn | None:
         """Return a prompt to revisit, or None if no revisit is due or no prompt is worth one."""
@@ -73,14 +96,31 @@ class PromptDrawer:
             self.known.insert(len(self.known) - self.least_known, prompt)  # in front of those visited too recently
         return None
 
-    def _next(self) -> Drawn:
-        """Return the next prompt of the stream that the ledger admits."""
+    def _next(self, missing: int) -> Drawn:
+        """Return the next prompt of the stream that the ledger admits. `missing` prompts are still to be drawn."""
         self.drawn += 1
         while True:
+            if self.features is not None and not self.ahead:
+                self._look_ahead(self.features, missing)
+            is_promising, features = self.ahead.popleft() if self.ahead else (True, None)
             (prompt,) = self.stream.take(1)
             if not self.uses_ledger:
                 return Drawn(prompt)
-            chance = self.ledger.chance(prompt.uid)
-            if self.ledger.admits(prompt.uid):
+            chance = self.ledger.chance(prompt.uid, is_promising=is_promising)
+            if self.ledger.admits(prompt.uid, is_promising=is_promising):
+                if features is not None:
+                    self.seen[prompt.uid] = features
                 return Drawn(prompt, chance)
             self.skipped += 1
+
+    def _look_ahead(self, features: Features, missing: int) -> None:
+        """Mark the `missing` most promising of the next prompts, or all of them while the forecast knows too little."""
+        is_ready = self.forecast.is_ready
+        prompts = self.stream.peek(missing * (self.lookahead if is_ready else 1))
+        features_NK = project(features(prompts))
+        promising = np.ones(len(prompts), bool)
+        if is_ready:
+            forecasts = zip(prompts, self.forecast.predict(features_NK), strict=True)
+            expected = np.array([self.ledger.expected_rate(prompt.uid, rate) for prompt, rate in forecasts])
+            promising[np.argsort(np.abs(expected - 0.5), kind="stable")[missing:]] = False
+        self.ahead.extend(zip(map(bool, promising), features_NK, strict=True))

@@ -28,7 +28,7 @@ from dapo.sampling.accounting import (
     mean_histogram,
     unjudged_message,
 )
-from dapo.sampling.drawing import PromptDrawer
+from dapo.sampling.drawing import Features, PromptDrawer
 from dapo.sampling.episodes import Environment, Episodes
 from dapo.sampling.round_size import groups_needed
 from dapo.sampling.rules import group_rules
@@ -89,12 +89,13 @@ class DynamicSampler:
         on_wait: Callable[[str], None] = lambda message: None,
         parts: CustomParts | None = None,
         environment: Environment | None = None,
+        features: Features | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
         self.judge = judge
         self.episodes = Episodes(engine, judge, environment, on_wait)
-        self.drawer = PromptDrawer(config, stream)
+        self.drawer = PromptDrawer(config, stream, features)
         self.reference = reference
         self.on_group = on_group
         self.on_progress, self.on_wait = on_progress, on_wait

@@ -25,9 +25,11 @@ from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
 from dapo.model.tokens import token_bytes
 from dapo.policy.build import model_source
+from dapo.policy.policy import Policy
 from dapo.rewards.judge import RewardFunctions, build_judge, check_columns, columns_seen, isolation_note, judge_kinds
 from dapo.rewards.protocol import Judge
 from dapo.sampling.accounting import why_empty
+from dapo.sampling.drawing import Features
 from dapo.sampling.episodes import Environment
 from dapo.sampling.inflight import InflightSampler
 from dapo.sampling.strict import DynamicSampler
@@ -320,7 +322,15 @@ class Trainer:
             on_wait=self.reporter.phase,
             parts=self._arguments.parts,
             environment=environment,
+            features=self._features(),
         )
+
+    def _features(self) -> Features | None:
+        """Return the function that computes features of prompts, if the ledger looks ahead."""
+        if self.config.algorithm.ledger.lookahead == 1:
+            return None
+        assert isinstance(self.policy, Policy)  # Config refuses others
+        return self.policy.prompt_features
 
     def _evaluate_first(self) -> None:
         """Evaluate before the first step. On resume, use the recorded evaluation if there is one."""

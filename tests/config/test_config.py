@@ -51,7 +51,8 @@ OPTIONS = [
     "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.filter_groups.function",
     "algorithm.filter_groups.max_num_gen_batches",
     "algorithm.filter_groups.on_exhausted", "algorithm.filter_groups.min_batch_ratio",
-    "algorithm.ledger.enable", "algorithm.ledger.explore", "algorithm.ledger.revisit", "algorithm.ledger.correct",
+    "algorithm.ledger.enable", "algorithm.ledger.explore", "algorithm.ledger.revisit",
+    "algorithm.ledger.lookahead", "algorithm.ledger.correct",
     "optim.lr", "optim.warmup_steps", "optim.lr_schedule", "optim.weight_decay", "optim.betas", "optim.grad_clip",
     "optim.ppo_mini_batch_size",
     "optim.ppo_epochs", "optim.max_tokens_per_micro_batch", "optim.recompute_activations",
@@ -330,6 +331,11 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
         ([FINAL], "algorithm.filter_groups.metric seq_final_reward needs algorithm.kl_reward_coef > 0"),
         (["algorithm.ledger.revisit=0.5"], "algorithm.ledger.revisit needs algorithm.ledger.enable"),
         (["algorithm.ledger.correct=true"], "algorithm.ledger.correct needs algorithm.ledger.enable"),
+        (["algorithm.ledger.lookahead=2"], "algorithm.ledger.lookahead needs algorithm.ledger.enable"),
+        (
+            ["algorithm.ledger={enable: true, lookahead: 2}", "cluster.learners=2"],
+            "algorithm.ledger.lookahead reads the hidden states of a model in the trainer's own process",
+        ),
         (
             ["algorithm.ledger={enable: true, revisit: 0.5, correct: true}"],
             "algorithm.ledger.correct knows no weights for prompts that algorithm.ledger.revisit draws again",

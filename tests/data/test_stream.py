@@ -39,6 +39,15 @@ def test_the_stream_resumed_at_any_point_continues_exactly_whatever_the_batch_si
     assert sum(resumed.positions) == before + sum(sizes)
 
 
+def test_peeking_shows_what_will_be_drawn_and_draws_nothing():
+    one, other = stream((2.0, 1.0)), stream((2.0, 1.0))
+    one.take(3)
+    other.take(3)
+    ahead = one.peek(9)
+    assert one.positions == other.positions
+    assert ahead == one.take(9) == other.take(9)
+
+
 def test_every_epoch_has_each_prompt_once_in_a_new_order():
     found = stream()
     epochs = [uids(found, 7) for _ in range(5)]

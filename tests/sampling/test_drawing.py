@@ -1,4 +1,4 @@
-"""Test which prompts are drawn: revisits of kept ones, their order and share, and the state that a resume needs."""
+"""Test which prompts are drawn: revisits, prompts chosen by their forecast, and the state that a resume needs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dapo.algorithm.forecast import project
 from dapo.checkpoint.state import TrainerState, from_document, to_document
 from dapo.config import Config
 from dapo.data.stream import PromptStream, ShuffledSource
@@ -20,14 +21,14 @@ from tests.sampling import test_strict as strict
 BATCH = 4
 
 
-def drawer_for(prompts=400, **ledger):
+def drawer_for(prompts=400, features=None, **ledger):
     values = {
         "model": {"path": "tiny"},
         "data": {"train": "none", "train_batch_size": BATCH},
         "algorithm": {"ledger": {"enable": True, **ledger}},
     }
     rows = [Prompt(f"p{i}", (), (i,), answer=i) for i in range(prompts)]
-    return PromptDrawer(Config.parse(values), PromptStream([ShuffledSource(rows, 0)]))
+    return PromptDrawer(Config.parse(values), PromptStream([ShuffledSource(rows, 0)]), features)
 
 
 def outcome(prompt, right, n=8):
@@ -138,3 +139,89 @@ def test_a_restored_sampler_draws_and_samples_the_same(correct):
             assert np.array_equal(mine.advantages, theirs.advantages)
             assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(mine.rollouts, theirs.rollouts, strict=True))
     assert (one.drawer.revisited > 0) == ("revisit" in correct)
+
+
+def difficulty(prompt):
+    """Return how many of eight responses to this prompt are right: none or all for two thirds of the prompts."""
+    return (0, 8, 8, 4, 8, 5)[prompt.answer % 6]
+
+
+def telling(prompts):
+    """Return features in which the pass rate is hidden, next to others that mean nothing."""
+    random = [np.random.default_rng(prompt.answer).normal(size=40) for prompt in prompts]
+    return np.array([[difficulty(p) - 4, *noise] for p, noise in zip(prompts, random, strict=True)])
+
+
+def kept_share(drawer, draws, each=8):
+    outcomes = []
+    for _ in range(draws // each):
+        drawn = drawer.draw(each)
+        for prompt, _ in drawn:
+            group = outcome(prompt, right=difficulty(prompt))
+            drawer.record(group)
+            outcomes.append(group.kept)
+    return np.mean(outcomes)
+
+
+def test_looking_ahead_draws_more_prompts_that_teach_before_their_first_visit():
+    blind, seeing = drawer_for(prompts=6000), drawer_for(prompts=6000, features=telling, lookahead=3, explore=0.1)
+    random = drawer_for(
+        prompts=6000, lookahead=3, explore=0.1,
+        features=lambda prompts: np.array([np.random.default_rng(p.answer).normal(size=40) for p in prompts]),
+    )  # fmt: skip
+    for drawer in (blind, seeing, random):
+        kept_share(drawer, 320)  # to learn from
+    assert kept_share(blind, 640) == pytest.approx(1 / 3, abs=0.06)
+    assert kept_share(random, 640) == pytest.approx(1 / 3, abs=0.08)  # features that tell nothing do no harm
+    assert kept_share(seeing, 640) > 0.65
+    assert blind.take_skipped() == 0
+    assert 640 < seeing.take_skipped() < 3 * 960
+
+
+def test_looking_ahead_draws_every_prompt_that_it_marks_in_the_order_of_the_stream():
+    drawer = drawer_for(prompts=6000, features=telling, lookahead=4, explore=1e-9)
+    kept_share(drawer, 160)
+    ahead = drawer.stream.peek(40)
+    drawn = [prompt for prompt, _ in drawer.draw(10)]
+    assert [prompt for prompt in ahead if prompt in drawn] == drawn
+    expected = drawer.forecast.predict(project(telling(ahead)))
+    assert {p.uid for p in drawn} == {ahead[i].uid for i in np.argsort(np.abs(expected - 0.5))[:10]}
+
+
+def test_a_prompt_of_its_own_history_needs_no_forecast():
+    ledger = drawer_for().ledger
+    assert ledger.expected_rate("new", 0.7) == pytest.approx(0.7)
+    prompt = Prompt("old", (), (1,), answer=0)
+    ledger.record(outcome(prompt, right=2))
+    assert ledger.expected_rate("old", 0.7) == pytest.approx((4 * 0.7 + 2) / 12)
+
+
+def test_the_weights_undo_what_looking_ahead_does_to_the_mix_of_prompts():
+    """Each draw counts with the inverse of its chance. So weighted, prompts of all difficulties count the same.
+
+    Every prompt is new here: its own history would change its chance as well.
+    """
+    drawer = drawer_for(prompts=60_000, features=telling, lookahead=3, explore=0.3)
+    kept_share(drawer, 320)
+    plain, weighted = np.zeros(6), np.zeros(6)
+    for _ in range(400):
+        for prompt, chance in drawer.draw(24):
+            plain[prompt.answer % 6] += 1
+            weighted[prompt.answer % 6] += 1 / chance
+            drawer.record(outcome(prompt, right=difficulty(prompt)))
+    assert plain[1] / plain[3] < 0.5
+    np.testing.assert_allclose(weighted / weighted.mean(), 1, atol=0.12)
+
+
+def test_groups_without_right_and_wrong_say_nothing_about_pass_rates():
+    drawer = drawer_for(features=telling, lookahead=3)
+    for prompt, _ in drawer.draw(5):
+        drawer.record(replace(make.group([0.1, 0.9]), prompt=prompt))
+    assert drawer.forecast.count == 0
+    assert not drawer.seen
+
+
+def test_without_looking_ahead_no_features_are_computed_and_no_forecast_is_kept():
+    drawer = drawer_for()
+    kept_share(drawer, 16)
+    assert drawer.state().forecast == []

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo import Config, Trainer
+from dapo.algorithm import forecast
 from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.export import export_run
@@ -57,6 +58,19 @@ def test_six_steps_at_once_and_three_then_three_more_are_the_same_bit_for_bit(tm
     train(parts, resume=True)
     runs.assert_same_run(whole.run_dir, parts.run_dir, step=6)
     assert len(runs.metrics(whole.run_dir)) == 6
+
+
+def test_a_run_that_looks_ahead_skips_prompts_by_their_forecast_and_resumes_bit_for_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(forecast, "LEAST_GROUPS", 4)
+    more = ["algorithm.ledger={enable: true, lookahead: 3, explore: 0.1}", "data.gen_batch_size=9"]
+    whole = runs.load(tmp_path, "run.name=whole", *more)
+    train(whole)
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=3", *more))
+    assert checkpoint.read_state(whole.run_dir.parent / "parts" / "checkpoints" / "step_3").sampler.drawer.forecast
+    parts = runs.load(tmp_path, "run.name=parts", *more)
+    train(parts, resume=True)
+    runs.assert_same_run(whole.run_dir, parts.run_dir, step=6)
+    assert sum(step["groups/skipped"] for step in runs.metrics(whole.run_dir)) > 10
 
 
 @pytest.mark.parametrize(
