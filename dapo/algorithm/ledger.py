@@ -10,7 +10,6 @@ import numpy as np
 from dapo.types import FLAT, Group
 
 _DOMAIN = 0x1ED6E2  # separates these random numbers from those of the prompt stream
-_FORECAST_COUNTS = 4  # responses: about what a forecast of GSM8K's pass rates is worth
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +29,14 @@ class History:
 class Ledger:
     """Decides which prompts to draw: each flat group in a row halves a prompt's chance.
 
-    A fraction `explore` of the draws ignores history and forecast. So every prompt can come back, and drawing always
-    ends. Whether a draw explores depends only on the seed and on the number of decisions before it.
+    A fraction `explore` of the draws ignores the history. So every prompt can come back, and drawing always ends.
+    Prompts that are not promising are drawn only to explore, and more rarely the more of them there are. Whether a draw
+    explores depends only on the seed and on the number of decisions before it.
     """
 
-    def __init__(self, explore: float, seed: int) -> None:
+    def __init__(self, explore: float, seed: int, lookahead: int = 1) -> None:
         self.explore = explore
+        self.lookahead = lookahead  # prompts per promising one
         self.seed = seed
         self.considered = 0  # decisions so far in this run; the counter of the random numbers
         self.histories: dict[str, History] = {}
@@ -43,16 +44,15 @@ class Ledger:
     def admits(self, uid: str, *, is_promising: bool = True) -> bool:
         """Decide at random whether to draw this prompt. Every call uses a new random number."""
         exploring, luck = self._random()
-        return bool(exploring < self.explore or luck < is_promising * 0.5 ** self.history(uid).flat_in_a_row)
+        if not is_promising:
+            return bool(exploring < self.explore / self.lookahead)
+        return bool(exploring < self.explore or luck < 0.5 ** self.history(uid).flat_in_a_row)
 
     def chance(self, uid: str, *, is_promising: bool = True) -> float:
         """Return the probability with which `admits` is true now."""
-        return self.explore + (1 - self.explore) * is_promising * 0.5 ** self.history(uid).flat_in_a_row
-
-    def expected_rate(self, uid: str, forecast: float) -> float:
-        """Return the pass rate to expect: the forecast, which counts as 4 responses, and the prompt's own responses."""
-        history = self.history(uid)
-        return (_FORECAST_COUNTS * forecast + history.right) / (_FORECAST_COUNTS + history.judged)
+        if not is_promising:
+            return self.explore / self.lookahead
+        return self.explore + (1 - self.explore) * 0.5 ** self.history(uid).flat_in_a_row
 
     def is_worth_a_visit(self, uid: str) -> bool:
         """Decide at random whether to visit a prompt again: the nearer its pass rate is to one half, the likelier."""

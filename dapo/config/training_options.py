@@ -57,7 +57,11 @@ class LedgerConfig(Section):
         default=False, description="Draw prompts less often if their latest groups were all right or all wrong."
     )
     explore: float = Field(
-        default=0.2, gt=0, le=1, description="Fraction of draws that ignore the history, so that prompts can come back."
+        default=0.2,
+        gt=0,
+        le=1,
+        description="Fraction of draws that ignore the history, so that prompts can come back. With lookahead, prompts "
+        "that are not among the nearest are drawn with this probability divided by lookahead.",
     )
     revisit: float = Field(
         default=0.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +17,17 @@ from dapo.types import Drawn, Group, Prompt
 
 Features = Callable[[Sequence[Prompt]], np.ndarray]  # [N, d]
 MIN_BATCHES = 8  # a prompt is drawn again only after this many batches of other kept groups
+
+_OWN = 0.5  # how much of what a forecast missed belongs to the prompt, and is expected again
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ahead:
+    """What is known about a prompt before anything is sampled for it."""
+
+    features_K: np.ndarray
+    forecast: float | None = None  # of its pass rate; None while the forecast knows too little
+    is_promising: bool = True
 
 
 class PromptDrawer:
@@ -32,11 +44,12 @@ class PromptDrawer:
         options = config.algorithm.ledger
         self.features, self.lookahead = features, options.lookahead
         self.forecast = Forecast()
-        self.ahead: deque[tuple[bool, np.ndarray]] = deque()  # of the next prompts: whether promising, and features
-        self.seen: dict[str, np.ndarray] = {}  # features of the prompts whose groups are not decided yet, by uid
+        self.ahead: deque[_Ahead] = deque()  # about the next prompts of the stream
+        self.undecided: dict[str, _Ahead] = {}  # about the prompts whose groups are not decided yet, by uid
+        self.surprises: dict[str, float] = {}  # latest pass rate minus its forecast, by uid
         self.stream = stream
         self.uses_ledger, self.share = options.enable, options.revisit
-        self.ledger = Ledger(options.explore, config.run.seed)
+        self.ledger = Ledger(options.explore, config.run.seed, options.lookahead)
         self.least_known = MIN_BATCHES * config.data.train_batch_size
         self.known: deque[Prompt] = deque()  # prompts whose latest group was kept, longest ago first
         self.drawn = self.revisited = 0  # prompts drawn so far, and how many of them were revisits
@@ -52,10 +65,13 @@ class PromptDrawer:
     def record(self, group: Group) -> None:
         """Record the outcome of a group, and remember its prompt for a revisit if there is more to learn from it."""
         self.ledger.record(group)
-        features = self.seen.pop(group.prompt.uid, None)
+        ahead = self.undecided.pop(group.prompt.uid, None)
         accs = [score.acc for score in group.scores if score.judged]
-        if features is not None and accs and None not in accs:
-            self.forecast.record(features, float(np.mean([bool(acc) for acc in accs])))
+        if ahead is not None and accs and None not in accs:
+            rate = float(np.mean([bool(acc) for acc in accs]))
+            self.forecast.record(ahead.features_K, rate)
+            if ahead.forecast is not None:
+                self.surprises[group.prompt.uid] = rate - ahead.forecast
         if self.share > 0 and group.kept:
             self.known.append(group.prompt)
 
@@ -73,6 +89,7 @@ class PromptDrawer:
             drawn=self.drawn,
             revisited=self.revisited,
             forecast=self.forecast.state(),
+            surprises=dict(self.surprises),
         )
 
     def restore(self, state: DrawerState) -> None:
@@ -81,7 +98,8 @@ class PromptDrawer:
         self.known = deque(state.known)
         self.drawn, self.revisited = state.drawn, state.revisited
         self.forecast.restore(state.forecast)
-        self.seen.clear()
+        self.surprises = dict(state.surprises)
+        self.undecided.clear()
 
     def _revisit(self) -> Drawn | None:
         """Return a prompt to revisit, or None if no revisit is due or no prompt is worth one."""
@@ -102,14 +120,15 @@ class PromptDrawer:
         while True:
             if self.features is not None and not self.ahead:
                 self._look_ahead(self.features, missing)
-            is_promising, features = self.ahead.popleft() if self.ahead else (True, None)
+            ahead = self.ahead.popleft() if self.ahead else None
+            is_promising = ahead is None or ahead.is_promising
             (prompt,) = self.stream.take(1)
             if not self.uses_ledger:
                 return Drawn(prompt)
             chance = self.ledger.chance(prompt.uid, is_promising=is_promising)
             if self.ledger.admits(prompt.uid, is_promising=is_promising):
-                if features is not None:
-                    self.seen[prompt.uid] = features
+                if ahead is not None:
+                    self.undecided[prompt.uid] = ahead
                 return Drawn(prompt, chance)
             self.skipped += 1
 
@@ -118,9 +137,11 @@ class PromptDrawer:
         is_ready = self.forecast.is_ready
         prompts = self.stream.peek(missing * (self.lookahead if is_ready else 1))
         features_NK = project(features(prompts))
-        promising = np.ones(len(prompts), bool)
-        if is_ready:
-            forecasts = zip(prompts, self.forecast.predict(features_NK), strict=True)
-            expected = np.array([self.ledger.expected_rate(prompt.uid, rate) for prompt, rate in forecasts])
-            promising[np.argsort(np.abs(expected - 0.5), kind="stable")[missing:]] = False
-        self.ahead.extend(zip(map(bool, promising), features_NK, strict=True))
+        if not is_ready:
+            self.ahead.extend(_Ahead(features_K) for features_K in features_NK)
+            return
+        forecasts_N = self.forecast.predict(features_NK)
+        expected_N = forecasts_N + _OWN * np.array([self.surprises.get(prompt.uid, 0.0) for prompt in prompts])
+        promising = set(np.argsort(np.abs(expected_N - 0.5), kind="stable")[:missing].tolist())
+        rows = zip(features_NK, forecasts_N.tolist(), strict=True)
+        self.ahead.extend(_Ahead(features_K, rate, i in promising) for i, (features_K, rate) in enumerate(rows))

@@ -31,7 +31,7 @@ def test_predictions_are_those_of_a_weighted_ridge_regression_by_least_squares(c
     features, rates = data(count)
     found = recorded(features, rates).predict(features[:20])
 
-    weights = 0.5 ** (np.arange(count)[::-1] / 2000)
+    weights = 0.5 ** (np.arange(count)[::-1] / 1000)
     mean = weights @ features / weights.sum()
     centered, target = features - mean, rates - weights @ rates / weights.sum()
     penalty = 3 * (weights @ centered**2).sum() / weights.sum()

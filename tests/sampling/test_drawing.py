@@ -12,6 +12,7 @@ from dapo.algorithm.forecast import project
 from dapo.checkpoint.state import TrainerState, from_document, to_document
 from dapo.config import Config
 from dapo.data.stream import PromptStream, ShuffledSource
+from dapo.sampling import drawing
 from dapo.sampling.drawing import MIN_BATCHES, PromptDrawer
 from dapo.types import Prompt, Score
 from tests import make
@@ -188,12 +189,20 @@ def test_looking_ahead_draws_every_prompt_that_it_marks_in_the_order_of_the_stre
     assert {p.uid for p in drawn} == {ahead[i].uid for i in np.argsort(np.abs(expected - 0.5))[:10]}
 
 
-def test_a_prompt_of_its_own_history_needs_no_forecast():
-    ledger = drawer_for().ledger
-    assert ledger.expected_rate("new", 0.7) == pytest.approx(0.7)
-    prompt = Prompt("old", (), (1,), answer=0)
-    ledger.record(outcome(prompt, right=2))
-    assert ledger.expected_rate("old", 0.7) == pytest.approx((4 * 0.7 + 2) / 12)
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_what_the_forecast_missed_at_the_last_visit_is_expected_again(weight, monkeypatch):
+    """All prompts look alike to the model, and none is flat, so only their own pass rates tell them apart."""
+    monkeypatch.setattr(drawing, "_OWN", weight)
+    drawer = drawer_for(prompts=90, features=lambda prompts: np.ones((len(prompts), 5)), lookahead=3, explore=0.1)
+    visits = np.zeros(3)
+    for turn in range(100):
+        for prompt, _ in drawer.draw(8):
+            drawer.record(outcome(prompt, right=(1, 4, 7)[prompt.answer % 3]))
+            visits[prompt.answer % 3] += turn >= 50
+    if weight:
+        assert visits[1] > 2 * visits[[0, 2]].max()
+    else:
+        assert visits[1] == pytest.approx(visits.sum() / 3, rel=0.3)
 
 
 def test_the_weights_undo_what_looking_ahead_does_to_the_mix_of_prompts():
@@ -201,7 +210,7 @@ def test_the_weights_undo_what_looking_ahead_does_to_the_mix_of_prompts():
 
     Every prompt is new here: its own history would change its chance as well.
     """
-    drawer = drawer_for(prompts=60_000, features=telling, lookahead=3, explore=0.3)
+    drawer = drawer_for(prompts=60_000, features=telling, lookahead=3, explore=0.6)
     kept_share(drawer, 320)
     plain, weighted = np.zeros(6), np.zeros(6)
     for _ in range(400):
@@ -218,10 +227,11 @@ def test_groups_without_right_and_wrong_say_nothing_about_pass_rates():
     for prompt, _ in drawer.draw(5):
         drawer.record(replace(make.group([0.1, 0.9]), prompt=prompt))
     assert drawer.forecast.count == 0
-    assert not drawer.seen
+    assert not drawer.undecided
 
 
 def test_without_looking_ahead_no_features_are_computed_and_no_forecast_is_kept():
     drawer = drawer_for()
     kept_share(drawer, 16)
     assert drawer.state().forecast == []
+    assert drawer.state().surprises == {}
