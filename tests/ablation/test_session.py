@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from dapo.ablation.process import WorkerProcess
 from dapo.ablation.records import Status, read_status
+from dapo.ablation.report import _X_TICK
 from dapo.ablation.session import Session, train_in_turn
 from dapo.cli import app
 from dapo.errors import CheckpointError, ConfigError, DapoError, NotReady, TrainingStopped
@@ -148,6 +149,8 @@ def test_the_report_is_one_page_that_shows_every_arm_and_curve(done, page: Any):
                   "Holm's correction"):  # fmt: skip
         assert words in text, words
     assert page.locator("svg circle").count() == 3  # the interval of `hot` at three places
+    ticks = page.evaluate(f"[0, 0.81234, 24.4873, 331.8123, 7863].map({_X_TICK})")
+    assert ticks == ["0", "0.8", "24.5", "332", "7.863k"]
     page.set_viewport_size({"width": 390, "height": 800})
     page.reload()
     page.locator(".chart canvas").first.wait_for()
