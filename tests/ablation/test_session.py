@@ -207,6 +207,37 @@ def test_a_dry_run_shows_the_arms_and_leaves_nothing(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
+def contents(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+
+
+def test_a_dry_run_in_the_folder_of_an_ablation_shows_the_arms_and_says_what_training_needs(done):
+    out, _ = done
+    recipe, arms = out.parent / "recipe.yaml", out.parent / "arms.yaml"
+    command = [recipe, "--arms", arms, "--seeds", 1, "--out", out, "--dry-run"]
+    before = contents(out.parent)
+    for steps, sentence in {
+        2: f"warning: {out}: already holds this ablation; to train, add --resume, or choose another --out",
+        3: f"warning: {out}: holds another ablation: its budget is {{'steps': 2}}, not {{'steps': 3}}; choose another",
+    }.items():
+        result = ablate(*command, "--steps", steps)
+        assert result.exit_code == 0, result.output
+        assert f"3 arms x 1 seed, {steps} steps each" in result.output
+        assert sentence in result.output
+    wrong = ablate(*command, "--arm", f"odd: reward.use={out}/missing.py:f")
+    assert isinstance(wrong.exception, NotReady) and "missing.py" in str(wrong.exception)  # the arms are checked
+    assert contents(out.parent) == before
+
+
+def test_a_dry_run_in_a_folder_with_other_things_shows_the_arms(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").touch()
+    result = ablate(write_recipe(tmp_path), "--arm", "a: optim.lr=0.1", "--dry-run", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "2 arms x 3 seeds, 6 steps each" in result.output
+    assert f"warning: {tmp_path}/out: holds something else, not an ablation; choose another --out" in result.output
+
+
 def test_another_recipe_cannot_resume(done):
     out, _ = done
     recipe, arms = out.parent / "recipe.yaml", out.parent / "arms.yaml"
