@@ -79,7 +79,8 @@ def mini_batch_loss(
 ) -> Tensor:
     """Compute the loss of one whole mini-batch, directly from the definitions.
 
-    `correct` is `token` or `sequence`: the truncated correction, with the weights at the start of the step in `model`.
+    `correct` names an importance correction, such as `token-masked`, with the weights at the start of the step in
+    `model`.
     """
     sequences: list[Tensor] = []
     for group in groups:
@@ -95,7 +96,10 @@ def mini_batch_loss(
             trust: Any = 1.0
             if correct:
                 gap, old = mine.detach() - old, mine.detach()
-                trust = (gap if correct == "token" else gap.sum()).exp().clamp(max=2)
+                level, how = correct.split("-")
+                ratio = (gap if level == "token" else gap.sum()).exp()
+                is_near = (ratio >= 0.5) & (ratio <= 2)
+                trust = ratio.clamp(max=2) if how == "truncated" else torch.where(is_near, ratio, 0.0)
             values = trust * token_losses(loss, mine, old, weights[i], low, high, c)
             if kl:
                 assert group.ref_logprobs is not None

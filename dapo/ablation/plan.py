@@ -114,6 +114,17 @@ class Plan:
         elif self.out.exists() and any(self.out.iterdir()):
             raise CheckpointError(f"{self.out}: holds something else, not an ablation; choose another --out")
 
+    def obstacle(self) -> str | None:
+        """Return why the runs cannot start in the folder, and what to do, or None if they can."""
+        is_taken = (self.out / PLAN_FILE).exists()
+        try:
+            self.check_folder(resume=is_taken)
+        except (CheckpointError, ConfigError) as error:
+            return str(error)
+        if is_taken:
+            return f"{self.out}: already holds this ablation; to train, add --resume, or choose another --out"
+        return None
+
     def write(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         text = yaml.dump(self.values(), Dumper=Dumper, sort_keys=False, allow_unicode=True)

@@ -30,6 +30,7 @@ from dapo.view.page.charts import PALETTE, Line, Look, line_chart
 
 Points = tuple[np.ndarray, np.ndarray]  # x and y of one run
 _AXES: dict[Axis, str] = {"step": "steps", "seconds": "seconds of training", "tokens": "generated tokens"}
+_X_TICK = "value => dapo.tick(+value.toFixed(value < 100 ? 1 : 0))"
 
 
 def write_report(result: Result, out: Path) -> str:
@@ -124,7 +125,8 @@ def _chart(result: Result, title: str, unit: str, curves: Sequence[Sequence[Poin
             lines.append(Line(arm.name, x, mean, PALETTE[index % len(PALETTE)], "solid", low, high))
     chart = line_chart(title, unit, lines, Look(), axis=axis)
     chart["grid"]["right"] = 60  # for the name of the axis
-    chart["xAxis"]["axisLabel"][":formatter"] = "dapo.tick"  # the last tick is not round
+    # The last tick is where the data ends, not a round number: round it, and end it where the axis ends.
+    chart["xAxis"]["axisLabel"] |= {":formatter": _X_TICK, "alignMaxLabel": "right"}
     for series in chart["series"]:
         series["showSymbol"] = series["name"] in chart["legend"]["data"] and len(series["data"]) < 30
     return chart

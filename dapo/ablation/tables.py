@@ -20,7 +20,8 @@ from dapo.terminal.output import json_text
 
 def plan_table(plan: Plan) -> Table:
     """Show each arm with the options by which it differs from the recipe."""
-    table = _table(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds, {plan.budget} each")
+    seeds = len(plan.seeds)
+    table = _table(f"{len(plan.arms)} arms x {seeds} seed{'s' * (seeds != 1)}, {plan.budget} each")
     table.add_column("options that differ from the recipe", overflow="fold")
     for arm in plan.arms:
         mark = " *" if arm.name == plan.reference else ""
@@ -152,7 +153,7 @@ def explanation(result: Result) -> list[str]:
     plan, compared = result.plan, len(result.plan.arms) - 1
     lines = [
         "Each interval is for one comparison, paired by question and seed. The verdicts apply Holm's correction over "
-        f"the {compared} arm{'s' * (compared != 1)} of a column, not over the columns.",
+        f"the arms in a column (here {compared}), not over the columns.",
         f"At equal seconds or tokens, an arm is compared with {plan.reference} at the most that every run of both has "
         "spent. Between two evaluations a straight line is assumed. Seconds are those of training steps, without "
         "evaluation and saving.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,24 +66,34 @@ def ablate(
 
     if runs_per_gpu > 1 and ray is None:
         raise ConfigError("--runs-per-gpu: runs are trained at once only with --ray; add --ray local")
-    plan = make_plan(
+    plan_in = partial(
+        make_plan,
         recipe,
         overrides or (),
         families=arms or (),
         arms=arm or (),
         seeds=seeds,
         budget=_budget(steps, seconds, tokens),
-        out=out or Path("ablations") / recipe.stem,
     )
+    plan = plan_in(out=out or Path("ablations") / recipe.stem)
+    obstacle = plan.obstacle() if dry_run and not resume else None
+    if obstacle:  # check the arms as in a new folder, and leave alone what may be training in this one
+        plan = plan_in(out=_free_name(plan.out))
     plan.check_folder(resume=resume)
     console = Console()
     _say(f"checking {len(plan.arms)} arms of {recipe}")
     _check_and_show(plan, console, resume=resume, on_ray=ray is not None)
+    if obstacle:
+        _warn(console, obstacle)
     if not dry_run:
         with ExitStack() as undo:
             site = _join(undo, plan, ray, runs_per_gpu, console) if ray is not None else None
             levels = sorted(set(reach or ()))
             _run(plan, console, site, levels, keep_checkpoints=keep_checkpoints, quiet=quiet)
+
+
+def _free_name(folder: Path) -> Path:
+    return next(path for number in count(2) if not (path := folder.with_name(f"{folder.name}-{number}")).exists())
 
 
 def _check_and_show(plan: Plan, console: Console, *, resume: bool, on_ray: bool) -> None:

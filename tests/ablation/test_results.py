@@ -225,7 +225,7 @@ def test_the_result_is_printed_in_plain_words(plan: Plan):
     assert "after 4 steps" in text and "at 10 s" in text and "at 4,000 tokens" in text
     assert "-30.0 [-30.0, -30.0]" in text
     assert "worse" in text and "better" in text
-    assert "Holm's correction over the 1 arm of a column" in text
+    assert "Holm's correction over the arms in a column (here 1)" in text
 
 
 def test_questions_that_differ_between_seeds_are_mentioned(plan: Plan):

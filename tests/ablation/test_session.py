@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from dapo.ablation.process import WorkerProcess
 from dapo.ablation.records import Status, read_status
+from dapo.ablation.report import _X_TICK
 from dapo.ablation.session import Session, train_in_turn
 from dapo.cli import app
 from dapo.errors import CheckpointError, ConfigError, DapoError, NotReady, TrainingStopped
@@ -148,6 +149,8 @@ def test_the_report_is_one_page_that_shows_every_arm_and_curve(done, page: Any):
                   "Holm's correction"):  # fmt: skip
         assert words in text, words
     assert page.locator("svg circle").count() == 3  # the interval of `hot` at three places
+    ticks = page.evaluate(f"[0, 0.81234, 24.4873, 331.8123, 7863].map({_X_TICK})")
+    assert ticks == ["0", "0.8", "24.5", "332", "7.863k"]
     page.set_viewport_size({"width": 390, "height": 800})
     page.reload()
     page.locator(".chart canvas").first.wait_for()
@@ -202,6 +205,37 @@ def test_a_dry_run_shows_the_arms_and_leaves_nothing(tmp_path: Path):
     assert "full *" in result.output
     assert "warning: +overlong-filter and +clip-higher cannot differ" in result.output
     assert not (tmp_path / "out").exists()
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+
+
+def test_a_dry_run_in_the_folder_of_an_ablation_shows_the_arms_and_says_what_training_needs(done):
+    out, _ = done
+    recipe, arms = out.parent / "recipe.yaml", out.parent / "arms.yaml"
+    command = [recipe, "--arms", arms, "--seeds", 1, "--out", out, "--dry-run"]
+    before = contents(out.parent)
+    for steps, sentence in {
+        2: f"warning: {out}: already holds this ablation; to train, add --resume, or choose another --out",
+        3: f"warning: {out}: holds another ablation: its budget is {{'steps': 2}}, not {{'steps': 3}}; choose another",
+    }.items():
+        result = ablate(*command, "--steps", steps)
+        assert result.exit_code == 0, result.output
+        assert f"3 arms x 1 seed, {steps} steps each" in result.output
+        assert sentence in result.output
+    wrong = ablate(*command, "--arm", f"odd: reward.use={out}/missing.py:f")
+    assert isinstance(wrong.exception, NotReady) and "missing.py" in str(wrong.exception)  # the arms are checked
+    assert contents(out.parent) == before
+
+
+def test_a_dry_run_in_a_folder_with_other_things_shows_the_arms(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").touch()
+    result = ablate(write_recipe(tmp_path), "--arm", "a: optim.lr=0.1", "--dry-run", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "2 arms x 3 seeds, 6 steps each" in result.output
+    assert f"warning: {tmp_path}/out: holds something else, not an ablation; choose another --out" in result.output
 
 
 def test_another_recipe_cannot_resume(done):

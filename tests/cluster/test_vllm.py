@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 from dapo import Config
+from dapo.errors import TrainingStopped
 from dapo.evaluation.compare import evaluate_models
 from tests import runs
 from tests.cluster.test_runs import assert_accounts_balance, events, once_in_step, train
@@ -43,6 +44,25 @@ def test_a_worker_with_vllm_follows_the_learner_step_by_step(tmp_path, driver):
     config = load(tmp_path, "run.steps=3", "rollout.engine=vllm", "cluster.rollout_workers=1")
     train(config)
     assert_follows(config, steps=3)
+
+
+def test_a_run_that_its_gap_to_vllm_would_stop_trains_on_with_the_default_correction(tmp_path, driver):
+    """In bf16 vLLM rounds differently from the trainer, by more than this limit."""
+    options = ["rollout.engine=vllm", "cluster.rollout_workers=1", "model.dtype=bfloat16"]
+    options += ["run.steps=3", "algorithm.max_logprob_gap=0.005"]
+    stopped = load(tmp_path, *options, "run.name=stopped", "algorithm.importance_correction=none")
+    with pytest.raises(TrainingStopped, match=r"max_logprob_gap.*algorithm.importance_correction can correct for it"):
+        train(stopped)
+    assert [metrics["updates"] for metrics in runs.metrics(stopped.run_dir)] == [0]
+    corrected = load(tmp_path, *options, "run.name=corrected")
+    train(corrected)
+    assert_accounts_balance(corrected.run_dir, steps=3)
+    for metrics in runs.metrics(corrected.run_dir):
+        assert metrics["updates"] > 0
+        assert metrics["logprob_gap/mean"] > 0.005
+        assert metrics["correction/weight"] == pytest.approx(1, abs=0.05)
+        assert metrics["correction/weight"] != 1  # the sampler really differs
+        assert 0 <= metrics["correction/truncated"] < 0.1
 
 
 @pytest.fixture

@@ -169,22 +169,36 @@ def test_the_gradient_of_every_loss_is_that_of_its_definition_for_every_split(lo
     assert_same(grads, plain.gradients(twin, expected), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+def sampled_nearly_by(model, groups: list[Group], seed: int) -> list[Group]:
+    """Give every token the model's log-probability with some noise, as another program would."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for group in groups:
+        exact = plain.logprobs(model, group.prompt.tokens, [r.tokens.tolist() for r in group.rollouts])
+        noisy = [values.detach().numpy() + rng.normal(0, 0.7, len(values)) for values in exact]
+        rollouts = [replace(r, logprobs=old.astype(np.float32)) for r, old in zip(group.rollouts, noisy, strict=True)]
+        found.append(replace(group, rollouts=tuple(rollouts)))
+    return found
+
+
+@pytest.mark.parametrize("correction", ["token-truncated", "token-masked", "sequence-truncated", "sequence-masked"])
 @pytest.mark.parametrize("budget", [1, 40, 4096])
-def test_the_corrected_gradient_is_that_of_the_definition_for_every_split(level, budget, monkeypatch):
+def test_the_corrected_gradient_is_that_of_the_definition_for_every_split(correction, budget, monkeypatch):
     monkeypatch.setattr(head, "CHUNK_TOKENS", 7)
-    groups = random_groups(2, 4, 3, with_reference=True)
     model = for_dapo(plain.in_float64(tiny_llama()))
+    twin = plain.plain_copy(model)
+    groups = sampled_nearly_by(twin, random_groups(2, 4, 3, with_reference=True), seed=2)
     cfg = config(
         optim__max_tokens_per_micro_batch=budget,
-        algorithm__importance_correction=f"{level}-truncated",
+        algorithm__importance_correction=correction,
         algorithm__kl_loss_coef=0.3,
     )
     value, grads = packed_gradients(model, groups, cfg)
-    twin = plain.plain_copy(model)
-    expected = plain.mini_batch_loss(twin, groups, "token-mean", correct=level, kl=0.3)
+    expected = plain.mini_batch_loss(twin, groups, "token-mean", correct=correction, kl=0.3)
     assert value == pytest.approx(float(expected.detach()), rel=1e-6, abs=1e-7)
     assert_same(grads, plain.gradients(twin, expected), atol=1e-6, rtol=1e-6)
+    metrics = Policy(model, cfg).update(groups, step=1, version=0).metrics
+    assert 0.1 < metrics[f"correction/{correction.partition('-')[2]}"] < 0.9, "choose data of which some is limited"
 
 
 def test_the_correction_uses_the_weights_at_the_start_of_the_step_for_every_mini_batch():
