@@ -332,9 +332,12 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
         (["algorithm.ledger.revisit=0.5"], "algorithm.ledger.revisit needs algorithm.ledger.enable"),
         (["algorithm.ledger.correct=true"], "algorithm.ledger.correct needs algorithm.ledger.enable"),
         (["algorithm.ledger.lookahead=2"], "algorithm.ledger.lookahead needs algorithm.ledger.enable"),
-        (
-            ["algorithm.ledger={enable: true, lookahead: 2}", "cluster.learners=2"],
-            "algorithm.ledger.lookahead reads the hidden states of a model in the trainer's own process",
+        *(
+            (
+                ["algorithm.ledger={enable: true, lookahead: 2}", remote],
+                "algorithm.ledger.lookahead reads the hidden states of a model in the trainer's own process",
+            )
+            for remote in ("cluster.learners=2", "cluster.rollout_workers=1", "cluster.reward_workers=1")
         ),
         (
             ["algorithm.ledger={enable: true, revisit: 0.5, correct: true}"],
