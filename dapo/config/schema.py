@@ -268,6 +268,11 @@ class Config(Section):
                 "algorithm.ledger.lookahead reads the hidden states of a model in the trainer's own process, so it "
                 "needs cluster.learners 1, cluster.rollout_workers 0 and cluster.reward_workers 0; set it to 1"
             )
+        if ledger.lookahead > 1 and ledger.correct:
+            raise ValueError(
+                "algorithm.ledger.correct would give single prompts that algorithm.ledger.lookahead rarely draws most "
+                "of a batch's weight; leave one of the two out"
+            )
         if ledger.revisit and ledger.correct:
             raise ValueError(
                 "algorithm.ledger.correct knows no weights for prompts that algorithm.ledger.revisit draws again; "

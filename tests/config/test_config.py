@@ -343,6 +343,10 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
             ["algorithm.ledger={enable: true, revisit: 0.5, correct: true}"],
             "algorithm.ledger.correct knows no weights for prompts that algorithm.ledger.revisit draws again",
         ),
+        (
+            ["algorithm.ledger={enable: true, lookahead: 2, correct: true}"],
+            "algorithm.ledger.correct would give single prompts that algorithm.ledger.lookahead rarely draws",
+        ),
         (["model.lora.target_modules=[q_proj, lm_head]"], "model.lora.target_modules cannot contain lm_head"),
     ],
 )

@@ -205,23 +205,6 @@ def test_what_the_forecast_missed_at_the_last_visit_is_expected_again(weight, mo
         assert visits[1] == pytest.approx(visits.sum() / 3, rel=0.3)
 
 
-def test_the_weights_undo_what_looking_ahead_does_to_the_mix_of_prompts():
-    """Each draw counts with the inverse of its chance. So weighted, prompts of all difficulties count the same.
-
-    Every prompt is new here: its own history would change its chance as well.
-    """
-    drawer = drawer_for(prompts=60_000, features=telling, lookahead=3, explore=0.6)
-    kept_share(drawer, 320)
-    plain, weighted = np.zeros(6), np.zeros(6)
-    for _ in range(400):
-        for prompt, chance in drawer.draw(24):
-            plain[prompt.answer % 6] += 1
-            weighted[prompt.answer % 6] += 1 / chance
-            drawer.record(outcome(prompt, right=difficulty(prompt)))
-    assert plain[1] / plain[3] < 0.5
-    np.testing.assert_allclose(weighted / weighted.mean(), 1, atol=0.12)
-
-
 def test_groups_without_right_and_wrong_say_nothing_about_pass_rates():
     drawer = drawer_for(features=telling, lookahead=3)
     for prompt, _ in drawer.draw(5):
