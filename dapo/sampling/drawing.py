@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +56,7 @@ class PromptDrawer:
         drawn: list[Drawn] = []
         ahead: deque[_Ahead] = deque()  # about the next prompts of the stream
         while len(drawn) < count:
-            drawn.append(self._revisit() or self._next(count - len(drawn), ahead))
+            drawn.append(self._revisit() or self._next(drawn, count - len(drawn), ahead))
         return drawn
 
     def record(self, group: Group, outlook: Outlook | None = None) -> None:
@@ -112,16 +112,16 @@ class PromptDrawer:
             self.known.insert(len(self.known) - self.least_known, prompt)  # in front of those visited too recently
         return None
 
-    def _next(self, missing: int, window: deque[_Ahead]) -> Drawn:
+    def _next(self, drawn: Sequence[Drawn], missing: int, window: deque[_Ahead]) -> Drawn:
         """Return the next prompt of the stream that the ledger admits.
 
-        `missing` prompts are still to be drawn. `window` has the results of looking ahead. It is filled
+        `missing` prompts are still to be drawn besides `drawn`. `window` has the results of looking ahead. It is filled
         when it is empty.
         """
         self.drawn += 1
         while True:
             if self.features is not None and not window:
-                window.extend(self._look_ahead(self.features, missing))
+                window.extend(self._look_ahead(self.features, drawn, missing))
             ahead = window.popleft() if window else _Ahead()
             (prompt,) = self.stream.take(1)
             if not self.uses_ledger:
@@ -131,8 +131,11 @@ class PromptDrawer:
                 return Drawn(prompt, chance, ahead.outlook)
             self.skipped += 1
 
-    def _look_ahead(self, features: Features, missing: int) -> list[_Ahead]:
-        """Mark the `missing` most promising of the next prompts, or all of them while the forecast knows too little."""
+    def _look_ahead(self, features: Features, drawn: Sequence[Drawn], missing: int) -> list[_Ahead]:
+        """Mark the `missing` most promising of the next prompts, or all of them while the forecast knows too little.
+
+        A prompt that is repeated in a small data set, among the next prompts or in `drawn`, comes after all others.
+        """
         is_ready = self.forecast.is_ready
         prompts = self.stream.peek(missing * (self.lookahead if is_ready else 1))
         features_NK = project(features(prompts))
@@ -145,5 +148,10 @@ class PromptDrawer:
             return [_Ahead(outlook) for outlook in outlooks]
         expected_N = forecasts_N + _OWN * np.array([self.surprises.get(prompt.uid, 0.0) for prompt in prompts])
         distances_N = np.abs(expected_N - 0.5)
-        promising = set(np.argsort(distances_N, kind="stable")[:missing].tolist())
+        seen = Counter(each.prompt.uid for each in drawn)
+        repeats = []  # earlier occurrences of each prompt
+        for prompt in prompts:
+            repeats.append(seen[prompt.uid])
+            seen[prompt.uid] += 1
+        promising = set(np.lexsort((distances_N, repeats))[:missing].tolist())
         return [_Ahead(outlook, i in promising) for i, outlook in enumerate(outlooks)]

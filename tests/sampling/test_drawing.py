@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -217,6 +218,28 @@ def test_features_are_computed_only_of_as_many_prompts_as_can_be_drawn():
         later += sizes[1:]
     assert later, "this test needs promising prompts that the ledger does not admit"
     assert max(later) < 30
+
+
+@pytest.mark.parametrize("lookahead", [3, 8])
+def test_a_small_data_set_gives_as_many_distinct_prompts_per_round_as_without_looking_ahead(lookahead):
+    def distinct(drawer):
+        for _ in range(10):
+            draw_and_record(drawer, 8, right_of=lambda prompt: 4)
+        return [len({each.prompt.uid for each in drawer.draw(48)}) for _ in range(20)]
+
+    blind = distinct(drawer_for(prompts=100))
+    seeing = distinct(drawer_for(prompts=100, features=telling, lookahead=lookahead, explore=0.1))
+    assert min(seeing) >= 46  # only prompts that are drawn to explore can come twice
+    assert np.mean(seeing) >= np.mean(blind)
+
+
+def test_with_fewer_prompts_than_draws_looking_ahead_draws_all_of_them_about_equally_often():
+    drawer = drawer_for(prompts=30, features=telling, lookahead=3, explore=0.1)
+    for _ in range(10):
+        draw_and_record(drawer, 8, right_of=lambda prompt: 4)
+    counts = Counter(each.prompt.uid for each in drawer.draw(48))
+    assert len(counts) == 30
+    assert max(counts.values()) <= 3
 
 
 @pytest.mark.parametrize("rights", [(1, 4, 7), (7, 4, 7), (1, 4, 1)])
