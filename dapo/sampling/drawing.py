@@ -138,16 +138,19 @@ class PromptDrawer:
         """
         is_ready = self.forecast.is_ready
         prompts = self.stream.peek(missing * (self.lookahead if is_ready else 1))
-        features_NK = project(features(prompts))
+        features_Nd = features(prompts)
+        # A prompt with features that are not finite has no outlook, and is drawn as if it were promising.
+        is_finite_N = np.logical_and.reduce(np.isfinite(features_Nd), axis=1)
+        features_NK = project(np.where(is_finite_N[:, None], features_Nd, 0.0))
         forecasts_N = self.forecast.predict(features_NK) if is_ready else None
         outlooks = [
-            Outlook(features_K, None if forecasts_N is None else float(forecasts_N[i]))
+            Outlook(features_K, None if forecasts_N is None else float(forecasts_N[i])) if is_finite_N[i] else None
             for i, features_K in enumerate(features_NK)
         ]
         if forecasts_N is None:
             return [_Ahead(outlook) for outlook in outlooks]
         expected_N = forecasts_N + _OWN * np.array([self.surprises.get(prompt.uid, 0.0) for prompt in prompts])
-        distances_N = np.abs(expected_N - 0.5)
+        distances_N = np.where(is_finite_N, np.abs(expected_N - 0.5), 0.0)
         seen = Counter(each.prompt.uid for each in drawn)
         repeats = []  # earlier occurrences of each prompt
         for prompt in prompts:

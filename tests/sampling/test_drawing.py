@@ -281,6 +281,25 @@ def test_two_groups_of_one_prompt_that_are_in_flight_together_are_both_recorded(
     assert drawer.forecast.count == pytest.approx(8, rel=0.01)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_prompt_with_features_that_are_not_finite_has_no_forecast_and_is_promising(bad):
+    def broken(prompts):
+        return np.where([[prompt.answer % 50 == 0] for prompt in prompts], bad, telling(prompts))
+
+    drawer = drawer_for(prompts=6000, features=broken, lookahead=3, explore=1e-9)
+    kept_share(drawer, 320)
+    assert np.isfinite(drawer.forecast.predict(project(telling(drawer.stream.peek(9))))).all()
+    ahead = drawer.stream.peek(120)
+    drawn = drawer.draw(40)
+    without = [each.prompt for each in drawn if each.outlook is None]
+    assert without == [prompt for prompt in ahead if prompt.answer % 50 == 0]
+    assert without
+    drawer.features = lambda prompts: np.full((len(prompts), 41), bad)
+    assert len(drawer.draw(10)) == 10
+    drawer.features = broken
+    assert kept_share(drawer, 320) > 0.6
+
+
 def test_restoring_replaces_all_that_a_drawer_knows_even_after_a_draw_that_failed():
     drawer = drawer_for(prompts=90, features=telling, lookahead=3, explore=0.1)
     for _ in range(12):
