@@ -67,7 +67,7 @@ class PromptDrawer:
         self.ledger.record(group)
         accs = [score.acc for score in group.scores if score.judged]
         if outlook is not None and accs and None not in accs:
-            rate = float(np.mean([bool(acc) for acc in accs]))
+            rate = float(np.mean([float(acc) for acc in accs if acc is not None]))
             self.forecast.record(outlook.features_K, rate)
             if outlook.forecast is not None:
                 self.surprises[group.prompt.uid] = rate - outlook.forecast

@@ -270,6 +270,7 @@ def recorded_rate(scores):
 def test_the_pass_rate_of_a_group_is_the_mean_acc_of_its_judged_responses():
     assert recorded_rate((Score(0.1), Score(0.9))) == (0, 0)  # neither right nor wrong
     assert recorded_rate((Score(1.0, acc=True), Score(0.0, acc=False))) == (1, 0.5)
+    assert recorded_rate((Score(1.0, acc=0.1), Score(0.0, acc=0.3))) == (1, pytest.approx(0.2))
     assert recorded_rate((Score(1.0, acc=True), Score(None, error="timed out"))) == (1, 1.0)
     assert recorded_rate((Score(None, error="timed out"),) * 2) == (0, 0)
 
