@@ -233,6 +233,16 @@ def test_a_small_data_set_gives_as_many_distinct_prompts_per_round_as_without_lo
     assert np.mean(seeing) >= np.mean(blind)
 
 
+def test_prompts_drawn_in_this_round_are_not_promising_when_more_are_looked_at():
+    """Most prompts are flat, so that the ledger refuses many promising ones, and further windows follow."""
+    drawer = drawer_for(prompts=60, features=telling, lookahead=3, explore=0.02)
+    for _ in range(12):
+        draw_and_record(drawer, 8)
+    rounds = [[each.prompt.uid for each in drawer.draw(20)] for _ in range(60)]
+    copies = sum(len(uids) - len(set(uids)) for uids in rounds)
+    assert copies == 0
+
+
 def test_with_fewer_prompts_than_draws_looking_ahead_draws_all_of_them_about_equally_often():
     drawer = drawer_for(prompts=30, features=telling, lookahead=3, explore=0.1)
     for _ in range(10):
