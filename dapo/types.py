@@ -103,11 +103,21 @@ class Prompt:
     opens_thought: bool = False  # the tokens end with the tag that opens a thought, so responses start inside one
 
 
-class Drawn(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Outlook:
+    """What was known about a prompt before anything was sampled for it."""
+
+    features_K: np.ndarray  # float64, projected
+    forecast: float | None = None  # of its pass rate; None if the forecast knew too little
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
     """A prompt that was drawn for a new group."""
 
     prompt: Prompt
     chance: float = 1.0  # the probability with which the ledger drew it
+    outlook: Outlook | None = None  # None without looking ahead
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 SIZE = 128  # features after the projection
-LEAST_GROUPS = 64  # with fewer groups, predictions are not worth anything
+LEAST_GROUPS = 64  # fewer are too few groups to predict from
 _HALF_LIFE = 1000  # groups after which a group counts half, because the model has changed since
 _RIDGE = 3.0  # penalty on the coefficients, as a number of groups
 _DOMAIN = 0xF0CA57  # separates these random numbers from all others

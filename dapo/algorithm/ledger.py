@@ -30,7 +30,7 @@ class Ledger:
     """Decides which prompts to draw: each flat group in a row halves a prompt's chance.
 
     A fraction `explore` of the draws ignores the history. So every prompt can come back, and drawing always ends.
-    Prompts that are not promising are drawn only to explore, and more rarely the more of them there are. Whether a draw
+    Prompts that are not promising are drawn only to explore, with probability explore / lookahead. Whether a draw
     explores depends only on the seed and on the number of decisions before it.
     """
 

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from dapo.types import Drawn, FinishReason, Group, Prompt, Rollout, Score, Verdict
+from dapo.types import Drawn, FinishReason, Group, Outlook, Prompt, Rollout, Score, Verdict
 
 FORMAT = 4  # raise it when a resume could misread an older state.json
 STATE_FILE = "trainer/state.json"
@@ -37,7 +37,7 @@ class DrawerState:
     drawn: int = 0  # prompts drawn so far
     revisited: int = 0  # how many of them were drawn again
     forecast: list[float] = field(default_factory=list)  # sums of the regression that predicts pass rates
-    surprises: Mapping[str, float] = field(default_factory=dict)  # latest pass rate minus its forecast, by uid
+    surprises: Mapping[str, float] = field(default_factory=dict)  # by uid: latest pass rate minus its forecast
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,10 +110,16 @@ class _GroupData(TypedDict):
     chance: float
 
 
+class _OutlookData(TypedDict):
+    features: list[float]
+    forecast: float | None
+
+
 class _PendingData(TypedDict):
     serial: int
     prompt: _PromptData
     chance: float
+    outlook: _OutlookData | None
 
 
 class _BestData(TypedDict):
@@ -158,10 +164,7 @@ def to_document(state: TrainerState) -> dict[str, Any]:
         **_plain(sampler.drawer, leave_out=("known",)),
         "known": [asdict(prompt) for prompt in sampler.drawer.known],
         "carried": [_group_to_json(group) for group in sampler.carried],
-        "pending": [
-            {"serial": serial, "prompt": asdict(drawn.prompt), "chance": drawn.chance}
-            for serial, drawn in sampler.pending.items()
-        ],
+        "pending": [_pending_to_json(serial, drawn) for serial, drawn in sampler.pending.items()],
         "best": asdict(state.best) if state.best else None,
     }
 
@@ -179,9 +182,7 @@ def from_document(document: dict[str, Any]) -> TrainerState:
         raise ValueError(f"{'.'.join(map(str, fault['loc']))} in {STATE_FILE}: {fault['msg']}") from None
     document["carried"] = [_group_from_json(group) for group in document["carried"]]
     document["known"] = [_prompt(prompt) for prompt in document["known"]]
-    document["pending"] = {
-        item["serial"]: Drawn(_prompt(item["prompt"]), item["chance"]) for item in document["pending"]
-    }
+    document["pending"] = {item["serial"]: _drawn(item) for item in document["pending"]}
     best = best_from_json(document.pop("best"))
     drawer = DrawerState(**{f.name: document.pop(f.name) for f in fields(DrawerState)})
     others = {f.name: document.pop(f.name) for f in fields(SamplerState) if f.name in document}
@@ -191,6 +192,22 @@ def from_document(document: dict[str, Any]) -> TrainerState:
 
 def best_from_json(values: Any) -> Best | None:
     return None if values is None else Best(int(values["step"]), str(values["metric"]), float(values["value"]))
+
+
+def _pending_to_json(serial: int, drawn: Drawn) -> dict[str, Any]:
+    outlook = drawn.outlook
+    return {
+        "serial": serial,
+        "prompt": asdict(drawn.prompt),
+        "chance": drawn.chance,
+        "outlook": outlook and {"features": outlook.features_K.tolist(), "forecast": outlook.forecast},
+    }
+
+
+def _drawn(data: Mapping[str, Any]) -> Drawn:
+    outlook = data["outlook"]
+    known = outlook and Outlook(np.array(outlook["features"], np.float64), outlook["forecast"])
+    return Drawn(_prompt(data["prompt"]), data["chance"], known)
 
 
 def _group_to_json(group: Group) -> dict[str, Any]:

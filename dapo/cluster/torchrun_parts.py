@@ -136,6 +136,11 @@ def torchrun_parts(config: Config, saved: Path | None, channel: Channel, custom:
             f"rollout.engine is {config.rollout.engine}, but under torchrun every process samples with the embedded "
             "engine; remove it, or train on Ray"
         )
+    if config.algorithm.ledger.lookahead > 1:
+        raise ConfigError(
+            "algorithm.ledger.lookahead reads the hidden states of a model that is whole in one process, but torchrun "
+            "divides it; set it to 1, or start the run without torchrun"
+        )
     channel.own = own = TorchrunRank()
     channel.call("open", config.model_dump_json(), saved.absolute() if saved else None)
     engine = TorchrunEngine(channel, own.engine)

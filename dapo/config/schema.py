@@ -262,10 +262,16 @@ class Config(Section):
         extras = {"revisit": ledger.revisit > 0, "correct": ledger.correct, "lookahead": ledger.lookahead > 1}
         for name in (name for name, is_on in extras.items() if is_on and not ledger.enable):
             raise ValueError(f"algorithm.ledger.{name} needs algorithm.ledger.enable")
-        if ledger.lookahead > 1 and (self.rollout_engines or self.cluster.learners > 1):
+        is_remote = self.rollout_engines or self.cluster.learners > 1 or self.cluster.reward_workers
+        if ledger.lookahead > 1 and is_remote:
             raise ValueError(
                 "algorithm.ledger.lookahead reads the hidden states of a model in the trainer's own process, so it "
-                "needs cluster.learners 1 and cluster.rollout_workers 0; set it to 1"
+                "needs cluster.learners 1, cluster.rollout_workers 0 and cluster.reward_workers 0; set it to 1"
+            )
+        if ledger.lookahead > 1 and ledger.correct:
+            raise ValueError(
+                "algorithm.ledger.correct would give single prompts that algorithm.ledger.lookahead rarely draws most "
+                "of a batch's weight; leave one of the two out"
             )
         if ledger.revisit and ledger.correct:
             raise ValueError(

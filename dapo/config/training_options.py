@@ -61,7 +61,8 @@ class LedgerConfig(Section):
         gt=0,
         le=1,
         description="Fraction of draws that ignore the history, so that prompts can come back. With lookahead, prompts "
-        "that are not among the nearest are drawn with this probability divided by lookahead.",
+        "that are not among those nearest to a predicted pass rate of one half are drawn with this probability divided "
+        "by lookahead.",
     )
     revisit: float = Field(
         default=0.0,
@@ -75,12 +76,13 @@ class LedgerConfig(Section):
         ge=1,
         le=64,
         description="Prompts to look at for each one drawn. With more than 1, their pass rates are predicted from the "
-        "model's hidden states and the run's own groups, and those nearest to one half are drawn.",
+        "model's hidden states and the run's own groups, and those nearest to one half are drawn. The judge must give "
+        "`acc`.",
     )
     correct: bool = Field(
         default=False,
         description="Weight each group by the inverse of its prompt's chance to be drawn, so that the expected "
-        "gradient is that without the ledger.",
+        "gradient is that without the ledger. Not with revisit or lookahead.",
     )
 
 

@@ -64,11 +64,32 @@ class PlainTrunk:
         return out.last_hidden_state[0]
 
     def early(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, layers: int) -> Tensor:
-        out = self.inner(
-            input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan,
-            output_hidden_states=True,
-        )  # fmt: skip
-        return out.hidden_states[layers][0]
+        found: list[Tensor] = []
+
+        def stop(layer: nn.Module, inputs: Any, output: Any) -> None:
+            found.append(output if isinstance(output, Tensor) else output[0])
+            raise _Stop
+
+        hook = _decoder_layers(self.inner)[layers - 1].register_forward_hook(stop)
+        try:
+            self.hidden(tokens_T, positions_T, plan)
+        except _Stop:
+            pass
+        finally:
+            hook.remove()
+        return found[0][0]
+
+
+class _Stop(Exception):
+    """Ends a forward pass after the last layer that is needed."""
+
+
+def _decoder_layers(inner: nn.Module) -> nn.ModuleList:
+    """Return the list of a model's decoder layers, which is the one whose attention modules know their index."""
+    for part in inner.modules():
+        if isinstance(part, nn.ModuleList) and any(hasattr(each, "layer_idx") for each in part.modules()):
+            return part
+    raise AssertionError(f"{type(inner).__name__} has no list of layers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from dapo.algorithm.ledger import Ledger
 from dapo.checkpoint.state import DrawerState
 from dapo.config import Config
 from dapo.data.stream import PromptStream
-from dapo.types import Drawn, Group, Prompt
+from dapo.types import Drawn, Group, Outlook, Prompt
 
 Features = Callable[[Sequence[Prompt]], np.ndarray]  # [N, d]
 MIN_BATCHES = 8  # a prompt is drawn again only after this many batches of other kept groups
@@ -23,10 +23,9 @@ _OWN = 0.5  # how much of what a forecast missed belongs to the prompt, and is e
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ahead:
-    """What is known about a prompt before anything is sampled for it."""
+    """One of the next prompts of the stream."""
 
-    features_K: np.ndarray
-    forecast: float | None = None  # of its pass rate; None while the forecast knows too little
+    outlook: Outlook | None = None
     is_promising: bool = True
 
 
@@ -44,9 +43,7 @@ class PromptDrawer:
         options = config.algorithm.ledger
         self.features, self.lookahead = features, options.lookahead
         self.forecast = Forecast()
-        self.ahead: deque[_Ahead] = deque()  # about the next prompts of the stream
-        self.undecided: dict[str, _Ahead] = {}  # about the prompts whose groups are not decided yet, by uid
-        self.surprises: dict[str, float] = {}  # latest pass rate minus its forecast, by uid
+        self.surprises: dict[str, float] = {}  # latest pass rate with a forecast minus that forecast, by uid
         self.stream = stream
         self.uses_ledger, self.share = options.enable, options.revisit
         self.ledger = Ledger(options.explore, config.run.seed, options.lookahead)
@@ -57,21 +54,23 @@ class PromptDrawer:
 
     def draw(self, count: int) -> list[Drawn]:
         drawn: list[Drawn] = []
+        ahead: deque[_Ahead] = deque()  # about the next prompts of the stream
         while len(drawn) < count:
-            drawn.append(self._revisit() or self._next(count - len(drawn)))
-        self.ahead.clear()
+            drawn.append(self._revisit() or self._next(drawn, count - len(drawn), ahead))
         return drawn
 
-    def record(self, group: Group) -> None:
-        """Record the outcome of a group, and remember its prompt for a revisit if there is more to learn from it."""
+    def record(self, group: Group, outlook: Outlook | None = None) -> None:
+        """Record the outcome of a group, and remember its prompt for a revisit if there is more to learn from it.
+
+        `outlook` is that with which its prompt was drawn.
+        """
         self.ledger.record(group)
-        ahead = self.undecided.pop(group.prompt.uid, None)
         accs = [score.acc for score in group.scores if score.judged]
-        if ahead is not None and accs and None not in accs:
-            rate = float(np.mean([bool(acc) for acc in accs]))
-            self.forecast.record(ahead.features_K, rate)
-            if ahead.forecast is not None:
-                self.surprises[group.prompt.uid] = rate - ahead.forecast
+        if outlook is not None and accs and None not in accs:
+            rate = float(np.mean([float(acc) for acc in accs if acc is not None]))
+            self.forecast.record(outlook.features_K, rate)
+            if outlook.forecast is not None:
+                self.surprises[group.prompt.uid] = rate - outlook.forecast
         if self.share > 0 and group.kept:
             self.known.append(group.prompt)
 
@@ -99,7 +98,6 @@ class PromptDrawer:
         self.drawn, self.revisited = state.drawn, state.revisited
         self.forecast.restore(state.forecast)
         self.surprises = dict(state.surprises)
-        self.undecided.clear()
 
     def _revisit(self) -> Drawn | None:
         """Return a prompt to revisit, or None if no revisit is due or no prompt is worth one."""
@@ -114,34 +112,49 @@ class PromptDrawer:
             self.known.insert(len(self.known) - self.least_known, prompt)  # in front of those visited too recently
         return None
 
-    def _next(self, missing: int) -> Drawn:
-        """Return the next prompt of the stream that the ledger admits. `missing` prompts are still to be drawn."""
+    def _next(self, drawn: Sequence[Drawn], missing: int, window: deque[_Ahead]) -> Drawn:
+        """Return the next prompt of the stream that the ledger admits.
+
+        `missing` prompts are still to be drawn besides `drawn`. `window` has the results of looking ahead. It is filled
+        when it is empty.
+        """
         self.drawn += 1
         while True:
-            if self.features is not None and not self.ahead:
-                self._look_ahead(self.features, missing)
-            ahead = self.ahead.popleft() if self.ahead else None
-            is_promising = ahead is None or ahead.is_promising
+            if self.features is not None and not window:
+                window.extend(self._look_ahead(self.features, drawn, missing))
+            ahead = window.popleft() if window else _Ahead()
             (prompt,) = self.stream.take(1)
             if not self.uses_ledger:
                 return Drawn(prompt)
-            chance = self.ledger.chance(prompt.uid, is_promising=is_promising)
-            if self.ledger.admits(prompt.uid, is_promising=is_promising):
-                if ahead is not None:
-                    self.undecided[prompt.uid] = ahead
-                return Drawn(prompt, chance)
+            chance = self.ledger.chance(prompt.uid, is_promising=ahead.is_promising)
+            if self.ledger.admits(prompt.uid, is_promising=ahead.is_promising):
+                return Drawn(prompt, chance, ahead.outlook)
             self.skipped += 1
 
-    def _look_ahead(self, features: Features, missing: int) -> None:
-        """Mark the `missing` most promising of the next prompts, or all of them while the forecast knows too little."""
+    def _look_ahead(self, features: Features, drawn: Sequence[Drawn], missing: int) -> list[_Ahead]:
+        """Mark the `missing` most promising of the next prompts, or all of them while the forecast knows too little.
+
+        A prompt that is repeated in a small data set, among the next prompts or in `drawn`, comes after all others.
+        """
         is_ready = self.forecast.is_ready
         prompts = self.stream.peek(missing * (self.lookahead if is_ready else 1))
-        features_NK = project(features(prompts))
-        if not is_ready:
-            self.ahead.extend(_Ahead(features_K) for features_K in features_NK)
-            return
-        forecasts_N = self.forecast.predict(features_NK)
+        features_Nd = features(prompts)
+        # A prompt with features that are not finite has no outlook, and is drawn as if it were promising.
+        is_finite_N = np.logical_and.reduce(np.isfinite(features_Nd), axis=1)
+        features_NK = project(np.where(is_finite_N[:, None], features_Nd, 0.0))
+        forecasts_N = self.forecast.predict(features_NK) if is_ready else None
+        outlooks = [
+            Outlook(features_K, None if forecasts_N is None else float(forecasts_N[i])) if is_finite_N[i] else None
+            for i, features_K in enumerate(features_NK)
+        ]
+        if forecasts_N is None:
+            return [_Ahead(outlook) for outlook in outlooks]
         expected_N = forecasts_N + _OWN * np.array([self.surprises.get(prompt.uid, 0.0) for prompt in prompts])
-        promising = set(np.argsort(np.abs(expected_N - 0.5), kind="stable")[:missing].tolist())
-        rows = zip(features_NK, forecasts_N.tolist(), strict=True)
-        self.ahead.extend(_Ahead(features_K, rate, i in promising) for i, (features_K, rate) in enumerate(rows))
+        distances_N = np.where(is_finite_N, np.abs(expected_N - 0.5), 0.0)
+        seen = Counter(each.prompt.uid for each in drawn)
+        repeats = []  # earlier occurrences of each prompt
+        for prompt in prompts:
+            repeats.append(seen[prompt.uid])
+            seen[prompt.uid] += 1
+        promising = set(np.lexsort((distances_N, repeats))[:missing].tolist())
+        return [_Ahead(outlook, i in promising) for i, outlook in enumerate(outlooks)]

@@ -33,7 +33,7 @@ from dapo.sampling.episodes import Environment, Episodes
 from dapo.sampling.round_size import groups_needed
 from dapo.sampling.rules import group_rules
 from dapo.system.progress import wait_visibly
-from dapo.types import Drawn, Ending, Event, EventKind, Group, Prompt, Rollout, SamplingParams, Score, Verdict
+from dapo.types import Drawn, Ending, Event, EventKind, Group, Outlook, Rollout, SamplingParams, Score, Verdict
 
 Reference = Callable[[Sequence[Group]], Sequence[tuple[np.ndarray, ...]]]  # float32 [L] per rollout
 
@@ -42,8 +42,7 @@ Reference = Callable[[Sequence[Group]], Sequence[tuple[np.ndarray, ...]]]  # flo
 class Pending:
     """A group that is being sampled or judged."""
 
-    prompt: Prompt
-    chance: float  # the probability with which the prompt was drawn
+    drawn: Drawn
     version: int  # weight version at submission; no token of the group is older
     rollouts: list[Rollout] = field(default_factory=list)
     future: Future[list[Score]] | None = None  # set once all n rollouts are finished and given to the judge
@@ -131,7 +130,7 @@ class DynamicSampler:
             next_serial=self.next_serial,
             recent=list(self.recent),
             carried=self.carried,
-            pending={serial: Drawn(group.prompt, group.chance) for serial, group in self.pending.items()},
+            pending={serial: group.drawn for serial, group in self.pending.items()},
         )
 
     def cancel(self) -> None:
@@ -151,7 +150,7 @@ class DynamicSampler:
     def _submit(self, drawn: Mapping[int, Drawn], version: int) -> None:
         prompts = {serial: new.prompt for serial, new in drawn.items()}
         self.episodes.submit(prompts, self.config.rollout.n, self.params)
-        self.pending |= {serial: Pending(new.prompt, new.chance, version) for serial, new in drawn.items()}
+        self.pending |= {serial: Pending(new, version) for serial, new in drawn.items()}
 
     def drain(self, is_stopping: Callable[[], bool] = lambda: False, *, leave: int = 0) -> bool:
         """Wait until the engine has finished all but `leave` responses. An evaluation needs it idle.
@@ -242,7 +241,7 @@ class DynamicSampler:
             group.rollouts.append(rollout)
             if len(group.rollouts) == n:
                 group.rollouts.sort(key=lambda member: member.index)
-                group.future = self.episodes.score(group.prompt, group.rollouts)
+                group.future = self.episodes.score(group.drawn.prompt, group.rollouts)
         total = (self.decided + len(self.pending)) * n
         self.on_progress(total - self._unfinished_responses(), total)
 
@@ -253,7 +252,7 @@ class DynamicSampler:
         tags = self.config.reward.think_tags
         wait_visibly([future for _, _, future in finished], self.on_wait, lambda: "rewards")
         scores = [
-            with_reply_start(group.prompt, group.rollouts, future.result(), tags) for _, group, future in finished
+            with_reply_start(group.drawn.prompt, group.rollouts, future.result(), tags) for _, group, future in finished
         ]
         step.reward_seconds += time.perf_counter() - start
         # A KL term in the reward changes the verdict, so it needs the reference model for every group here.
@@ -262,8 +261,8 @@ class DynamicSampler:
         rules = self.rules
         drafts = [
             replace(
-                form_group(serial, group.prompt, group.rollouts, judged, replace(rules, kl_reward_coef=0.0)),
-                chance=group.chance,
+                form_group(serial, group.drawn.prompt, group.rollouts, judged, replace(rules, kl_reward_coef=0.0)),
+                chance=group.drawn.chance,
             )
             for (serial, group, _), judged in zip(finished, scores, strict=True)
         ]
@@ -272,9 +271,8 @@ class DynamicSampler:
                 replace(form_group(g.serial, g.prompt, g.rollouts, g.scores, rules, g.ref_logprobs), chance=g.chance)
                 for g in self._with_reference(drafts)
             ]
-        for serial, _, _ in finished:
-            del self.pending[serial]
-        self._decide(step, drafts)
+        outlooks = [self.pending.pop(serial).drawn.outlook for serial, _, _ in finished]
+        self._decide(step, drafts, outlooks)
 
     def _weighted(self, batch: list[Group]) -> list[Group]:
         """Weight the advantages so that the ledger does not change the objective, if `ledger.correct` asks for it."""
@@ -293,16 +291,16 @@ class DynamicSampler:
         found = dict(zip((group.serial for group in without), self.reference(without), strict=True))
         return [replace(g, ref_logprobs=found[g.serial]) if g.serial in found else g for g in groups]
 
-    def _decide(self, step: StepState, groups: list[Group]) -> None:
+    def _decide(self, step: StepState, groups: list[Group], outlooks: list[Outlook | None]) -> None:
         """Sort groups into kept and dropped ones, and record the outcome."""
         self._check_reward_works(step, groups)
         self.decided += len(groups)
-        for group in groups:
+        for group, outlook in zip(groups, outlooks, strict=True):
             step.fresh.add(group.serial)
             step.generated += group.tokens
             (step.kept if group.kept else step.dropped).append(group)
             self.recent.append(group.kept)
-            self.drawer.record(group)
+            self.drawer.record(group, outlook)
             self.on_group(group)
             step.unjudged.update(score.error for score in group.scores if score.error is not None)
 

@@ -329,7 +329,7 @@ class Trainer:
         """Return the function that computes features of prompts, if the ledger looks ahead."""
         if self.config.algorithm.ledger.lookahead == 1:
             return None
-        assert isinstance(self.policy, Policy)  # Config refuses others
+        assert isinstance(self.policy, Policy)  # Config and torchrun_parts refuse others
         return self.policy.prompt_features
 
     def _evaluate_first(self) -> None:

@@ -59,19 +59,23 @@ class RunSummary:
 
 
 def runs_folder(root: Path) -> Path:
-    """Return the folder of the runs of an ablation if `root` is that of an ablation, else `root` itself."""
+    """Return the folder of the runs of an ablation if `root` is that of an ablation, else `root` itself.
+
+    An ablation makes the folder only when its first run begins, so every function here that takes a `root` asks again.
+    """
     return root / "runs" if (root / _ABLATION).is_file() and (root / "runs").is_dir() else root
 
 
 def ablation_report(root: Path) -> Path | None:
     """Return the report of the ablation whose runs are in `root`, if there is one."""
-    folder = Path(os.path.realpath(root)).parent
+    folder = Path(os.path.realpath(runs_folder(root))).parent
     report = folder / _ABLATION_REPORT
     return report if (folder / _ABLATION).is_file() and report.is_file() else None
 
 
 def run_names(root: Path) -> list[str]:
     """Return the names of the runs in `root`, sorted. If `root` is itself a run's folder, return only its name."""
+    root = runs_folder(root)
     if os.path.lexists(root / DATABASE_FILE):
         return [Path(os.path.realpath(root)).name]
     try:
@@ -83,6 +87,7 @@ def run_names(root: Path) -> list[str]:
 
 def find_run(root: Path, name: str) -> Run:
     """Return the run of that name. Neither a name nor a symlink can lead out of `root`."""
+    root = runs_folder(root)
     if name in ("", ".", "..") or any(character in name for character in ("/", "\\", "\0")):
         raise CheckpointError(f"'{to_text(name)}' is not the name of a run")
     home = Path(os.path.realpath(root))

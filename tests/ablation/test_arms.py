@@ -66,6 +66,14 @@ def test_a_technique_that_the_recipe_has_keeps_the_recipes_values():
     assert grpo.gen_batch_size == grpo.data.train_batch_size
 
 
+def test_without_dynamic_sampling_nothing_chooses_prompts():
+    base = config("algorithm.ledger={enable: true, explore: 0.1, revisit: 0.3, lookahead: 3}")
+    found = resolved(base, "leave-one-out")
+    ledger = found["no-dynamic-sampling"].algorithm.ledger
+    assert (ledger.enable, ledger.revisit, ledger.lookahead) == (False, 0.0, 1)
+    assert found["no-clip-higher"].algorithm.ledger == base.algorithm.ledger
+
+
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.28), (0.3, 0.38)])
 def test_clip_higher_is_higher_than_the_recipes_own_clip(low, high):
     found = resolved(config(f"algorithm.clip_ratio_low={low}", f"algorithm.clip_ratio_high={low}"), "ladder")

@@ -185,6 +185,7 @@ def test_processes_that_would_each_train_alone_are_refused(tmp_path, monkeypatch
     ("option", "words"),
     [
         ("cluster.learners=3", "cluster.learners is 3, but torchrun has started 2 processes"),
+        ("algorithm.ledger={enable: true, lookahead: 2}", "algorithm.ledger.lookahead reads the hidden states"),
         ("data.train=nowhere.jsonl", "nowhere.jsonl"),
         ("data.max_response_length=4000", "the model's context is 512 tokens"),
     ],

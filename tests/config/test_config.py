@@ -332,13 +332,20 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
         (["algorithm.ledger.revisit=0.5"], "algorithm.ledger.revisit needs algorithm.ledger.enable"),
         (["algorithm.ledger.correct=true"], "algorithm.ledger.correct needs algorithm.ledger.enable"),
         (["algorithm.ledger.lookahead=2"], "algorithm.ledger.lookahead needs algorithm.ledger.enable"),
-        (
-            ["algorithm.ledger={enable: true, lookahead: 2}", "cluster.learners=2"],
-            "algorithm.ledger.lookahead reads the hidden states of a model in the trainer's own process",
+        *(
+            (
+                ["algorithm.ledger={enable: true, lookahead: 2}", remote],
+                "algorithm.ledger.lookahead reads the hidden states of a model in the trainer's own process",
+            )
+            for remote in ("cluster.learners=2", "cluster.rollout_workers=1", "cluster.reward_workers=1")
         ),
         (
             ["algorithm.ledger={enable: true, revisit: 0.5, correct: true}"],
             "algorithm.ledger.correct knows no weights for prompts that algorithm.ledger.revisit draws again",
+        ),
+        (
+            ["algorithm.ledger={enable: true, lookahead: 2, correct: true}"],
+            "algorithm.ledger.correct would give single prompts that algorithm.ledger.lookahead rarely draws",
         ),
         (["model.lora.target_modules=[q_proj, lm_head]"], "model.lora.target_modules cannot contain lm_head"),
     ],

@@ -44,10 +44,22 @@ def test_the_fused_trunk_has_the_residual_stream_of_transformers(build, layers):
     with torch.no_grad():
         expected = PlainTrunk(stock).early(*packed(stock), layers)
         found = FusedTrunk.of(fused).early(*packed(fused), layers)
-    if layers < len(FusedTrunk.of(fused).layers):  # transformers returns the last state normed
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-    else:
-        assert not torch.allclose(found, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, full_gemma3])
+def test_no_layer_after_those_of_the_features_is_computed(build):
+    model = build(num_hidden_layers=7)
+    model.set_attn_implementation(ATTENTION_NAME)
+    whole = PlainTrunk(model).hidden(*packed(model, torch.float32))
+    computed = []
+    for layer in model.base_model.layers:
+        layer.register_forward_hook(lambda layer, inputs, output: computed.append(layer.self_attn.layer_idx))
+    prompt_features(model, PROMPTS)
+    assert computed == [0, 1, 2, 3, 4]
+    # A later pass computes all layers again.
+    torch.testing.assert_close(PlainTrunk(model).hidden(*packed(model, torch.float32)), whole)
+    assert computed == [0, 1, 2, 3, 4, *range(7)]
 
 
 def test_in_bf16_the_fused_trunk_computes_the_features():

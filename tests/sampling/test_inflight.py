@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from dapo import Config, Trainer
+from dapo.algorithm import forecast
 from dapo.checkpoint import folder as checkpoint
 from dapo.config import apply_override, option_names
 from dapo.data.stream import PromptStream, ShuffledSource
@@ -538,13 +539,36 @@ def test_a_resumed_run_weights_groups_in_flight_by_the_chance_with_which_they_we
     config = runs.load(tmp_path, *INFLIGHT, ledger, "run.steps=9")
     trainer = Trainer(config)
     for _ in trainer.steps():
-        if min((group.chance for group in trainer.sampler.pending.values()), default=1.0) < 1:
+        if min((group.drawn.chance for group in trainer.sampler.pending.values()), default=1.0) < 1:
             break
-    chances = {serial: group.chance for serial, group in trainer.sampler.pending.items()}
+    chances = {serial: group.drawn.chance for serial, group in trainer.sampler.pending.items()}
     assert min(chances.values()) < 1
     trainer = Trainer(config, resume=True)
-    assert {serial: group.chance for serial, group in trainer.sampler.pending.items()} == chances
+    assert {serial: group.drawn.chance for serial, group in trainer.sampler.pending.items()} == chances
     trainer.close()
+
+
+def test_a_resumed_run_that_looks_ahead_learns_from_the_groups_in_flight(tmp_path, monkeypatch):
+    monkeypatch.setattr(forecast, "LEAST_GROUPS", 4)
+    ledger = "algorithm.ledger={enable: true, lookahead: 3, explore: 0.1}"
+    config = runs.load(tmp_path, *INFLIGHT, ledger, "run.steps=9")
+    trainer = Trainer(config)
+    for _ in trainer.steps():
+        if any(group.drawn.outlook and group.drawn.outlook.forecast for group in trainer.sampler.pending.values()):
+            break
+    before = {serial: group.drawn.outlook for serial, group in trainer.sampler.pending.items()}
+    assert any(outlook.forecast is not None for outlook in before.values())
+    trainer = Trainer(config, resume=True)
+    after = {serial: group.drawn.outlook for serial, group in trainer.sampler.pending.items()}
+    assert after.keys() == before.keys()
+    for serial, outlook in after.items():
+        assert np.array_equal(outlook.features_K, before[serial].features_K)
+        assert outlook.forecast == before[serial].forecast
+    recorded, record = [], trainer.sampler.drawer.forecast.record
+    trainer.sampler.drawer.forecast.record = lambda features, rate: (recorded.append(features), record(features, rate))
+    trainer.train()
+    for outlook in after.values():
+        assert any(features is outlook.features_K for features in recorded)
 
 
 # Kills the trainer during sampling, with groups in flight.

@@ -30,6 +30,7 @@ from dapo.checkpoint.export import export_run
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import CheckpointError, ConfigError, NothingToLearn, RewardError, TrainingStopped
 from dapo.model import trunk
+from dapo.policy.policy import Policy
 from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
 from dapo.types import Verdict
@@ -71,6 +72,16 @@ def test_a_run_that_looks_ahead_skips_prompts_by_their_forecast_and_resumes_bit_
     train(parts, resume=True)
     runs.assert_same_run(whole.run_dir, parts.run_dir, step=6)
     assert sum(step["groups/skipped"] for step in runs.metrics(whole.run_dir)) > 10
+
+
+def test_without_looking_ahead_no_features_are_computed(tmp_path, monkeypatch):
+    def refused(policy, prompts):
+        raise AssertionError("features were computed")
+
+    monkeypatch.setattr(Policy, "prompt_features", refused)
+    assert train(runs.load(tmp_path, "algorithm.ledger={enable: true}", "run.steps=1")).steps == 1
+    with pytest.raises(AssertionError, match="features were computed"):
+        train(runs.load(tmp_path, "algorithm.ledger={enable: true, lookahead: 2}", "run.steps=1", "run.name=ahead"))
 
 
 @pytest.mark.parametrize(

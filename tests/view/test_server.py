@@ -25,6 +25,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from dapo.errors import ConfigError
 from dapo.view.page.guard import Guard, is_loopback
 from dapo.view.page.server import address, outward_address
+from dapo.view.runs import summaries
 from tests.view.made import create, make_group, make_report
 
 ROOT = Path(__file__).parent.parent.parent
@@ -227,3 +228,14 @@ def test_the_folder_of_an_ablation_shows_its_runs_and_its_result(tmp_path: Path)
             assert status(url, "/run/grpo-s0/curves") == 200
     with running(tmp_path, "--token", "secret") as url:
         assert status(url, "/ablation") == 403
+
+
+def test_an_ablation_that_begins_after_the_server_is_shown(tmp_path: Path):
+    with running(tmp_path) as url:
+        (tmp_path / "ablation.yaml").write_text("arms: {}", encoding="utf-8")
+        assert status(url, "/ablation") == 404
+        create(tmp_path / "runs", name="grpo-s0").close()
+        (tmp_path / "ablation.html").write_text("<p>the result</p>", encoding="utf-8")
+        assert answer(url, "/ablation") == (200, "<p>the result</p>")
+        assert "there is no run database here" not in answer(url, "/run/grpo-s0/curves")[1]
+        assert [run.name for run in summaries(tmp_path)] == ["grpo-s0"]

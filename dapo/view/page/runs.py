@@ -11,14 +11,14 @@ from nicegui import ui
 
 from dapo.view.page.frame import Live, ask, button, column, fill, grid, link, number_column
 from dapo.view.page.text import display_text, format_time
-from dapo.view.runs import RunSummary, ablation_report, summaries
+from dapo.view.runs import RunSummary, ablation_report, runs_folder, summaries
 
 _LIMIT = 200
 _WIDTH, _HEIGHT = 120, 24  # of a sparkline, in pixels
 
 
 def build(root: Path) -> Live:
-    ui.label(f"Runs in {root}").classes("text-xl")
+    ui.label(f"Runs in {runs_folder(root)}").classes("text-xl")
     if ablation_report(root):
         ui.link("Result of the ablation: tables, intervals and curves of its arms", "/ablation").classes("ablation")
     # An unreadable run has no recipe and no time: its problem spans these columns.

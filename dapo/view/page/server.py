@@ -23,7 +23,7 @@ from dapo.view.groups import GroupFilter
 from dapo.view.page import curves, groups, health, prompts, runs, tokens
 from dapo.view.page.frame import show_run, show_site
 from dapo.view.page.guard import Guard, is_loopback
-from dapo.view.runs import ablation_report, run_names, runs_folder
+from dapo.view.runs import ablation_report, run_names
 from dapo.view.tokens import FindModel, decoder
 
 
@@ -72,7 +72,6 @@ def serve(
     root: Path, where: Address, *, opens: bool, find_model: FindModel, ready: Callable[[], None] = lambda: None
 ) -> None:
     """Serve the pages until interrupted. The databases in `root` are only read."""
-    root = runs_folder(root)
     run_names(root)  # raises here, before the server starts, if the folder cannot be read
     register(root, find_model)
     app.add_middleware(Guard, token=where.token, host=where.host, port=where.port)
