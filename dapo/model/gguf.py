@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import ModelError
-from dapo.model.cache import cache_dir
+from dapo.system.cache import cache_dir
 from dapo.system.files import atomic_folder
 from dapo.system.progress import progress
 

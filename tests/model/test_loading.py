@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.config import ModelConfig
 from dapo.errors import ModelError
-from dapo.model.cache import cache_dir
+from dapo.system.cache import cache_dir
 from dapo.model.gguf import conversion_dir, ensure_fetched, find_fetched
 from dapo.model.loading import LoadedModel, load_model, load_vocabulary, resolve_device, resolve_dtype, resolve_path
 from dapo.system.files import atomic_folder
