@@ -198,7 +198,7 @@ def _without_progress_bars() -> Iterator[None]:
     """Disable tqdm's bars: the one shown while weights are unpacked ignores transformers' settings."""
     from tqdm.std import tqdm
 
-    start = tqdm.__init__
+    start = vars(tqdm)["__init__"]  # tqdm.__init__ would be a new function at every access: it is a partialmethod
     tqdm.__init__ = functools.partialmethod(start, disable=True)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield

@@ -388,9 +388,9 @@ def test_a_conversion_is_found_by_the_content_of_the_file(own_cache: Path, tmp_p
 def test_conversion_restores_the_libraries_that_it_patches(own_cache: Path, tmp_path: Path) -> None:
     from tqdm import tqdm
 
-    before = gguf.GGUFReader, gguf.get_tensor_name_map, tqdm.__init__
+    before = gguf.GGUFReader, gguf.get_tensor_name_map, vars(tqdm)["__init__"]
     resolve_path(str(write_gguf(tmp_path / "tiny.gguf")))
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map, tqdm.__init__) == before
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map, vars(tqdm)["__init__"]) == before
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
