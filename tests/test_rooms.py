@@ -17,7 +17,7 @@ MAY_USE: dict[str, set[str]] = {
     "errors": set(),
     "config": set(),
     "algorithm": set(),
-    "kernels": set(),
+    "kernels": {"system"},
     "system": set(),
     "model": {"config", "kernels", "system"},
     "data": {"config", "environments", "model", "system"},

@@ -9,10 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dapo.kernels.dispatch import kernel
+from dapo.kernels.dispatch import kernel, kernel_where, on_cuda
+from dapo.kernels.native import is_native
 
 
-@kernel
+def _is_native(residual_Td: Tensor, delta_Td: Tensor | None, weight_d: Tensor, eps: float) -> bool:
+    return residual_Td.dtype == torch.float32 and is_native(delta_Td, weight_d)
+
+
+@kernel_where(on_cuda, native=_is_native)
 def add_rms_norm(
     residual_Td: Tensor, delta_Td: Tensor | None, weight_d: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:

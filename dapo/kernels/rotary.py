@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dapo.kernels.dispatch import kernel
+from dapo.kernels.dispatch import kernel, kernel_where, on_cuda
+from dapo.kernels.native import is_native
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +25,11 @@ class HeadNorms:
     eps: float
 
 
-@kernel
+def _is_native(qkv_T: Tensor, *_: object) -> bool:
+    return qkv_T.stride(1) == 1 and is_native(qkv_T)
+
+
+@kernel_where(on_cuda, native=_is_native)
 def rotate(
     qkv_T: Tensor, positions_T: Tensor, table: Tensor | None, heads: int, kv_heads: int, norms: HeadNorms | None
 ) -> Tensor:

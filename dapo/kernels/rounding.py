@@ -10,14 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dapo.kernels.dispatch import kernel
+from dapo.kernels.dispatch import kernel_where, on_cuda
+from dapo.kernels.native import is_native
 
 # A 32-bit integer hash: two multiplications between three shifts.
 HASH_1, HASH_2 = 0x7FEB352D, 0x846CA68B
 QUIET_NAN = 0x400000
 
 
-@kernel
+def _is_native(wide_oi: Tensor, out_oi: Tensor, base_oi: Tensor | None = None) -> bool:
+    tensors = (wide_oi, out_oi, base_oi)
+    return all(each is None or each.is_contiguous() for each in tensors) and is_native(out_oi, base_oi)
+
+
+@kernel_where(on_cuda, native=_is_native)
 def round_dithered(wide_oi: Tensor, out_oi: Tensor, base_oi: Tensor | None = None) -> None:
     """Round float32 numbers, plus a bf16 base if given, into `out`. Where a number is 0, `out` is exactly the base."""
     total = wide_oi

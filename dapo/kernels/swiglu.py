@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dapo.kernels.dispatch import kernel
+from dapo.kernels.dispatch import kernel, kernel_where, on_cuda
+from dapo.kernels.native import is_native
 
 
-@kernel
+@kernel_where(on_cuda, native=is_native)
 def swiglu(gate_up_T2i: Tensor) -> Tensor:
     """Return the activation [T, i]."""
     gate, up = gate_up_T2i.float().chunk(2, dim=-1)

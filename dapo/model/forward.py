@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from dapo.errors import ModelError
+from dapo.kernels import native
 from dapo.model.attention import ATTENTION_NAME, AttentionPlan, Family, PackedAttention
 from dapo.model.memory import USABLE
-from dapo.model.meter import key_heads
+from dapo.model.meter import head_size, key_heads
+from dapo.model.native_attention import NativeAttention
 from dapo.model.products import wide_product
 from dapo.model.trunk import trunk_of
 from dapo.model.varlen import Layout, Segments, VarlenAttention
@@ -35,10 +37,26 @@ def hidden_states(
 
 
 def packed_plan(causal_lm: Any, families: Sequence[Family], positions_T: Tensor) -> AttentionPlan:
-    """Return the plan for packed families: variable-length kernels in bf16 on a GPU, else masked attention."""
+    """Return the plan for packed families: in bf16 variable-length kernels, or those in C, else masked attention."""
     if positions_T.is_cuda and causal_lm.dtype == torch.bfloat16:
         return VarlenAttention(Segments(Layout.of(families), positions_T.device))
-    return PackedAttention(families, positions_T, query_groups(causal_lm), causal_lm.dtype)
+    return cpu_plan(causal_lm, families, positions_T)
+
+
+def cpu_plan(
+    causal_lm: Any, families: Sequence[Family], positions_T: Tensor, *, capture: bool = False
+) -> NativeAttention | PackedAttention:
+    """Return a plan that needs no GPU. With `capture` it keeps the keys and values of each layer."""
+    groups = query_groups(causal_lm)
+    if has_native_attention(causal_lm):
+        return NativeAttention(families, positions_T, groups, capture=capture)
+    return PackedAttention(families, positions_T, groups, causal_lm.dtype, capture=capture)
+
+
+def has_native_attention(causal_lm: Any) -> bool:
+    """Return whether the kernels in C compute this model's attention."""
+    weight = head_weight(causal_lm)
+    return native.can_attend(weight.dtype, weight.device, head_size(causal_lm.config.get_text_config()))
 
 
 def free_memory(device: torch.device) -> int:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dapo.kernels import native
+
 # Without split sums, a product of few rows with many terms leaves most of a GPU idle. Padded to _ENOUGH_ROWS rows it is
 # faster (docs/explanation/performance.md).
 _MANY_TERMS = 4096
@@ -13,10 +15,6 @@ _ENOUGH_ROWS = 128
 # A sum over many tokens with a small result would leave most of a GPU idle too: it is split into this many parts.
 _SUM_PARTS = 16
 _LEAST_SUMMED = 64  # tokens of a part
-_TILE = 16  # columns that oneDNN's bf16 products compute at once
-_FEW_TILES = 8
-_REFINED = 16  # likeliest tokens of a row whose logits are not rounded
-_BLOCK = 128  # tokens whose maximum is taken first
 
 
 def same_bits_for_any_rows() -> None:
@@ -35,54 +33,18 @@ def linear(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) ->
     rows, terms = input_Ti.shape
     if input_Ti.is_cuda and terms >= _MANY_TERMS and rows < _ENOUGH_ROWS:
         return F.linear(F.pad(input_Ti, (0, 0, 0, _ENOUGH_ROWS - rows)), weight_oi, bias_o)[:rows]
+    if native.can_multiply(input_Ti, weight_oi):
+        return native.product(input_Ti, weight_oi, bias_o)
     return F.linear(input_Ti, weight_oi, bias_o)
-
-
-def linear_any_layout(input_Ti: Tensor, weight_oi: Tensor) -> Tensor:
-    """Return input @ weight.T, possibly as a transposed view.
-
-    On a CPU, F.linear copies the weight of a bf16 product into another layout on every call. With the weight as the
-    left operand only the input is copied. That is faster if its rows fill whole tiles, and if they are few.
-    """
-    rows = len(input_Ti)
-    if input_Ti.dtype == torch.bfloat16 and not input_Ti.is_cuda and rows % _TILE == 0 and rows <= _FEW_TILES * _TILE:
-        return torch.mm(weight_oi, input_Ti.t()).t()
-    return linear(input_Ti, weight_oi)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in float32. Logits rounded to bf16 would be off by up to a tenth."""
     if a.dtype != torch.bfloat16:
         return a @ b
+    if native.can_multiply(a, b.t()):
+        return native.product(a, b.t(), is_wide=True)
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
-
-
-def sampling_logits(hidden_Bd: Tensor, weight_Vd: Tensor) -> Tensor:
-    """Return logits [B, V] to draw from, in float32.
-
-    A CPU multiplies bf16 matrices only into a bf16 result, and in float32 the product takes three times as long. There,
-    rounded logits tell the likeliest tokens of each row, and the logits of those are computed again in float32. They
-    hold most of the probability, so the distribution is close to that of the trainer.
-    """
-    if hidden_Bd.dtype != torch.bfloat16 or hidden_Bd.is_cuda:
-        return wide_product(hidden_Bd, weight_Vd.t())
-    rounded_BV = F.linear(hidden_Bd, weight_Vd)
-    tokens_BK = _likeliest(rounded_BV, min(_REFINED, len(weight_Vd)))
-    rows_BKd = F.embedding(tokens_BK, weight_Vd).float()
-    exact_BK = torch.bmm(rows_BKd, hidden_Bd.float()[:, :, None])[:, :, 0]
-    return rounded_BV.float().scatter_(1, tokens_BK, exact_BK)
-
-
-def _likeliest(logits_BV: Tensor, count: int) -> Tensor:
-    """Return the tokens with the largest logits. They are in the blocks with the largest maxima, so few are sorted."""
-    batch, vocabulary = logits_BV.shape
-    if vocabulary % _BLOCK or vocabulary < count * _BLOCK:
-        return logits_BV.topk(count).indices
-    blocks_BNk = logits_BV.view(batch, -1, _BLOCK)
-    best_BK1 = blocks_BNk.amax(-1).topk(count).indices[:, :, None]
-    candidates_BC = blocks_BNk.gather(1, best_BK1.expand(-1, -1, _BLOCK)).flatten(1)
-    places_BK = candidates_BC.topk(count).indices
-    return best_BK1[:, :, 0].gather(1, places_BK // _BLOCK) * _BLOCK + places_BK % _BLOCK
 
 
 def add_weight_grad(total_oi: Tensor, grad_out_To: Tensor, input_Ti: Tensor) -> None:
@@ -94,6 +56,8 @@ def add_weight_grad(total_oi: Tensor, grad_out_To: Tensor, input_Ti: Tensor) -> 
         total_oi.addmm_(grad_out_To.t(), input_Ti)
     elif input_Ti.is_cuda:
         torch.addmm(total_oi, grad_out_To.t(), input_Ti, out_dtype=total_oi.dtype, out=total_oi)  # pyright: ignore[reportCallIssue]
+    elif total_oi.is_contiguous() and native.is_native(grad_out_To, input_Ti):
+        native.add_product(total_oi, grad_out_To, input_Ti)
     else:
         total_oi.addmm_(grad_out_To.t().to(total_oi.dtype), input_Ti.to(total_oi.dtype))
 

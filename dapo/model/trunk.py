@@ -21,7 +21,7 @@ from dapo.kernels.rotary import HeadNorms, rotate, rotate_backward
 from dapo.kernels.swiglu import swiglu, swiglu_backward
 from dapo.model.attention import AttentionPlan
 from dapo.model.joined import AdaptedWeight, AnyWeight, Weight, base_layer
-from dapo.model.products import linear, linear_any_layout, same_bits_for_any_rows
+from dapo.model.products import linear, same_bits_for_any_rows
 
 # These share one kind of layer: RMS norms, rotary attention with optional head norms, a gated feed-forward with SiLU.
 FUSED_MODELS = (
@@ -360,7 +360,7 @@ class _Project(Function):
     def forward(ctx: Any, input_Ti: Tensor, weight: AnyWeight) -> Tensor:
         ctx.save_for_backward(input_Ti)
         ctx.weight = weight
-        return linear_any_layout(input_Ti, weight.value)
+        return linear(input_Ti, weight.value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -410,10 +410,10 @@ class _RotaryProjection(Function):
 class _FeedForward(Function):
     @staticmethod
     def forward(ctx: Any, normed: Tensor, gate_up: AnyWeight, down: AnyWeight) -> Tensor:
-        gated = linear_any_layout(normed, gate_up.value)
+        gated = linear(normed, gate_up.value)
         ctx.save_for_backward(normed, gated)
         ctx.gate_up, ctx.down = gate_up, down
-        return linear_any_layout(swiglu(gated), down.value)
+        return linear(swiglu(gated), down.value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -9,6 +9,7 @@ import torch
 from dapo.engine.embedded.eager import EagerDecoder
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.engine.embedded.paged import BURST, PagedDecoder
+from dapo.kernels import native
 from dapo.model.attention import ATTENTION_NAME, Family
 from dapo.model.forward import head_weight, hidden_states, packed_plan
 from dapo.model.trunk import _TRUNKS, FusedTrunk, can_fuse
@@ -16,6 +17,7 @@ from dapo.policy.head import chunked_logprobs
 from dapo.types import Extension, Request, SamplingParams
 from tests import plain
 from tests.engine.test_contract import drain
+from tests.kernels.ways import needs_native
 from tests.tiny import (
     EOS_ID,
     PAD_ID,
@@ -104,8 +106,11 @@ def test_recorded_log_probabilities_are_those_of_plain_transformers(engine_for, 
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2, tiny_qwen3])
-def test_in_bfloat16_on_a_cpu_sampler_and_trainer_agree_and_sampling_is_repeatable(build):
-    model = build().bfloat16()
+@pytest.mark.parametrize("way", [pytest.param("native", marks=needs_native), "torch"])
+def test_in_bfloat16_on_a_cpu_sampler_and_trainer_agree_and_sampling_is_repeatable(build, way, monkeypatch):
+    if way == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    model = build(hidden_size=128, head_dim=32).bfloat16()
     model.set_attn_implementation(ATTENTION_NAME)
     questions = prompts(4, seed=1)
     requests = [Request(i, p, 8, SamplingParams(max_tokens=12)) for i, p in enumerate(questions)]
@@ -119,12 +124,55 @@ def test_in_bfloat16_on_a_cpu_sampler_and_trainer_agree_and_sampling_is_repeatab
         assert np.array_equal(rollout.logprobs, again[serial, index].logprobs)
         prompt = questions[serial]
         tokens, positions = torch.tensor([*prompt, *rollout.tokens]), torch.arange(len(prompt) + len(rollout))
-        plan = packed_plan(model, [Family((0, len(tokens)))], positions)
+        plan = packed_plan(model, [Family((0, len(prompt)), ((len(prompt), len(rollout)),))], positions)
         with torch.no_grad():
             hidden = hidden_states(model, tokens, positions, plan)[len(prompt) - 1 : -1]
             expected = chunked_logprobs(hidden, head_weight(model), tokens[len(prompt) :], 1.0)
         gaps.append(np.abs(rollout.logprobs - expected.numpy()))
-    assert np.concatenate(gaps).mean() < 0.02
+    if way == "native":
+        assert np.concatenate(gaps).max() < 1e-5, "both compute the same bits but for the sum over the vocabulary"
+    else:
+        assert np.concatenate(gaps).mean() < 0.02
+
+
+def bfloat16_llama():
+    model = tiny_llama(hidden_size=128, head_dim=32).bfloat16()
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+@needs_native
+def test_in_bfloat16_on_a_cpu_a_response_has_the_same_bits_alone_and_in_any_batch():
+    model, questions = bfloat16_llama(), prompts(6, seed=2)
+    requests = [Request(i, p, 5, SamplingParams(max_tokens=20)) for i, p in enumerate(questions)]
+
+    def sampled(*some, slots):
+        return drain(EmbeddedEngine(model, tiny_tokenizer(), frozenset({EOS_ID}), 0, max_concurrent=slots), *some)
+
+    together, few, alone = sampled(*requests, slots=32), sampled(*requests, slots=3), sampled(requests[4], slots=32)
+    assert all(np.array_equal(few[key].logprobs, together[key].logprobs) for key in together)
+    assert all(np.array_equal(alone[key].logprobs, together[key].logprobs) for key in alone)
+
+
+@needs_native
+def test_in_bfloat16_on_a_cpu_given_tokens_have_the_bits_of_training():
+    model, questions = bfloat16_llama(), prompts(3, seed=5)
+    requests = [Request(i, p, 4, SamplingParams(max_tokens=6), turns=True) for i, p in enumerate(questions)]
+    engine = EmbeddedEngine(model, tiny_tokenizer(), frozenset({EOS_ID}), 0, max_concurrent=7)
+    first = drain(engine, *requests)
+    engine.extend([Extension(requests[s], r, (20, 21, 22, 23, 24)[: s + 2], 20) for (s, _), r in first.items()])
+    for (serial, _), rollout in drain(engine).items():
+        prompt, tokens = questions[serial], torch.tensor(rollout.tokens).long()
+        whole = torch.cat([torch.tensor(prompt), tokens])
+        families = [Family((0, len(prompt)), ((len(prompt), len(tokens)),))]
+        with torch.no_grad():
+            positions = torch.arange(len(whole))
+            hidden = hidden_states(model, whole, positions, packed_plan(model, families, positions))
+            expected = chunked_logprobs(hidden[len(prompt) - 1 : -1], head_weight(model), tokens, 1.0).numpy()
+        drawn = np.ones(len(tokens), bool)
+        for start, end in rollout.given:
+            drawn[start:end] = False
+        assert not drawn.all() and np.abs(rollout.logprobs - expected)[drawn].max() < 1e-5
 
 
 def test_a_rollout_does_not_depend_on_what_else_is_in_flight(engine_for):

@@ -1,7 +1,9 @@
-"""The two implementations of a kernel: PyTorch, and Triton on a GPU or in its interpreter (tests/conftest.py)."""
+"""The implementations of a kernel: PyTorch, C, and Triton on a GPU or in its interpreter (tests/conftest.py)."""
 
 import pytest
 import torch
+
+from dapo.kernels import native
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -15,3 +17,4 @@ except ImportError:
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="no GPU, and Triton is missing or not interpreted")
 both = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
+needs_native = pytest.mark.skipif(native.library() is None, reason=f"the kernels in C need {native.missing()}")

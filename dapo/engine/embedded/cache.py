@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dapo.engine.embedded.sequence import SharedPrompt
+from dapo.kernels import native
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -82,7 +83,7 @@ class PromptStack:
 
     def _pad_and_stack(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         if len(parts) == 1:
-            return parts[0][None].to(dtype)
+            return parts[0][None].to(dtype).contiguous()
         kv_heads, _, head_dim = parts[0].shape
         stack = torch.zeros(len(parts), kv_heads, self.span, head_dim, dtype=dtype, device=parts[0].device)
         for index, part in enumerate(parts):
@@ -178,6 +179,41 @@ class DecodeAttention:
         """Undo `_by_prompt`: [prompts, Hkv, rows * G, X] -> [B, Hkv, G, X]."""
         values = values.unflatten(2, (self.rows, groups)).transpose(1, 2).flatten(0, 1)
         return values if self.rows_B is None else values[self.rows_B]
+
+
+class NativeDecodeAttention:
+    """The same with the kernels in C, also for tokens that environments gave: one or several tokens per response.
+
+    The keys and values of all tokens are stored first; a token attends to its prompt and to the own tokens up to it.
+    """
+
+    applies_rotary = False
+
+    def __init__(
+        self, cache: ResponseCache, stack: PromptStack, tokens: Sequence[tuple[int, int]], prompts: Sequence[int]
+    ) -> None:
+        """Prepare one decode step for tokens given by slot and place. `prompts[s]` is the index of slot s's prompt."""
+        self.cache, self.stack = cache, stack
+        _, _, _, self.kv_heads, capacity, self.head_dim = cache.storage.shape
+        slots_T, places_T = torch.tensor(tokens).unbind(1)
+        prompts_T = torch.tensor(prompts)[slots_T]
+        lengths_T = torch.tensor([prompt.length for prompt in stack.prompts])[prompts_T]
+        own_starts_T = slots_T * (self.kv_heads * capacity * self.head_dim)
+        self.places_T = own_starts_T + places_T * self.head_dim
+        self.prompt = native.Spans(prompts_T * (self.kv_heads * stack.span * self.head_dim), lengths_T)
+        self.own = native.Spans(own_starts_T, places_T + 1)
+        self.own_stride, self.prompt_stride = capacity * self.head_dim, stack.span * self.head_dim
+        self.longest = int((lengths_T + places_T).max()) + 1
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, cos_sin: Tensor | None = None
+    ) -> Tensor:
+        keys, values = self.cache.storage[:, layer]
+        query_THD, key_THD, value_THD = (each[0].transpose(0, 1) for each in (query, key, value))
+        native.store(key_THD, value_THD, keys, values, self.places_T, self.own_stride)
+        prompt = self.prompt.of(self.stack.keys[layer], self.stack.values[layer], self.head_dim, self.prompt_stride)
+        own = self.own.of(keys, values, self.head_dim, self.own_stride)
+        return native.attention(query_THD, (prompt, own), self.kv_heads, self.longest, scale)[None]
 
 
 class CacheSpan(NamedTuple):

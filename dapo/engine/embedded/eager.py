@@ -14,15 +14,17 @@ from dapo.engine.embedded.cache import (
     CacheSpan,
     DecodeAttention,
     ExtendAttention,
+    NativeDecodeAttention,
     PromptStack,
     ResponseCache,
 )
 from dapo.engine.embedded.sequence import Finished, Response, SharedPrompt
+from dapo.kernels import native
 from dapo.kernels.sampler import draw, uniforms
-from dapo.model.attention import Family, PackedAttention
-from dapo.model.forward import head_weight, hidden_states, query_groups
+from dapo.model.attention import AttentionPlan, Family
+from dapo.model.forward import cpu_plan, has_native_attention, head_weight, hidden_states
 from dapo.model.meter import head_size, key_heads
-from dapo.model.products import sampling_logits
+from dapo.model.products import wide_product
 from dapo.types import FinishReason, SamplingParams
 
 _PREFILL_TOKENS = 8192  # at most, in one forward pass
@@ -45,6 +47,7 @@ class EagerDecoder:
         config = causal_lm.config.get_text_config()
         weight = head_weight(causal_lm)
         self.device, self.dtype = weight.device, weight.dtype
+        self.is_native = has_native_attention(causal_lm)
         shape = config.num_hidden_layers, key_heads(config), head_size(config)
         self.cache = ResponseCache(*shape, self.dtype, self.device)
         self.steps, self.occupied = 0, 0  # `occupied`: active responses, summed over the steps
@@ -74,7 +77,7 @@ class EagerDecoder:
             row = {prompt: i for i, prompt in enumerate(prompts)}
             rows = torch.tensor([row[response.prompt] for response in newcomers], device=self.device)
             hidden = torch.stack([prompt.cached.last_hidden for prompt in prompts])
-            self._draw(newcomers, sampling_logits(hidden, head_weight(self.model))[rows])
+            self._draw(newcomers, wide_product(hidden, head_weight(self.model).t())[rows])
             self.active += newcomers
         return self._collect(newcomers)
 
@@ -86,14 +89,11 @@ class EagerDecoder:
         lengths = [len(response.tokens) - 1 for response in self.active]  # the newest token is not in the cache yet
         self.cache.reserve(len(self.active), max(lengths) + 1)
         stack = self._stack()
-        index = {prompt: i for i, prompt in enumerate(stack.prompts)}
-        lengths_B = torch.tensor(lengths, device=self.device)
-        plan = DecodeAttention(self.cache, stack, lengths_B, [index[response.prompt] for response in self.active])
-        hidden = self._hidden(plan, lengths)
-        self._draw(self.active, sampling_logits(hidden, head_weight(self.model)))
+        hidden = self._hidden(stack, lengths)
+        self._draw(self.active, wide_product(hidden, head_weight(self.model).t()))
         return self._collect(self.active)
 
-    def _hidden(self, plan: DecodeAttention, lengths: Sequence[int]) -> Tensor:
+    def _hidden(self, stack: PromptStack, lengths: Sequence[int]) -> Tensor:
         """Return the hidden states of the newest tokens.
 
         Tokens that environments gave are computed along with them: a pass of their own would read all weights again.
@@ -109,8 +109,17 @@ class EagerDecoder:
         positions = [self.active[slot].prompt.length + i for slot, start, end in parts for i in range(start, end)]
         self.given.clear()
         tokens_T, positions_T = (torch.tensor(values, device=self.device) for values in (tokens, positions))
-        attention = ExtendAttention(plan, spans) if spans else plan
+        attention = self._attention(stack, lengths, spans)
         return hidden_states(self.model, tokens_T, positions_T, attention)[: len(lengths)]
+
+    def _attention(self, stack: PromptStack, lengths: Sequence[int], spans: Sequence[CacheSpan]) -> AttentionPlan:
+        index = {prompt: i for i, prompt in enumerate(stack.prompts)}
+        prompts = [index[response.prompt] for response in self.active]
+        if self.is_native:
+            tokens = [*enumerate(lengths), *((span.slot, i) for span in spans for i in range(span.start, span.end))]
+            return NativeDecodeAttention(self.cache, stack, tokens, prompts)
+        plan = DecodeAttention(self.cache, stack, torch.tensor(lengths, device=self.device), prompts)
+        return ExtendAttention(plan, spans) if spans else plan
 
     def wait(self) -> None:
         pass
@@ -164,7 +173,7 @@ class EagerDecoder:
         positions_T = torch.cat([torch.arange(prompt.length) for prompt in prompts]).to(self.device)
         starts = list(accumulate((prompt.length for prompt in prompts[:-1]), initial=0))
         families = [Family((start, prompt.length)) for start, prompt in zip(starts, prompts, strict=True)]
-        plan = PackedAttention(families, positions_T, query_groups(self.model), self.dtype, capture=True)
+        plan = cpu_plan(self.model, families, positions_T, capture=True)
         hidden = hidden_states(self.model, tokens_T, positions_T, plan)
         assert plan.captured is not None
         for start, prompt in zip(starts, prompts, strict=True):
@@ -197,13 +206,19 @@ class EagerDecoder:
         stacked = self.stacked.prompts if self.stacked is not None else ()
         if self.stacked is None or not needed.keys() <= set(stacked) or 2 * len(needed) <= len(stacked):
             # Attention scores and sums are at least float32, as in the training kernels.
-            self.stacked = PromptStack([*needed], torch.promote_types(self.dtype, torch.float32))
+            dtype = self.dtype if self.is_native else torch.promote_types(self.dtype, torch.float32)
+            self.stacked = PromptStack([*needed], dtype)
         return self.stacked
 
     def _draw(self, responses: Sequence[Response], logits_BV: Tensor) -> None:
         keys_B = torch.tensor([response.key for response in responses], device=self.device)
         positions_B = torch.tensor([len(response.tokens) for response in responses], device=self.device)
-        tokens_B, logprobs_B = draw(logits_BV, uniforms(keys_B, positions_B), responses[0].request.params)
+        params = responses[0].request.params
+        is_plain = params.temperature > 0 and params.top_p == 1 and params.top_k <= 0
+        if self.is_native and is_plain:
+            tokens_B, logprobs_B = native.draw(logits_BV, uniforms(keys_B, positions_B), params.temperature)
+        else:
+            tokens_B, logprobs_B = draw(logits_BV, uniforms(keys_B, positions_B), params)
         for response, token, logprob in zip(responses, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
             assert isinstance(response.tokens, list) and isinstance(response.logprobs, list)
             response.tokens.append(token)

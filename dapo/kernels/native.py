@@ -1,0 +1,260 @@
+"""Kernels in C for bf16 on CPUs that have instructions for it (_native.c), compiled on first use.
+
+Where the CPU has no AVX-512 bf16, or there is no C compiler, PyTorch computes instead. A result depends on its own row
+only, so a token's bits are the same in sampling and in training, alone or in any batch, with any number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dapo.system.cache import cache_dir
+
+if TYPE_CHECKING:
+    from dapo.kernels.rotary import HeadNorms
+
+SOURCE = Path(__file__).with_name("_native.c")
+INSTRUCTIONS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+HEAD_SIZES = (32, 64, 96, 128, 256)
+# OpenMP is not linked: its functions are found in the library that PyTorch has loaded, so both use the same threads.
+_COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
+_ROWS = 64  # of one block of a product
+_MASSES = 256  # tokens whose probabilities are added up first when a token is drawn
+_INTEGER, _FLOAT = ctypes.c_int64, ctypes.c_float
+_NARROW, _WIDE, _ADD = map(ctypes.c_int, range(3))  # the kind of a product's result
+
+
+def missing() -> str | None:
+    """Return what this machine lacks for the kernels, or None."""
+    if not cpu_flags() >= INSTRUCTIONS:
+        return "a CPU with AVX-512 bf16"
+    return None if _compiler() else "a C compiler (cc)"
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernels, or None where there are none."""
+    if missing() is not None:
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def is_native(*tensors: Tensor | None) -> bool:
+    """Return whether the kernels take these tensors: in bf16, in main memory."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    # Other types, such as the DTensors of shards, have no memory of their own to point to.
+    is_plain = all(type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" for each in present)
+    return is_plain and all(each.dtype == torch.bfloat16 for each in present) and library() is not None
+
+
+def can_multiply(input_Ti: Tensor, weight_oi: Tensor) -> bool:
+    if len(input_Ti) == 0 or input_Ti.shape[1] % 2 or not weight_oi.is_contiguous():
+        return False
+    return is_native(input_Ti, weight_oi)
+
+
+def can_attend(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
+    return dtype == torch.bfloat16 and device.type == "cpu" and head_dim in HEAD_SIZES and library() is not None
+
+
+def product(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None, *, is_wide: bool = False) -> Tensor:
+    """Return input @ weight.T + bias, in bf16, or in float32 if `is_wide`."""
+    out = torch.empty(len(input_Ti), len(weight_oi), dtype=torch.float32 if is_wide else torch.bfloat16)
+    _multiply(input_Ti, weight_oi, bias_o, out, _WIDE if is_wide else _NARROW)
+    return out
+
+
+def add_product(total_ab: Tensor, left_Ta: Tensor, right_Tb: Tensor) -> None:
+    """Add left.T @ right to a float32 total."""
+    if len(left_Ta) % 2:  # sums are over pairs of tokens
+        left_Ta, right_Tb = (F.pad(each, (0, 0, 0, 1)) for each in (left_Ta, right_Tb))
+    _multiply(left_Ta.t().contiguous(), right_Tb.t().contiguous(), None, total_ab, _ADD)
+
+
+def _multiply(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, out: Tensor, kind: ctypes.c_int) -> None:
+    input_Ti = _with_rows(input_Ti)
+    rows, terms = input_Ti.shape
+    packed = torch.empty(-(-rows // _ROWS) * _ROWS, terms, dtype=torch.bfloat16)
+    _library().product(
+        _at(input_Ti), _INTEGER(input_Ti.stride(0)), _at(weight_oi), _at(bias_o), _at(out), kind, _at(packed),
+        _INTEGER(rows), _INTEGER(len(weight_oi)), _INTEGER(terms),
+    )  # fmt: skip
+
+
+def add_rms_norm(
+    residual_Td: Tensor, delta_Td: Tensor | None, weight_d: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width = residual_Td.shape
+    residual_Td, delta_Td = residual_Td.contiguous(), None if delta_Td is None else delta_Td.contiguous()
+    normed_Td, rstd_T = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(rows)
+    total_Td = residual_Td if delta_Td is None else torch.empty_like(residual_Td)
+    _library().add_rms_norm(
+        _at(residual_Td), _at(delta_Td), _at(weight_d), _FLOAT(eps), _at(normed_Td), _at(total_Td), _at(rstd_T),
+        _INTEGER(rows), _INTEGER(width),
+    )  # fmt: skip
+    return normed_Td, total_Td, rstd_T
+
+
+def swiglu(gate_up_T2i: Tensor) -> Tensor:
+    rows, width = len(gate_up_T2i), gate_up_T2i.shape[1] // 2
+    out_Ti = torch.empty(rows, width, dtype=torch.bfloat16)
+    _library().swiglu(_at(gate_up_T2i.contiguous()), _at(out_Ti), _INTEGER(rows), _INTEGER(width))
+    return out_Ti
+
+
+def round_dithered(wide_oi: Tensor, out_oi: Tensor, base_oi: Tensor | None = None) -> None:
+    _library().round_dithered(_at(wide_oi), _at(base_oi), _at(out_oi), _INTEGER(wide_oi.numel()))
+
+
+def rotate(
+    qkv_T: Tensor, positions_T: Tensor, table: Tensor | None, heads: int, kv_heads: int, norms: HeadNorms | None
+) -> Tensor:
+    head_dim = qkv_T.shape[1] // (heads + 2 * kv_heads)
+    columns = (heads + kv_heads) * head_dim
+    out_T = qkv_T[:, :columns] if norms is None else qkv_T.new_empty(len(qkv_T), columns)
+    positions_T = positions_T.long().contiguous()
+    _library().rotate(
+        _at(qkv_T), _INTEGER(qkv_T.stride(0)), _at(out_T), _INTEGER(out_T.stride(0)), _at(positions_T), _at(table),
+        _at(norms and norms.query_D), _at(norms and norms.key_D), _FLOAT(norms.eps if norms else 0),
+        _INTEGER(len(qkv_T)), _INTEGER(heads), _INTEGER(kv_heads), _INTEGER(head_dim),
+    )  # fmt: skip
+    return out_T
+
+
+class _CSource(ctypes.Structure):
+    tensors: tuple[Tensor, ...]
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "starts", "counts")),
+        *((name, _INTEGER) for name in ("token_stride", "head_stride")),
+    )
+
+
+class Spans:
+    """Where the queries find tokens to attend to: query t sees `counts[t]` tokens from element `starts[t]` on."""
+
+    def __init__(self, starts_T: Tensor, counts_T: Tensor) -> None:
+        assert starts_T.dtype == counts_T.dtype == torch.int64
+        self.starts_T, self.counts_T = starts_T.contiguous(), counts_T.contiguous()
+
+    def of(self, keys: Tensor, values: Tensor, token_stride: int, head_stride: int) -> _CSource:
+        """Return the spans in these keys and values."""
+        tensors = keys, values, self.starts_T, self.counts_T
+        source = _CSource(*(tensor.data_ptr() for tensor in tensors), token_stride, head_stride)
+        source.tensors = tensors  # keep them alive
+        return source
+
+
+def attention(
+    query_THD: Tensor, sources: tuple[_CSource, _CSource], kv_heads: int, longest: int, scale: float
+) -> Tensor:
+    """Return the output [T, H, D] of attention to the tokens of both sources, at most `longest` for each query."""
+    tokens, heads, head_dim = query_THD.shape
+    query_THD = with_heads(query_THD)
+    out_THD = torch.empty(tokens, heads, head_dim, dtype=torch.bfloat16)
+    is_done = _library().attention(
+        _at(query_THD), _INTEGER(query_THD.stride(0)), ctypes.byref((_CSource * 2)(*sources)), _INTEGER(longest),
+        _FLOAT(scale), _at(out_THD), _INTEGER(tokens), _INTEGER(heads), _INTEGER(kv_heads), _INTEGER(head_dim),
+    )  # fmt: skip
+    if not is_done:
+        raise MemoryError(f"no memory for the attention scores of {longest} tokens")
+    return out_THD
+
+
+def store(key_THD: Tensor, value_THD: Tensor, keys: Tensor, values: Tensor, places_T: Tensor, head_stride: int) -> None:
+    """Copy the keys and values of tokens to the given elements of a cache."""
+    key_THD, value_THD = with_heads(key_THD), with_heads(value_THD)
+    if key_THD.stride(0) != value_THD.stride(0):
+        key_THD, value_THD = key_THD.contiguous(), value_THD.contiguous()
+    _library().store(
+        _at(key_THD), _at(value_THD), _INTEGER(key_THD.stride(0)), _at(keys), _at(values), _at(places_T),
+        _INTEGER(head_stride), *map(_INTEGER, key_THD.shape),
+    )  # fmt: skip
+
+
+def draw(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return tokens and their log-probabilities, as `sampler.draw` does without truncation."""
+    rows, vocabulary = logits_BV.shape
+    tokens_B, logprobs_B = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    sums = torch.empty(rows, -(-vocabulary // _MASSES), dtype=torch.float64)
+    _library().draw(
+        _at(logits_BV.contiguous()), _at(uniforms_B.contiguous()), _FLOAT(temperature), _at(sums), _at(tokens_B),
+        _at(logprobs_B), _INTEGER(rows), _INTEGER(vocabulary),
+    )  # fmt: skip
+    return tokens_B, logprobs_B
+
+
+def with_heads(tensor_THD: Tensor) -> Tensor:
+    """Return the tensor with the heads of a token next to each other in memory."""
+    is_dense = tensor_THD.stride(2) == 1 and tensor_THD.stride(1) == tensor_THD.shape[2]
+    return tensor_THD if is_dense else tensor_THD.contiguous()
+
+
+def _with_rows(tensor_Ti: Tensor) -> Tensor:
+    return tensor_Ti if tensor_Ti.stride(1) == 1 else tensor_Ti.contiguous()
+
+
+class _Pointer(ctypes.c_void_p):
+    """An address that keeps its tensor alive, which may be a temporary, until the call has returned."""
+
+    tensor: Tensor | None
+
+
+def _at(tensor: Tensor | None) -> _Pointer:
+    pointer = _Pointer(None if tensor is None else tensor.data_ptr())
+    pointer.tensor = tensor
+    return pointer
+
+
+def _library() -> ctypes.CDLL:
+    found = library()
+    assert found is not None
+    return found
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CC") or "cc")
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
+
+
+def _compiled() -> Path:
+    """Return the compiled library from the cache, after compiling it if this compiler has not yet for this CPU."""
+    compiler = _compiler()
+    assert compiler is not None
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    inputs = (SOURCE.read_bytes(), version, repr(_COMPILE).encode(), " ".join(sorted(cpu_flags())).encode())
+    digest = hashlib.blake2b(b"\0".join(inputs), digest_size=12).hexdigest()
+    found = cache_dir() / "kernels" / f"native-{digest}.so"
+    if not found.exists():
+        found.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=found.parent) as folder:
+            compiled, linked = Path(folder) / "native.o", Path(folder) / "native.so"
+            for command in (
+                (compiler, *_COMPILE, "-o", str(compiled), str(SOURCE)),
+                (compiler, "-shared", "-o", str(linked), str(compiled), "-lm"),
+            ):
+                subprocess.run(command, capture_output=True, check=True, timeout=120)
+            linked.rename(found)
+    return found

@@ -1,0 +1,267 @@
+"""The kernels in C for bf16 on a CPU."""
+
+import math
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dapo.kernels import native, rotary
+from dapo.kernels.norm import add_rms_norm
+from dapo.kernels.rounding import round_dithered
+from dapo.kernels.sampler import draw
+from dapo.kernels.swiglu import swiglu
+from dapo.types import SamplingParams
+from tests.kernels.ways import needs_native
+
+THREADS = torch.get_num_threads()
+
+
+def values(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+
+
+def rounded_once(actual: Tensor, expected: Tensor) -> None:
+    """Check that the error is one rounding to bfloat16."""
+    assert actual.dtype == torch.bfloat16
+    assert (actual.double() - expected).abs().le(expected.abs() * 2**-8 * 1.001 + 1e-6).all()
+
+
+@pytest.fixture
+def one_thread():
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(THREADS)
+
+
+@needs_native
+@pytest.mark.parametrize("rows", [1, 15, 16, 31, 48, 63, 64, 65, 200])
+@pytest.mark.parametrize(("outputs", "terms"), [(1, 2), (15, 30), (16, 32), (33, 66), (130, 48)])
+def test_a_product_is_rounded_once_or_stays_float32(rows: int, outputs: int, terms: int) -> None:
+    inputs, weight, bias = values(rows, terms), values(outputs, terms, seed=1), values(outputs, seed=2)
+    exact = inputs.double() @ weight.double().t()
+    wide = native.product(inputs, weight, is_wide=True)
+    torch.testing.assert_close(wide.double(), exact, atol=1e-4, rtol=1e-5)
+    rounded_once(native.product(inputs, weight), wide.double())
+    with_bias = native.product(inputs, weight, bias, is_wide=True)
+    torch.testing.assert_close(with_bias.double(), exact + bias.double(), atol=1e-4, rtol=1e-5)
+    assert torch.equal(native.product(inputs, weight, bias), with_bias.bfloat16())
+
+
+@needs_native
+def test_a_product_reads_the_rows_of_any_layout() -> None:
+    weight, wide = values(33, 48, seed=1), torch.full((20, 99), math.nan).bfloat16()
+    wide[:, 11:59] = values(20, 48)
+    expected = native.product(values(20, 48), weight)
+    assert torch.equal(native.product(wide[:, 11:59], weight), expected)
+    assert torch.equal(native.product(values(20, 48).t().contiguous().t(), weight), expected)
+
+
+@needs_native
+def test_a_row_has_the_same_bits_alone_and_in_any_batch_with_any_number_of_threads(one_thread: None) -> None:
+    inputs, weight = values(150, 96), values(70, 96, seed=1)
+    together = native.product(inputs, weight, is_wide=True)
+    for rows in (slice(0, 1), slice(3, 20), slice(40, 105), slice(149, 150)):
+        assert torch.equal(native.product(inputs[rows], weight, is_wide=True), together[rows])
+    torch.set_num_threads(2)
+    assert torch.equal(native.product(inputs, weight, is_wide=True), together)
+
+
+@needs_native
+@pytest.mark.parametrize("tokens", [1, 2, 77, 200])
+def test_a_product_over_tokens_is_added_to_a_total(tokens: int) -> None:
+    left, right = values(tokens, 70), values(tokens, 35, seed=1)
+    total = torch.full((70, 35), 5.0)
+    native.add_product(total, left, right)
+    torch.testing.assert_close(total.double(), 5 + left.double().t() @ right.double(), atol=1e-4, rtol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 24), (70, 576), (3, 2500)])
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_the_norm_adds_in_float32_and_rounds_once(rows: int, width: int, has_delta: bool) -> None:
+    residual, delta, weight = values(rows, width).float() * 1.001, values(rows, width, seed=1), values(width, seed=2)
+    given = delta if has_delta else None
+    normed, total, rstd = add_rms_norm(residual, given, weight, 1e-3)
+    exact = residual.double() + (delta.double() if has_delta else 0)
+    scale = (exact.square().mean(-1) + 1e-3).rsqrt()
+    torch.testing.assert_close(total.double(), exact, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(rstd.double(), scale, atol=1e-6, rtol=1e-6)
+    rounded_once(normed, exact * scale[:, None] * weight.double())
+    assert (total is residual) == (not has_delta)
+
+
+@needs_native
+def test_swiglu_rounds_once_and_survives_huge_gates() -> None:
+    gate_up = values(9, 2 * 700, scale=4)
+    gate_up[0, 0], gate_up[0, 1] = -1e4, 1e4
+    gate, up = gate_up.double().chunk(2, -1)
+    rounded_once(swiglu(gate_up), gate * torch.sigmoid(gate) * up)
+    assert torch.equal(swiglu(gate_up[3:4]), swiglu(gate_up)[3:4])
+
+
+@needs_native
+@pytest.mark.parametrize("is_normed", [True, False])
+@pytest.mark.parametrize("is_rotated", [True, False])
+@pytest.mark.parametrize("size", [6, 48, 64])
+def test_rotation_agrees_with_pytorch(is_normed: bool, is_rotated: bool, size: int) -> None:
+    heads, kv_heads, rows = 3, 2, 50
+    qkv, positions = values(rows, (heads + 2 * kv_heads) * size), torch.arange(rows) % 9
+    angles = torch.randn(9, size // 2)
+    table = torch.cat([angles.cos(), angles.sin()], -1) if is_rotated else None
+    norms = rotary.HeadNorms(values(size, seed=1), values(size, seed=2), 1e-3) if is_normed else None
+    ours, theirs = qkv.clone(), qkv.clone()
+    found = rotary.rotate(ours, positions, table, heads, kv_heads, norms)
+    expected = rotary.rotate.torch(theirs, positions, table, heads, kv_heads, norms)
+    # Fused or not, a sum of two products may round to the other neighbor, after norms from another neighbor.
+    torch.testing.assert_close(found.float(), expected.float(), atol=2e-2, rtol=2**-6)
+    assert (found != expected).float().mean() < 0.01
+    assert torch.equal(ours[:, (heads + kv_heads) * size :], qkv[:, (heads + kv_heads) * size :])
+    assert (found.data_ptr() == ours.data_ptr()) == (not is_normed)
+
+
+@needs_native
+def test_dithered_rounding_has_the_bits_of_pytorch() -> None:
+    wide, base = values(33, 70).float() * 1e-3, values(33, 70, seed=1)
+    wide[0, :4] = torch.tensor([0.0, -0.0, math.nan, math.inf])
+    base[0, :2] = torch.tensor([-0.0, math.inf])
+    for given in (None, base):
+        ours, theirs = torch.empty_like(base), torch.empty_like(base)
+        round_dithered(wide, ours, given)
+        round_dithered.torch(wide, theirs, given)
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+
+
+def spans(starts: list[int], counts: list[int], stride: int) -> native.Spans:
+    return native.Spans(torch.tensor(starts) * stride, torch.tensor(counts))
+
+
+@needs_native
+@pytest.mark.parametrize("size", native.HEAD_SIZES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (7, 1)])
+def test_attention_matches_a_softmax_in_float64(size: int, heads: int, kv_heads: int) -> None:
+    counts = [1, 2, 15, 16, 17, 40]
+    query, keys, values_ = (
+        values(len(counts), heads, size),
+        values(40, kv_heads, size, seed=1),
+        values(40, kv_heads, size, seed=2),
+    )
+    stride = kv_heads * size
+    first, second = (
+        spans([0] * 6, [c // 2 for c in counts], stride),
+        spans([c // 2 for c in counts], [c - c // 2 for c in counts], stride),
+    )
+    sources = tuple(each.of(keys, values_, stride, size) for each in (first, second))
+    found = native.attention(query, sources, kv_heads, 40, 0.3)
+    for token, count in enumerate(counts):
+        for head in range(heads):
+            k, v = (each[:count, head * kv_heads // heads].double() for each in (keys, values_))
+            weights = (0.3 * k @ query[token, head].double()).softmax(0)
+            error = found[token, head].double() - weights @ v
+            assert error.abs().max() < 2**-8 * (weights @ v).abs().max() + 1e-5
+
+
+@needs_native
+def test_how_tokens_divide_into_sources_and_where_they_lie_changes_no_bit() -> None:
+    kv_heads, size, tokens = 2, 32, 41
+    query, keys, values_ = (
+        values(1, 4, size),
+        values(tokens, kv_heads, size, seed=1),
+        values(tokens, kv_heads, size, seed=2),
+    )
+    stride = kv_heads * size
+    found = []
+    for cut in (0, 1, 16, 30, tokens):
+        sources = tuple(
+            spans([start], [count], stride).of(keys, values_, stride, size)
+            for start, count in ((0, cut), (cut, tokens - cut))
+        )
+        found.append(native.attention(query, sources, kv_heads, tokens, 0.2))
+    cache_keys, cache_values = torch.full((2, kv_heads, 50, size), math.nan).bfloat16().unbind(0)
+    native.store(keys, values_, cache_keys, cache_values, torch.arange(tokens) * size, 50 * size)
+    cached = spans([0], [tokens], 1).of(cache_keys, cache_values, size, 50 * size)
+    none = spans([0], [0], 1).of(cache_keys, cache_values, size, 50 * size)
+    found.append(native.attention(query, (none, cached), kv_heads, tokens, 0.2))
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@needs_native
+@pytest.mark.parametrize("vocabulary", [3, 256, 700, 49152])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_the_token_and_its_log_probability_are_those_of_the_sampler(vocabulary: int, temperature: float) -> None:
+    logits = 20 + 4 * torch.randn(60, vocabulary, generator=torch.Generator().manual_seed(3))
+    uniforms = torch.rand(60, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    tokens, logprobs = native.draw(logits, uniforms, temperature)
+    expected, _ = draw(logits, uniforms, SamplingParams(temperature, max_tokens=1))
+    assert (tokens != expected).sum() <= 1, "a token may be its neighbor where the number hits the border of both"
+    exact = (logits.double() / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), exact, atol=3e-6, rtol=0)
+
+
+@needs_native
+def test_drawing_keeps_impossible_tokens_out_and_survives_extreme_numbers() -> None:
+    logits = torch.full((4, 300), -math.inf)
+    logits[:, 7], logits[:, 290] = 1.0, 1.0
+    edges = torch.tensor([2.0**-53, 0.5 - 2**-30, 0.5 + 2**-30, 1 - 2.0**-53], dtype=torch.float64)
+    tokens, logprobs = native.draw(logits, edges, 1.0)
+    assert tokens.tolist() == [7, 7, 290, 290]
+    torch.testing.assert_close(logprobs, torch.full((4,), -math.log(2)))
+    tokens, logprobs = native.draw(torch.full((1, 300), math.nan), edges[:1], 1.0)
+    assert tokens.tolist() == [0] and logprobs.isnan().all()
+
+
+@needs_native
+def test_frequencies_are_the_probabilities() -> None:
+    logits = torch.tensor([0.1, 2.0, -1.0, 0.7, -math.inf]).repeat(1, 60)[:, :299]  # more than one block
+    uniforms = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    tokens, _ = native.draw(logits.expand(20_000, -1), uniforms, 1.3)
+    shares = torch.bincount(tokens, minlength=299).double() / 20_000
+    torch.testing.assert_close(shares, (logits[0].double() / 1.3).softmax(0), atol=1.1e-4, rtol=0)
+
+
+def test_without_a_compiler_or_the_instructions_pytorch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert native.library() is None and native.missing() is not None
+    assert not native.is_native(values(2, 2))
+    monkeypatch.setattr(native, "cpu_flags", lambda: {"sse2"})
+    assert native.missing() == "a CPU with AVX-512 bf16"
+
+
+@needs_native
+def test_a_compiler_that_fails_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho broken >&2; exit 1\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
+    assert native.library.__wrapped__() is None
+    assert not list((tmp_path / "cache" / "kernels").iterdir()), "nothing half-written stays"
+
+
+@needs_native
+def test_the_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
+    assert native.library.__wrapped__() is not None
+    (made,) = (tmp_path / "kernels").iterdir()
+    before = os.stat(made).st_mtime_ns
+    assert native.library.__wrapped__() is not None
+    assert os.stat(made).st_mtime_ns == before
+
+
+@needs_native
+def test_products_of_bfloat16_use_the_kernels() -> None:
+    from dapo.model.products import linear, wide_product
+
+    inputs, weight = values(20, 48), values(30, 48, seed=1)
+    assert torch.equal(linear(inputs, weight), native.product(inputs, weight))
+    assert torch.equal(wide_product(inputs, weight.t()), native.product(inputs, weight, is_wide=True))
+    odd, wide = (
+        values(20, 47),
+        values(30, 47, seed=1),
+    )  # pairs of terms are multiplied: an odd number is left to PyTorch
+    torch.testing.assert_close(linear(odd, wide), F.linear(odd, wide))
