@@ -64,6 +64,7 @@ def check(runs: Path = Path("runs")) -> list[Finding]:
         *required,
         _device() if required[0].status == "ok" else Finding("device", "missing", "install torch to find out"),
         Finding("cores", "ok", str(usable_cores())),
+        *([_cpu_kernels()] if required[0].status == "ok" else []),
         _memory(),
         _disk("disk for runs", runs, RUNS_NEEDED, "set run.dir to a larger disk"),
         _disk("disk for cache", cache_dir(), CACHE_NEEDED, "set DAPO_CACHE to a larger disk"),
@@ -111,6 +112,20 @@ def _device() -> Finding:
         detail = "PyTorch does not see the GPU, so the CPU is used; install a CUDA build of torch that fits the driver"
         return Finding("device", "warn", detail)
     return Finding("device", "ok", "CPU, no GPU found")
+
+
+def _cpu_kernels() -> Finding:
+    from dapo.kernels import native
+
+    lack = native.missing()
+    if lack is not None and native.cpu_flags() >= native.INSTRUCTIONS:
+        return Finding("bf16 on the CPU", "warn", f"slow without {lack}; install one, such as gcc", optional=True)
+    if lack is not None:
+        return Finding("bf16 on the CPU", "ok", "this CPU has no AVX-512 bf16: model.dtype float32 is the best here")
+    if native.library() is None:
+        detail = "the kernels in C cannot be compiled; install a newer gcc, or set CC to another compiler"
+        return Finding("bf16 on the CPU", "warn", detail, optional=True)
+    return Finding("bf16 on the CPU", "ok", "model.dtype=bfloat16 is about twice as fast as float32")
 
 
 def _memory() -> Finding:

@@ -8,6 +8,8 @@ import pytest
 from rich.console import Console
 
 from dapo.doctor import Finding, check, is_usable, memory, print_table
+from dapo.kernels import native
+from tests.kernels.ways import needs_native
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,23 @@ def test_every_problem_says_what_to_do(findings: list[Finding]) -> None:
     for finding in findings:
         if finding.status != "ok":
             assert any(verb in finding.detail for verb in ("install", "run ", "set ", "check ", "close ", "use "))
+
+
+@pytest.mark.parametrize(
+    ("flags", "compiler", "status", "words"),
+    [
+        ({"sse2"}, "cc", "ok", "float32"),
+        (native.INSTRUCTIONS, "no-such-compiler", "warn", "install"),
+        (native.INSTRUCTIONS, "false", "warn", "install"),
+        pytest.param(native.INSTRUCTIONS, "cc", "ok", "bfloat16", marks=needs_native),
+    ],
+)
+def test_the_kernels_for_bf16_are_checked(flags, compiler, status, words, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    monkeypatch.setenv("CC", compiler)
+    (found,) = (finding for finding in check() if finding.name == "bf16 on the CPU")
+    assert found.status == status and words in found.detail
 
 
 def test_a_missing_required_part_makes_the_machine_unusable_and_an_optional_one_does_not() -> None:

@@ -16,7 +16,7 @@ from dapo.model.memory import USABLE
 from dapo.model.meter import head_size, key_heads
 from dapo.model.native_attention import NativeAttention
 from dapo.model.products import wide_product
-from dapo.model.trunk import trunk_of
+from dapo.model.trunk import can_fuse, trunk_of
 from dapo.model.varlen import Layout, Segments, VarlenAttention
 
 CHECKED_TOKENS = 16  # tokens that a model is checked with
@@ -57,6 +57,14 @@ def has_native_attention(causal_lm: Any) -> bool:
     """Return whether the kernels in C compute this model's attention."""
     weight = head_weight(causal_lm)
     return native.can_attend(weight.dtype, weight.device, head_size(causal_lm.config.get_text_config()))
+
+
+def is_faster_in_bfloat16(causal_lm: Any) -> bool:
+    """Return whether this float32 model on a CPU could use the kernels in C, which need bfloat16."""
+    weight = head_weight(causal_lm)
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not can_fuse(causal_lm):
+        return False
+    return native.can_attend(torch.bfloat16, weight.device, head_size(causal_lm.config.get_text_config()))
 
 
 def free_memory(device: torch.device) -> int:

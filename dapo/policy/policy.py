@@ -22,7 +22,7 @@ from dapo.config.functions import CustomParts
 from dapo.errors import ModelError
 from dapo.model.attention import AttentionPlan
 from dapo.model.features import prompt_features
-from dapo.model.forward import free_memory, head_weight, hidden_states, packed_plan
+from dapo.model.forward import free_memory, head_weight, hidden_states, is_faster_in_bfloat16, packed_plan
 from dapo.model.joined import merge, separate_bases
 from dapo.model.lora import causal_lm, merged, reference_mode
 from dapo.model.meter import peak_flops, training_flops
@@ -49,6 +49,7 @@ MAX_NON_FINITE_STEPS = 3
 Values = TypeVar("Values")
 
 REFERENCE_TOKENS = 4096  # per micro-batch, where no gradient is needed
+FASTER = "this CPU computes bfloat16 several times as fast as float32: add model.dtype=bfloat16 to a new run"
 
 
 class Policy:
@@ -112,7 +113,7 @@ class Policy:
 
     def memory_plan(self, cache_bytes: int) -> str | None:
         if not self.weight.is_cuda:
-            return None
+            return FASTER if is_faster_in_bfloat16(self.causal_lm) else None
         held = [t.data.untyped_storage() for t in (*self.model.parameters(), *(w.value for w in self.trunk.adapted))]
         weights = sum({s.data_ptr(): s.nbytes() for s in held if s.device.type == "cuda"}.values())
         masters = sum(held_bytes(m) for m in self.optimizer.masters if m.dtype != self.weight.dtype)

@@ -53,7 +53,7 @@ class Learner(Protocol):
         ...
 
     def memory_plan(self, cache_bytes: int) -> str | None:
-        """Describe in words what the GPU's memory will hold; None without a GPU."""
+        """Describe what the GPU's memory will hold, or what is faster on a CPU; None if there is nothing to say."""
         ...
 
     @property

@@ -30,12 +30,14 @@ from dapo.checkpoint.export import export_run
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import CheckpointError, ConfigError, NothingToLearn, RewardError, TrainingStopped
 from dapo.model import trunk
-from dapo.policy.policy import Policy
+from dapo.policy.policy import FASTER, Policy
 from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
 from dapo.types import Verdict
 from tests import plain, runs
+from tests.kernels.ways import needs_native
 from tests.saved import SavedRun
+from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -102,6 +104,30 @@ def test_runs_of_other_kinds_resume_bit_for_bit_too(tmp_path, override):
     parts = runs.load(tmp_path, "run.name=parts", "run.steps=4", *more)
     train(parts, resume=True)
     runs.assert_same_run(whole.run_dir, parts.run_dir, step=4)
+
+
+@needs_native
+def test_in_bfloat16_a_cpu_samples_the_bits_that_it_trains_and_resumes_bit_for_bit(tmp_path):
+    save_tiny(tmp_path / "model", hidden_size=128, head_dim=32)
+    more = ["model.dtype=bfloat16", "algorithm.max_logprob_gap=0.00001"]
+    whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", *more)
+    train(whole)
+    train(runs.load(tmp_path, "run.name=parts", "run.steps=2", *more))
+    parts = runs.load(tmp_path, "run.name=parts", "run.steps=4", *more)
+    train(parts, resume=True)
+    runs.assert_same_run(whole.run_dir, parts.run_dir, step=4)
+    assert max(step["logprob_gap/max"] for step in runs.metrics(whole.run_dir)) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "is_said"), [("float32", True), ("bfloat16", False)])
+@needs_native
+def test_a_run_says_that_bfloat16_is_faster_here(tmp_path, dtype, is_said):
+    save_tiny(tmp_path / "model", hidden_size=128, head_dim=32)
+    config = runs.load(tmp_path, "run.steps=1", f"model.dtype={dtype}")
+    train(config)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        said = [event["message"] for event in database.events() if event["kind"] == "plan"]
+    assert (FASTER in said) == is_said
 
 
 def test_a_lora_run_resumes_bit_for_bit_too(tmp_path):
