@@ -158,8 +158,17 @@ def update(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, s
         plain.optimizer.step(plain.rules.learning_rate(1))
         plain.optimizer.zero_grad()
 
-    ours, theirs = interleaved(shared, padded, repeats)
-    return [("update, 6 x 6 of 54 + 5 tokens: shared prompts against padded", 60 / ours, 60 / theirs, "updates/min")]
+    narrow_config = Config.parse({**config.model_dump(), "model": {"path": MODEL, "dtype": "bfloat16"}})
+    narrow = Policy(load_model(narrow_config.model.model_copy(update={"device": "cpu"})).model, narrow_config)
+    pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "update, 6 x 6 of 54 + 5 tokens: shared prompts against padded": (shared, padded),
+        "the same: shared prompts in bf16 against float32": (lambda: narrow.update(groups, step=1, version=0), shared),
+    }
+    rows_found = []
+    for what, pair in pairs.items():
+        first, second = interleaved(*pair, repeats)
+        rows_found.append((what, 60 / first, 60 / second, "updates/min"))
+    return rows_found
 
 
 class PeakMemory:

@@ -82,10 +82,11 @@ static void pack_rows(const bf16 *input, int64_t stride, int64_t rows, int64_t p
         }
 }
 
-// Multiply 16 times `registers` packed rows with `count` rows of the weight. The terms are added in order, two at a time.
-// Meanwhile fetch the rows of the weight that come next.
+// Multiply 16 * `registers` packed rows with `count` rows of the weight, whose last one is `last` rows further. The terms
+// are added in order, two at a time. Meanwhile the rows of the weight that come next are fetched.
 static inline __attribute__((always_inline)) void multiply(
-    const uint32_t *packed, const bf16 *weight, int64_t last, int64_t pairs, const int registers, const int count, float *out
+    const uint32_t *packed, const bf16 *weight, int64_t last, int64_t pairs, const int registers, const int count,
+    float *out
 ) {
     const int32_t *columns[COLUMNS];
     __m512 sums[COLUMNS];
@@ -105,7 +106,7 @@ static inline __attribute__((always_inline)) void multiply(
         for (int r = 0; r < registers; r++) _mm512_storeu_ps(out + c * ROWS + r * LANES, sums[c * registers + r]);
 }
 
-// 16 columns of the result, in as many steps as keep all sums in registers. `last` is the last row of the weight, from here.
+// Compute 16 columns of the result, in as many steps as keep all sums in registers.
 static void sixteen_columns(
     const uint32_t *packed, const bf16 *weight, int64_t last, int64_t pairs, int registers, float *out
 ) {
@@ -146,7 +147,7 @@ void product(
     int64_t rows, int64_t outputs, int64_t terms
 ) {
     const int64_t pairs = terms / 2, blocks = (rows + ROWS - 1) / ROWS;
-    // Columns that a thread computes for one block of rows before the next: with many blocks, more of them share a read.
+    // Columns that a thread computes for one block of rows before the next block. With many blocks, more share one read.
     const int64_t group = blocks > 1 ? 4 * COLUMNS : COLUMNS, groups = (outputs + group - 1) / group;
 #pragma omp parallel
     {
@@ -160,7 +161,8 @@ void product(
             for (int64_t row = 0; row < rows; row += ROWS)
                 for (int64_t column = at * group; column < (at + 1) * group && column < outputs; column += COLUMNS) {
                     const int64_t here = rows - row < ROWS ? rows - row : ROWS;
-                    const __m512 offset = bias ? load_bf16(bias + column, first(outputs - column)) : _mm512_setzero_ps();
+                    const __mmask16 mask = first(outputs - column);
+                    const __m512 offset = bias ? load_bf16(bias + column, mask) : _mm512_setzero_ps();
                     float sums[COLUMNS * ROWS];
                     sixteen_columns(
                         packed + row * pairs, weight + column * terms, outputs - 1 - column, pairs,
@@ -173,7 +175,7 @@ void product(
 
 // ---- row by row ----
 
-// Add `delta` (may be null) to the residual stream, and normalize: total = residual + delta, 1 / rms, and the normed rows.
+// Add `delta`, unless it is null, to the residual stream, and normalize: the total, 1 / rms, and the normed rows.
 void add_rms_norm(
     const float *residual, const bf16 *delta, const bf16 *weight, float eps, bf16 *normed, float *total, float *rstd,
     int64_t rows, int64_t width
@@ -231,8 +233,8 @@ static void normalize_head(const bf16 *in, const bf16 *weight, float eps, bf16 *
     }
 }
 
-// Write the query and key heads of each row of `qkv` to `out`: normed if there are weights, rotated if there is a table,
-// which holds cosines, then sines, of each position. `out` may be `qkv`.
+// Write the query and key heads of each row of `qkv` to `out`, which may be `qkv`: normed if there are weights, rotated
+// if there is a table, which holds cosines, then sines, of each position.
 void rotate(
     const bf16 *qkv, int64_t stride, bf16 *out, int64_t out_stride, const int64_t *positions, const float *table,
     const bf16 *query_norm, const bf16 *key_norm, float eps, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim
@@ -248,7 +250,8 @@ void rotate(
             for (int64_t i = 0; table && i < half; i += LANES) {
                 const __mmask16 mask = first(half - i);
                 const float *angle = table + positions[row] * dim + i;
-                const __m512 cosine = _mm512_maskz_loadu_ps(mask, angle), sine = _mm512_maskz_loadu_ps(mask, angle + half);
+                const __m512 cosine = _mm512_maskz_loadu_ps(mask, angle);
+                const __m512 sine = _mm512_maskz_loadu_ps(mask, angle + half);
                 const __m512 a = load_bf16(left + i, mask), b = load_bf16(right + i, mask);
                 store_bf16(left + i, _mm512_fmsub_ps(a, cosine, _mm512_mul_ps(b, sine)), mask);
                 store_bf16(right + i, _mm512_fmadd_ps(b, cosine, _mm512_mul_ps(a, sine)), mask);
@@ -318,11 +321,10 @@ static inline __attribute__((always_inline)) void attend(
 ) {
     const int64_t width = sources[0].counts[token] + sources[1].counts[token];
     float *place = scores;
-    for (const Source *s = sources; s < sources + 2; place += s++->counts[token])
-        score(
-            query, s->keys + s->starts[token] + head * s->head_stride, s->token_stride, s->counts[token], place, width,
-            groups, dim
-        );
+    for (const Source *s = sources; s < sources + 2; place += s++->counts[token]) {
+        const bf16 *keys = s->keys + s->starts[token] + head * s->head_stride;
+        score(query, keys, s->token_stride, s->counts[token], place, width, groups, dim);
+    }
     for (int64_t g = 0; g < groups; g++) {
         float *weights = scores + g * width;
         __m512 peaks = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps(), sums[16];
@@ -339,18 +341,18 @@ static inline __attribute__((always_inline)) void attend(
             _mm512_mask_storeu_ps(weights + t, mask, mass);
         }
         for (int i = 0; i < dim / LANES; i++) sums[i] = _mm512_setzero_ps();
-        for (const Source *s = sources; s < sources + 2; weights += s++->counts[token])
-            add_values(
-                sums, weights, s->values + s->starts[token] + head * s->head_stride, s->token_stride, s->counts[token], dim
-            );
+        for (const Source *s = sources; s < sources + 2; weights += s++->counts[token]) {
+            const bf16 *values = s->values + s->starts[token] + head * s->head_stride;
+            add_values(sums, weights, values, s->token_stride, s->counts[token], dim);
+        }
         const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(total));
         for (int i = 0; i < dim / LANES; i++)
             store_bf16(out + g * dim + LANES * i, _mm512_mul_ps(sums[i], share), 0xffff);
     }
 }
 
-// Attend with each query [tokens, heads, dim] to the tokens of both sources, at most `longest`, each seen as one sequence.
-// Returns 0 if there is no memory for the scores, else 1.
+// Attend with each query [tokens, heads, dim] to the tokens of both sources, at most `longest` in total.
+// Return 0 if there is no memory for the scores, else 1.
 int attention(
     const bf16 *query, int64_t query_stride, const Source *sources, int64_t longest, float scale, bf16 *out,
     int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim
@@ -387,8 +389,9 @@ void store(
 ) {
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t head = 0; head < kv_heads; head++) {
-            memcpy(keys + places[t] + head * head_stride, key + t * stride + head * dim, (size_t)dim * sizeof(bf16));
-            memcpy(values + places[t] + head * head_stride, value + t * stride + head * dim, (size_t)dim * sizeof(bf16));
+            const int64_t from = t * stride + head * dim, to = places[t] + head * head_stride;
+            memcpy(keys + to, key + from, (size_t)dim * sizeof(bf16));
+            memcpy(values + to, value + from, (size_t)dim * sizeof(bf16));
         }
 }
 
@@ -414,8 +417,10 @@ void draw(
         const float *in = logits + row * vocabulary;
         double *sums = blocks + row * count;
         __m512 peaks = _mm512_set1_ps(-INFINITY);
-        for (int64_t i = 0; i < vocabulary; i += LANES)
-            peaks = _mm512_mask_max_ps(peaks, first(vocabulary - i), peaks, _mm512_maskz_loadu_ps(first(vocabulary - i), in + i));
+        for (int64_t i = 0; i < vocabulary; i += LANES) {
+            const __mmask16 mask = first(vocabulary - i);
+            peaks = _mm512_mask_max_ps(peaks, mask, peaks, _mm512_maskz_loadu_ps(mask, in + i));
+        }
         const float highest = _mm512_reduce_max_ps(peaks);
         const __m512 peak = _mm512_set1_ps(highest);
         double total = 0;
@@ -445,6 +450,7 @@ void draw(
             if (inside > target) break;
         }
         tokens[row] = token < 0 ? 0 : token;  // there is none if logits are not finite
-        logprobs[row] = token < 0 ? NAN : (float)(((double)in[token] - (double)highest) / (double)temperature - log(total));
+        const double below = ((double)in[tokens[row]] - (double)highest) / (double)temperature;
+        logprobs[row] = token < 0 ? NAN : (float)(below - log(total));
     }
 }

@@ -62,6 +62,11 @@ def is_native(*tensors: Tensor | None) -> bool:
     return is_plain and all(each.dtype == torch.bfloat16 for each in present) and library() is not None
 
 
+def multiplies() -> bool:
+    """Return whether products with a bf16 result are computed here. With AMX, PyTorch is faster."""
+    return "amx_bf16" not in cpu_flags() and library() is not None
+
+
 def can_multiply(input_Ti: Tensor, weight_oi: Tensor) -> bool:
     if len(input_Ti) == 0 or input_Ti.shape[1] % 2 or not weight_oi.is_contiguous():
         return False

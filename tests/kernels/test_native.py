@@ -15,6 +15,7 @@ from dapo.kernels.norm import add_rms_norm
 from dapo.kernels.rounding import round_dithered
 from dapo.kernels.sampler import draw
 from dapo.kernels.swiglu import swiglu
+from dapo.model.products import linear, wide_product
 from dapo.types import SamplingParams
 from tests.kernels.ways import needs_native
 
@@ -254,11 +255,17 @@ def test_the_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @needs_native
-def test_products_of_bfloat16_use_the_kernels() -> None:
-    from dapo.model.products import linear, wide_product
-
+def test_where_the_cpu_has_amx_pytorch_computes_products_with_a_bf16_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "cpu_flags", lambda: native.INSTRUCTIONS | {"amx_bf16"})
     inputs, weight = values(20, 48), values(30, 48, seed=1)
-    assert torch.equal(linear(inputs, weight), native.product(inputs, weight))
+    assert torch.equal(linear(inputs, weight), F.linear(inputs, weight))
+    assert torch.equal(wide_product(inputs, weight.t()), native.product(inputs, weight, is_wide=True))
+
+
+@needs_native
+def test_products_of_bfloat16_use_the_kernels() -> None:
+    inputs, weight = values(20, 48), values(30, 48, seed=1)
+    assert torch.equal(linear(inputs, weight), native.product(inputs, weight)) or not native.multiplies()
     assert torch.equal(wide_product(inputs, weight.t()), native.product(inputs, weight, is_wide=True))
     odd, wide = (
         values(20, 47),
