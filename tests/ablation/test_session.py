@@ -100,7 +100,9 @@ def test_an_arm_with_nothing_left_to_learn_ends_early_and_counts(tmp_path: Path)
     assert read_status(folder) == Status.ENDED_EARLY
     assert [step for step, _ in evaluations(folder)] == [0, 3]
     assert not (folder / "checkpoints").exists()
-    assert "solved-s5: ended early after step 3, and its last evaluation counts" in " ".join(first.output.split())
+    assert "solved-s5: ended early after step 3, and its last evaluation is carried forward to the end" in " ".join(
+        first.output.split()
+    )
     found = json.loads((out / "ablation.json").read_text())
     arms = found["sets"]["held_out"]["arms"]
     assert (arms["solved"]["seeds"], arms["recipe"]["seeds"]) == ([5], [5])
