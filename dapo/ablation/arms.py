@@ -65,10 +65,16 @@ def _token_loss(config: Config) -> dict[str, Any]:
 
 
 def _without_dynamic_sampling(config: Config) -> dict[str, Any]:
-    """Sample exactly one batch and train on all of it. The ledger, which also avoids flat groups, is off too."""
+    """Sample exactly one batch and train on what there is: no group is replaced, and none is carried over.
+
+    The overlong filter and the judge can also leave groups without anything to train on. The ledger, which avoids flat
+    groups, is off too.
+    """
     return {
         "algorithm.filter_groups.enable": False,
         "algorithm.filter_groups.function": None,
+        "algorithm.filter_groups.max_num_gen_batches": 1,
+        "algorithm.filter_groups.on_exhausted": "train_partial",
         "algorithm.ledger.enable": False,
         "algorithm.ledger.revisit": 0.0,
         "algorithm.ledger.lookahead": 1,

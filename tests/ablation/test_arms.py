@@ -64,6 +64,7 @@ def test_a_technique_that_the_recipe_has_keeps_the_recipes_values():
     assert (full.algorithm.ledger, full.gen_batch_size) == (base.algorithm.ledger, 128)
     assert not grpo.algorithm.ledger.enable
     assert grpo.gen_batch_size == grpo.data.train_batch_size
+    assert grpo.algorithm.filter_groups.max_num_gen_batches == 1
 
 
 def test_without_dynamic_sampling_nothing_chooses_prompts():
