@@ -17,12 +17,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dapo.ablation.process import WorkerProcess
-from dapo.ablation.records import Status, read_status
+from dapo.ablation.records import Status, read_runs, read_status
 from dapo.ablation.report import _X_TICK
 from dapo.ablation.session import Session, train_in_turn
+from dapo.ablation.task import Outcome
 from dapo.cli import app
 from dapo.errors import CheckpointError, ConfigError, DapoError, NotReady, TrainingStopped
 from dapo.store.database import RunDatabase
+from dapo.types import Event, EventKind
 from tests.ablation.recipes import plan_of, write_recipe
 from tests.runs import REWARD, metrics
 
@@ -111,6 +113,32 @@ def test_an_arm_with_nothing_left_to_learn_ends_early_and_counts(tmp_path: Path)
     again = ablate(*arguments, "--resume")
     assert again.exit_code == 0, again.output
     assert len(metrics(folder)) == 3
+
+
+def test_a_run_that_fails_twice_for_the_same_reason_has_failed(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.01")
+    run, reason = plan.runs[0], "the process that trained the run died (signal 9, Killed)"
+    run.folder.mkdir(parents=True)
+    session = Session(plan, False, "quiet", on_run=lambda *_: None)
+    RunDatabase.create(run.folder / "run.db", run.config.to_yaml(), {}).close()
+    for _ in range(2):
+        with RunDatabase.open(run.folder / "run.db") as database:
+            database.record_event(Event(EventKind.RESUMED, "resumed", 0))
+        assert session.end(1, run, Outcome(failure=reason)) == Status.FAILED
+        session.end(1, run, Outcome(failure=reason))  # a failure that the trainer has recorded is not added
+        assert read_status(run.folder) == Status.FAILED
+    assert read_runs(plan, {})[0].reason == reason
+    with RunDatabase.open_readonly(run.folder / "run.db") as database:
+        assert [event["kind"] for event in database.endings()] == [EventKind.RESUMED, EventKind.STOPPED] * 2
+
+
+@pytest.mark.parametrize(
+    ("option", "number"), [("--seconds", "inf"), ("--seconds", "nan"), ("--reach", "nan"), ("--reach", "inf")]
+)
+def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, option, number):
+    result = ablate(tmp_path / "recipe.yaml", option, number)
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == f"{option} is {number}; expected a finite number"
 
 
 def test_a_signal_at_the_end_of_a_run_leaves_no_checkpoints(tmp_path: Path, monkeypatch):
