@@ -48,12 +48,13 @@ class Budget:
     unit: Unit
     amount: float
 
-    def is_spent(self, seconds: float, tokens: float) -> bool:
-        spent = {"seconds": seconds, "tokens": tokens}.get(self.unit, 0.0)
-        return spent >= self.amount
+    def spent(self, seconds: float, tokens: float) -> float:
+        """Return how much of it is spent; 0 for steps and epochs, which the run itself counts."""
+        return {"seconds": seconds, "tokens": tokens}.get(self.unit, 0.0)
 
     def __str__(self) -> str:
-        what = {"seconds": "seconds of training", "tokens": "generated tokens"}.get(self.unit, self.unit)
+        units = self.unit if self.amount != 1 else self.unit.removesuffix("s")
+        what = {"seconds": f"{units} of training", "tokens": f"generated {units}"}.get(self.unit, units)
         return f"{self.amount:,.10g} {what}"
 
 

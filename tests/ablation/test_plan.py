@@ -31,6 +31,13 @@ def test_without_a_budget_the_recipes_own_length_counts(tmp_path: Path):
     assert all(run.config.run.epochs is None and run.config.run.steps > 1000 for run in plan.runs)
 
 
+def test_a_budget_of_one_is_in_the_singular():
+    units = ("steps", "epochs", "seconds", "tokens")
+    ones = ["1 step", "1 epoch", "1 second of training", "1 generated token"]
+    assert [str(Budget(unit, 1)) for unit in units] == ones
+    assert str(Budget("tokens", 2000)) == "2,000 generated tokens"
+
+
 def test_each_arm_that_cannot_load_is_named_in_a_sentence_of_its_own(tmp_path: Path):
     recipe = write_recipe(tmp_path)
     with pytest.raises(NotReady) as refused:
