@@ -20,9 +20,9 @@ from rich.table import Table
 
 from dapo.config import RewardConfig
 from dapo.errors import ModelError, RewardError
-from dapo.system.cache import cache_dir
 from dapo.model.gguf import conversion_dir, find_fetched
 from dapo.rewards.judge import isolation_note
+from dapo.system.cache import cache_dir
 from dapo.system.install import install_hint, other_package
 from dapo.system.machine import free_disk, memory, usable_cores
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo.config import ModelConfig
 from dapo.errors import ModelError
-from dapo.system.cache import cache_dir
 from dapo.model.gguf import conversion_dir, ensure_fetched, find_fetched
 from dapo.model.loading import LoadedModel, load_model, load_vocabulary, resolve_device, resolve_dtype, resolve_path
+from dapo.system.cache import cache_dir
 from dapo.system.files import atomic_folder
 from tests.saved import save_merged
 from tests.tiny import CHAT_TEMPLATE, save_tiny, tiny_llama, tiny_qwen2
