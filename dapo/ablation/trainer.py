@@ -103,15 +103,17 @@ class BudgetReporter(ConsoleReporter):
     def reset_bar(self, config: Config, first_step: int) -> None:
         super().reset_bar(config, first_step)
         if self.metric is not None:
-            self.progress.reset(
-                self.task, description=self.budget.unit, total=self.budget.amount, completed=round(self.spent, 1)
-            )
+            self.progress.update(self.task, description=self.budget.unit, total=self.budget.amount)
+            self._show_spent()
 
     def step(self, report: StepReport) -> None:
         super().step(report)
         if self.metric is not None:
             self.spent += report.metrics[self.metric]
-            self.progress.update(self.task, completed=round(self.spent, 1))
+            self._show_spent()
+
+    def _show_spent(self) -> None:
+        self.progress.update(self.task, completed=round(self.spent, 1))
 
 
 class LineReporter(Reporter):
