@@ -93,7 +93,8 @@ def test_a_damaged_database_costs_only_its_own_run(tmp_path: Path):
 
 def test_an_arm_with_nothing_left_to_learn_ends_early_and_counts(tmp_path: Path):
     recipe, out = write_recipe(tmp_path, eval={"every": 0}), tmp_path / "out"
-    (tmp_path / "solved.py").write_text("def reward(completion, answer):\n    return 1.0\n", encoding="utf-8")
+    reward = 'def reward(completion, answer):\n    return {"score": 1.0, "acc": True}\n'
+    (tmp_path / "solved.py").write_text(reward, encoding="utf-8")
     arguments = (recipe, "--arm", f"solved: reward.use={tmp_path / 'solved.py'}:reward", "--seeds", 1, "--steps", 5,
                  "--out", out, "-q", "algorithm.filter_groups.max_num_gen_batches=1")  # fmt: skip
     first = ablate(*arguments)
@@ -109,7 +110,7 @@ def test_an_arm_with_nothing_left_to_learn_ends_early_and_counts(tmp_path: Path)
     arms = found["sets"]["held_out"]["arms"]
     assert (arms["solved"]["seeds"], arms["recipe"]["seeds"]) == ([5], [5])
     (solved,) = (run for run in found["runs"] if run["arm"] == "solved")
-    assert solved["failure"] is None and "all responses had the same score" in solved["ended_early"]
+    assert solved["failure"] is None and "all responses were right" in solved["ended_early"]
     again = ablate(*arguments, "--resume")
     assert again.exit_code == 0, again.output
     assert len(metrics(folder)) == 3
@@ -132,9 +133,7 @@ def test_a_run_that_fails_twice_for_the_same_reason_has_failed(tmp_path: Path):
         assert [event["kind"] for event in database.endings()] == [EventKind.RESUMED, EventKind.STOPPED] * 2
 
 
-@pytest.mark.parametrize(
-    ("option", "number"), [("--seconds", "inf"), ("--seconds", "nan"), ("--reach", "nan"), ("--reach", "inf")]
-)
+@pytest.mark.parametrize(("option", "number"), [("--seconds", "inf"), ("--reach", "nan"), ("--reach", "inf")])
 def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, option, number):
     result = ablate(tmp_path / "recipe.yaml", option, number)
     assert isinstance(result.exception, ConfigError)
