@@ -252,8 +252,8 @@ def warnings(plan: Plan) -> Iterator[str]:
             yield f"{one} and {other} have the same options, so they will train identically"
         elif not differing:
             yield (
-                f"{one} and {other} will train identically: only {', '.join(sorted(options))} differs, and neither "
-                "reads it"
+                f"{one} and {other} will train identically: they differ only in {', '.join(sorted(options))}, which "
+                "neither reads"
             )
         elif differing <= _CLIPS | {"algorithm.loss"} and _is_clip_idle(config) and _is_clip_idle(changed):
             what = "loss" if "algorithm.loss" in differing else "clip"

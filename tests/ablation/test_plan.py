@@ -171,7 +171,7 @@ def test_a_clip_cannot_act_exactly_where_all_ratios_are_one(tmp_path: Path, opti
 def test_an_option_that_nothing_reads_is_told_before_the_first_run(tmp_path: Path, change, needs):
     recipe = write_recipe(tmp_path)
     given = ["reward.overlong_buffer.len=2", "reward.target_length=4", "algorithm.filter_groups.enable=false"]
-    sentence = f"a and recipe {IDENTICAL}: only {change.partition('=')[0]} differs, and neither reads it"
+    sentence = f"a and recipe {IDENTICAL}: they differ only in {change.partition('=')[0]}, which neither reads"
     assert sentence in found_warnings(recipe, f"a: {change}", overrides=given)
     assert IDENTICAL not in found_warnings(recipe, f"a: {change}", overrides=[*given, needs])
     assert IDENTICAL not in found_warnings(recipe, f"a: {change} {needs}", overrides=given)
