@@ -20,8 +20,9 @@ from dapo.errors import ConfigError
 
 FULL, RECIPE = "full", "recipe"
 LADDER, LEAVE_ONE_OUT = "ladder", "leave-one-out"
-# Arms may not change these, or they could not be compared. The ablation's own options set them.
-_SHARED = ("run.", "eval.")
+# Arms may not change these, or they could not be compared: a question is recognized by the text of its prompt.
+_SHARED = ("run.", "eval.", "data.prompt_template.", "data.system_prompt.", "data.columns.")
+_LONGEST_NAME = 200  # bytes; a file system allows 255 for the name of a run's folder
 # Options that belong to the loss, with the loss itself.
 _LOSS_OPTIONS = {f"algorithm.{name}" for settings in LOSS_SETTINGS.values() for name in ("loss", *settings)}
 
@@ -65,10 +66,16 @@ def _token_loss(config: Config) -> dict[str, Any]:
 
 
 def _without_dynamic_sampling(config: Config) -> dict[str, Any]:
-    """Sample exactly one batch and train on all of it. The ledger, which also avoids flat groups, is off too."""
+    """Sample exactly one batch and train on what there is: no group is replaced, and none is carried over.
+
+    The overlong filter and the judge can also leave groups without anything to train on. The ledger, which avoids flat
+    groups, is off too.
+    """
     return {
         "algorithm.filter_groups.enable": False,
         "algorithm.filter_groups.function": None,
+        "algorithm.filter_groups.max_num_gen_batches": 1,
+        "algorithm.filter_groups.on_exhausted": "train_partial",
         "algorithm.ledger.enable": False,
         "algorithm.ledger.revisit": 0.0,
         "algorithm.ledger.lookahead": 1,
@@ -128,12 +135,10 @@ def _overrides(config: Config, used: Iterable[str]) -> tuple[str, ...]:
     return as_overrides(options, config)
 
 
-def as_overrides(options: Mapping[str, Any], config: Config | None = None) -> tuple[str, ...]:
+def as_overrides(options: Mapping[str, Any], config: Config) -> tuple[str, ...]:
     """Return options as KEY=VALUE, leaving out those whose value `config` already has."""
     return tuple(
-        f"{key}={_yaml(value)}"
-        for key, value in options.items()
-        if config is None or reduce(getattr, key.split("."), config) != value
+        f"{key}={_yaml(value)}" for key, value in options.items() if reduce(getattr, key.split("."), config) != value
     )
 
 
@@ -147,9 +152,15 @@ def own_arm(text: str) -> Arm:
     """Return the arm given as 'NAME: KEY=VALUE KEY=VALUE'."""
     name, _, options = text.partition(":")
     try:
-        return Arm(name.strip(), tuple(shlex.split(options)))
+        overrides = tuple(shlex.split(options))
     except ValueError as error:
         raise ConfigError(f"--arm '{text}': cannot be split into options ({error})") from None
+    if wrong := [override for override in overrides if "=" not in override]:
+        raise ConfigError(
+            f"--arm '{text}': '{wrong[0]}' is not KEY=VALUE; put quotes around a value that contains spaces, such as "
+            'data.train="{path: train.jsonl, size: 400}"'
+        )
+    return Arm(name.strip(), overrides)
 
 
 def published_arm(config: Config, name: str) -> Arm:
@@ -168,10 +179,10 @@ def published_arm(config: Config, name: str) -> Arm:
 def arms_from_file(path: Path) -> list[Arm]:
     """Read arms from YAML: names with their options, nested or dotted, such as `hot: {optim.lr: 1e-5}`."""
     arms = []
-    for name, options in parse_yaml(read_text(path, "YAML"), str(path)).items():
+    for name, options in parse_yaml(read_text(path, "YAML"), str(path), "arms such as `hot: {optim.lr: 1e-5}`").items():
         if not isinstance(options, dict):
             raise ConfigError(f"{path}: arm '{name}' is {options!r}; expected options, such as {{optim.lr: 1e-5}}")
-        arms.append(Arm(str(name), as_overrides(dict(_flat(options)))))
+        arms.append(Arm(str(name), tuple(f"{key}={_yaml(value)}" for key, value in _flat(options))))
     return arms
 
 
@@ -199,7 +210,7 @@ def collect_arms(config: Config, families: Sequence[str], given: Sequence[str]) 
                 hint = f"; did you mean '{close[0]}'?" if close else ""
                 raise ConfigError(f"--arms '{each}': is neither {LADDER}, {LEAVE_ONE_OUT} nor a file{hint}")
             own += arms_from_file(Path(each))
-    named = [text for text in given if ":" not in text]
+    named = list(dict.fromkeys(text for text in given if ":" not in text))
     own += [own_arm(text) for text in given if text not in named]
     _check_names(own)
     own = [_with_options_of_loss(arm, config) for arm in own]
@@ -239,27 +250,40 @@ def _check_names(own: Iterable[Arm]) -> None:
     for arm in own:
         if arm.name in taken:
             raise ConfigError(f"arm '{arm.name}': a published arm has this name; give yours another one")
+        if arm.name == RECIPE and arm.overrides:
+            raise ConfigError(
+                f"arm '{RECIPE}': this is the name of the unchanged recipe; give the arm with "
+                f"{arm.overrides[0].partition('=')[0]} another one"
+            )
         if not arm.name or arm.name.startswith(".") or set(arm.name) & set("/\\\0"):
             raise ConfigError(
                 f"arm '{arm.name}': the name becomes that of a folder, so it cannot be empty, start with a dot or "
                 "contain a slash; choose another name"
             )
+        if (length := len(arm.name.encode())) > _LONGEST_NAME:
+            raise ConfigError(
+                f"arm '{arm.name[:40]}...': the name becomes that of a folder, but has {length} bytes; choose one of "
+                f"at most {_LONGEST_NAME}"
+            )
 
 
 def _check(arms: Sequence[Arm]) -> None:
-    names = [arm.name for arm in arms]
+    names, options = [arm.name for arm in arms], option_names()
     for arm in arms:
         if names.count(arm.name) > 1:
             raise ConfigError(f"arm '{arm.name}': two arms have this name; give each its own")
         keys = [override.partition("=")[0] for override in arm.overrides]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise ConfigError(f"arm '{arm.name}': {twice[0]} is given twice; give it one value")
-        for override in arm.overrides:
-            if override.startswith(_SHARED):
-                key = override.partition("=")[0]
+        for key in keys:
+            if f"{key}.".startswith(_SHARED):
                 raise ConfigError(
                     f"arm '{arm.name}': {key} is the same for all arms, so that they can be compared; give it once, "
                     "for the whole ablation"
+                )
+            if members := [name for name in options if name.startswith(f"{key}.")]:
+                raise ConfigError(
+                    f"arm '{arm.name}': {key} is a section; give its options one by one, such as {members[0]}=..."
                 )
     if len(arms) < 2:
         raise ConfigError(f"there is only one arm, '{names[0]}'; name another to compare it with")

@@ -52,7 +52,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Training:
-    """A summary of a run's training: totals, means over the last tenth of its steps, and extremes over all steps."""
+    """Totals and shares over all steps; entropy and length over the last tenth; maxima over all steps."""
 
     steps: float  # a mean over seeds may not be whole
     seconds: float

@@ -98,13 +98,12 @@ def _set_values(result: Result, found: SetResult) -> dict[str, Any]:
 def _charts(result: Result) -> Iterator[dict[str, Any]]:
     for found in result.sets:
         for axis, title in _AXES.items():
-            done = [run.evaluations[found.name][-1] for run in result.runs
-                    if run.status.is_done and run.evaluations.get(found.name)]  # fmt: skip
-            end = max((amount(each, axis) for each in done), default=0.0)
-            curves = [
-                [_evaluation_points(run, found.name, axis, end) for run in result.of_arm(arm.name)]
+            by_arm = [
+                [run for run in result.of_arm(arm.name) if run.metric.get(found.name) == found.metric]
                 for arm in result.plan.arms
             ]
+            end = max(amount(run.evaluations[found.name][-1], axis) for runs in by_arm for run in runs)
+            curves = [[_evaluation_points(run, found.name, axis, end) for run in runs] for runs in by_arm]
             unit = f"{found.metric}{' in %' * is_rate(found.metric)}, mean over seeds; shaded: lowest to highest seed"
             yield _chart(result, f"{found.name} by {title}", unit, curves, axis)
     for metric, title, unit in (
@@ -133,11 +132,11 @@ def _chart(result: Result, title: str, unit: str, curves: Sequence[Sequence[Poin
 
 
 def _evaluation_points(run: RunRecord, name: str, axis: Axis, end: float) -> Points:
-    found = run.evaluations.get(name, ())
-    if run.status == Status.ENDED_EARLY and found:
+    found = run.evaluations[name]
+    if run.status == Status.ENDED_EARLY:
         found = [*found, found[-1]]
     x = np.array([amount(each, axis) for each in found])
-    if run.status == Status.ENDED_EARLY and found:  # its last evaluation counts to the end of the budget
+    if run.status == Status.ENDED_EARLY:  # its last evaluation is carried forward to the end of the budget
         x[-1] = max(x[-1], end)
     return x, np.array([each.mean for each in found]) * (100 if is_rate(run.metric[name]) else 1)
 

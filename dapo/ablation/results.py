@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Difference:
     @property
     def verdict(self) -> str:
         if math.isnan(self.p_holm):
-            return "too few results"
+            return "all differences are equal: no test" if self.low == self.high else "too few results"
         if self.p_holm >= LEVEL:
             return "no difference shown"
         return "better" if self.value > 0 else "worse"
@@ -92,13 +92,16 @@ def compare(plan: Plan, runs: list[RunRecord], levels: Sequence[float] = ()) -> 
     sets = [found for name in names if (found := _compare_set(plan, name, done, levels))]
     by_arm = {arm.name: [run.training for run in done if run.arm == arm.name and run.training] for arm in plan.arms}
     trainings = {arm: _mean_training(members) for arm, members in by_arm.items() if members}
-    return Result(plan, runs, sets, trainings, list(_notes(plan, trainings)))
+    return Result(plan, runs, sets, trainings, [*_other_metrics(sets, done), *_notes(plan, trainings)])
 
 
 def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Sequence[float]) -> SetResult | None:
     members = [run for run in runs if run.evaluations.get(name)]
     if not members:
         return None
+    # A judge without `acc` has another main metric. Only runs with the reference's metric are compared.
+    metric = next((run for run in members if run.arm == plan.reference), members[0]).metric[name]
+    members = [run for run in members if run.metric[name] == metric]
     at = {arm.name: _common(plan, name, members, arm.name) for arm in plan.arms}
 
     def cells(arm: str, where: Where, of: str) -> Cells:
@@ -121,7 +124,6 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
     corrected = {
         where: _corrected({arm: each for (arm, place), each in found.items() if place == where}) for where in WHERE
     }
-    metric = members[0].metric[name]
     scale = 100 if is_rate(metric) else 1
     arms = []
     for arm in plan.arms:
@@ -203,7 +205,15 @@ def _mean_training(members: Sequence[Training]) -> Training:
     return Training(**{name: max(values) if name in extremes else _mean(values) for name, values in columns.items()})
 
 
-def _notes(plan: Plan, trainings: Mapping[str, Training]) -> Any:
+def _other_metrics(sets: Sequence[SetResult], runs: Sequence[RunRecord]) -> Iterator[str]:
+    """Yield a note for each set in which runs are left out because their main metric is another one."""
+    for found in sets:
+        for other in sorted({run.metric.get(found.name, found.metric) for run in runs} - {found.metric}):
+            names = [run.name for run in runs if run.metric.get(found.name) == other]
+            yield f"{found.name}: {', '.join(names)} left out, with {other} in place of {found.metric}"
+
+
+def _notes(plan: Plan, trainings: Mapping[str, Training]) -> Iterator[str]:
     """Yield a note for each technique that had no effect in these runs, whatever the table says about its arm."""
     limit = plan.config.data.max_response_length
     everywhere = list(trainings.values())

@@ -93,5 +93,6 @@ def _record_failure(folder: Path, failure: str) -> None:
         if not RunDatabase.exists(folder / DATABASE_FILE):
             return
         with RunDatabase.open(folder / DATABASE_FILE) as database:
-            if not any(event["message"] == failure for event in database.events()):
+            # An attempt that resumed the run has recorded that, so an earlier failure is not the last event.
+            if not any(event["message"] == failure for event in database.endings()[-1:]):
                 database.record_event(Event(EventKind.STOPPED, failure, database.last_step()))

@@ -150,30 +150,43 @@ def training_table(result: Result) -> Table:
 
 def explanation(result: Result) -> list[str]:
     """Return sentences on how the comparison was made and what it leaves out."""
-    plan, compared = result.plan, len(result.plan.arms) - 1
+    plan = result.plan
     lines = [
         "Each interval is for one comparison, paired by question and seed. The verdicts apply Holm's correction over "
-        f"the arms in a column (here {compared}), not over the columns.",
-        f"At equal seconds or tokens, an arm is compared with {plan.reference} at the most that every run of both has "
-        "spent. Between two evaluations a straight line is assumed. Seconds are those of training steps, without "
-        "evaluation and saving.",
+        f"the arms in a column (here {_comparisons(result)}), not over the columns.",
+        f"At equal seconds or tokens, an arm is compared with {plan.reference} at the largest amount that every run of "
+        "both arms reached. Between two evaluations a straight line is assumed. Seconds are those of training steps, "
+        "without evaluation and saving.",
     ]
     if plan.config.rollout.mode == "inflight":
         lines.append("Finishing the responses in flight before an evaluation is not counted in the seconds.")
     for found in result.sets:
-        asked = {frozenset(last.values) for run in result.runs if run.status.is_done
+        asked = {(run.arm, frozenset(last.values)) for run in result.runs if run.status.is_done
                  for last in run.evaluations.get(found.name, ())[-1:]}  # fmt: skip
-        if len(asked) > 1:
+        if len(asked) > len({arm for arm, _ in asked}):
             lines.append(f"{found.name}: the questions differ between seeds; {found.questions} counts all of them.")
-    alone = [arm.arm for found in result.sets[:1] for arm in found.arms if len(arm.seeds) == 1]
-    if alone and len(plan.seeds) > 1:
-        lines.append(
-            f"Only one seed of {', '.join(alone)} is finished: the interval covers the choice of questions, not the "
-            "differences between seeds, so there is no verdict."
-        )
-    if len(plan.seeds) == 1:
+    if len(plan.seeds) > 1:
+        for found in result.sets:
+            seeds = {arm.arm: set(arm.seeds) for arm in found.arms}
+            lines += [
+                f"{found.name}: {arm} and {plan.reference} have only one finished seed in common: the interval covers "
+                "the choice of questions, not the differences between seeds, so there is no verdict."
+                for arm in seeds
+                if arm != plan.reference and len(seeds[arm] & seeds[plan.reference]) == 1
+            ]
+    else:
         lines.append("With one seed the intervals cover the choice of questions, not the differences between seeds.")
     return lines
+
+
+def _comparisons(result: Result) -> str:
+    """Return how many comparisons Holm's correction is over; columns may differ in that."""
+    counts = {
+        sum(not math.isnan(each.p_holm) for arm in found.arms if (each := arm.differences.get(where)))
+        for found in result.sets
+        for where, _ in columns(result, found)
+    }
+    return " to ".join(str(count) for count in sorted({min(counts, default=0), max(counts, default=0)}))
 
 
 def unfinished(runs: Sequence[RunRecord]) -> list[str]:
@@ -188,8 +201,8 @@ def unfinished(runs: Sequence[RunRecord]) -> list[str]:
 def ended_early(runs: Sequence[RunRecord]) -> list[str]:
     """Return a line for each run that found nothing left to learn."""
     return [
-        f"{run.name}: ended early after step {run.training.steps:.0f}, and its last evaluation counts to the end of "
-        f"the budget: {run.reason}"
+        f"{run.name}: ended early after step {run.training.steps:.0f}, and its last evaluation is carried forward to "
+        f"the end of the budget: {run.reason}"
         for run in runs
         if run.status == Status.ENDED_EARLY and run.training
     ]

@@ -9,6 +9,7 @@ from dapo.ablation.plan import Budget
 from dapo.ablation.records import early_end
 from dapo.ablation.task import Base, Line, News, Task
 from dapo.checkpoint.state import TrainerState
+from dapo.config import Config
 from dapo.errors import NothingToLearn
 from dapo.terminal.console import STYLES, ConsoleReporter, Reporter, Verbosity
 from dapo.terminal.evaltable import heading, headline, with_interval
@@ -35,14 +36,15 @@ class ArmTrainer(Trainer):
         super().read_totals()
         assert self.recorder.database
         self.tokens = self.recorder.database.total("tokens/generated")
+        if isinstance(self.reporter, BudgetReporter):
+            self.reporter.spent = self.task.budget.spent(self.seconds, self.tokens)
         if early_end(self.recorder.database, self.step) is not None:  # its last evaluation was interrupted
             self.early_end = self.step
 
     @property
     def is_finished(self) -> bool:
-        return (
-            self.step == self.early_end or super().is_finished or self.task.budget.is_spent(self.seconds, self.tokens)
-        )
+        is_spent = self.task.budget.spent(self.seconds, self.tokens) >= self.task.budget.amount
+        return self.step == self.early_end or super().is_finished or is_spent
 
     def train_step(self) -> StepReport:
         report = super().train_step()
@@ -96,14 +98,22 @@ class BudgetReporter(ConsoleReporter):
 
         super().__init__(log_console(), verbosity)
         self.budget, self.spent = budget, 0.0
+        self.metric = {"seconds": "timing_s/step", "tokens": "tokens/generated"}.get(budget.unit)
+
+    def reset_bar(self, config: Config, first_step: int) -> None:
+        super().reset_bar(config, first_step)
+        if self.metric is not None:
+            self.progress.update(self.task, description=self.budget.unit, total=self.budget.amount)
+            self._show_spent()
 
     def step(self, report: StepReport) -> None:
         super().step(report)
-        metric = {"seconds": "timing_s/step", "tokens": "tokens/generated"}.get(self.budget.unit)
-        if metric is not None:
-            self.spent += report.metrics[metric]
-            unit, amount = self.budget.unit, self.budget.amount
-            self.progress.update(self.task, description=unit, total=amount, completed=round(self.spent, 1))
+        if self.metric is not None:
+            self.spent += report.metrics[self.metric]
+            self._show_spent()
+
+    def _show_spent(self) -> None:
+        self.progress.update(self.task, completed=round(self.spent, 1))
 
 
 class LineReporter(Reporter):

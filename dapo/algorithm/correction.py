@@ -20,8 +20,8 @@ def correction_weights(
     """Return the weight of each token's loss, exp(start - old), and metrics per token.
 
     `start_logprobs_T` are the trainer's, before the first update of the step. The weight is that of the token or, on
-    the sequence level, the product over its response. Truncated weights are at most LIMIT. Masked ones are 0 unless
-    they lie between 1 / LIMIT and LIMIT.
+    the sequence level, the product over its response. Truncated weights are at most LIMIT. Masked weights outside
+    [1 / LIMIT, LIMIT] are set to 0.
     """
     level, _, how = correction.partition("-")
     log_ratio_T = start_logprobs_T - old_logprobs_T

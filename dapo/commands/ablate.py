@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -37,7 +38,11 @@ def ablate(
     tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Generated tokens per run.")] = None,
     reach: Annotated[
         list[float] | None,
-        typer.Option("--reach", help="Also show when each arm reached this accuracy, in %; can be repeated."),
+        typer.Option(
+            "--reach",
+            help="Also show when each arm reached this accuracy, in % (or mean reward, if answers have no accuracy); "
+            "can be repeated.",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of all runs; default: ablations/RECIPE.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue; arms and seeds may be added.")] = False,
@@ -64,6 +69,9 @@ def ablate(
     """
     from dapo.ablation.plan import make_plan
 
+    for option, numbers in (("--seconds", [seconds or 0.0]), ("--reach", reach or ())):
+        if wrong := [number for number in numbers if not math.isfinite(number)]:
+            raise ConfigError(f"{option} is {wrong[0]}; expected a finite number")
     if runs_per_gpu > 1 and ray is None:
         raise ConfigError("--runs-per-gpu: runs are trained at once only with --ray; add --ray local")
     plan_in = partial(

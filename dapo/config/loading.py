@@ -140,15 +140,15 @@ def read_text(path: Path, form: str) -> str:
         raise ConfigError(f"{path}: not valid {form} (it is not a text file in UTF-8)") from None
 
 
-def parse_yaml(text: str, source: str) -> dict[str, Any]:
-    """Parse the YAML text of a configuration into nested values."""
+def parse_yaml(text: str, source: str, expected: str = "sections such as `model:` and `data:`") -> dict[str, Any]:
+    """Parse the YAML text of a configuration into nested values. `expected` is what a message says it should hold."""
     try:
         values = parse_value(text)
     except ValueError as error:
         raise ConfigError(f"{source}: not valid YAML ({error})") from None
     if not isinstance(values, dict):
         found = "nothing" if values is None else f"a {type(values).__name__}"
-        raise ConfigError(f"{source}: expected sections such as `model:` and `data:`, found {found}")
+        raise ConfigError(f"{source}: expected {expected}, found {found}")
     return {name: {} if section is None else section for name, section in values.items()}  # `model:` alone is null
 
 

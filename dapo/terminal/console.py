@@ -72,15 +72,18 @@ class ConsoleReporter(Reporter):
         self.batch_size, self.show_samples = config.data.train_batch_size, config.run.show_samples
         self.epochs = config.run.epochs
         # The clock starts now: in a notebook, the cells that made the trainer may be hours old.
-        if self.epochs is None:
-            self.progress.reset(self.task, total=config.run.steps, completed=first_step)
-        else:
-            self.progress.reset(self.task, description="epochs", total=self.epochs)
+        self.reset_bar(config, first_step)
         self._print(_header())
         with self.progress:
             self.phase("sampling")
             yield
             self.phase("")
+
+    def reset_bar(self, config: Config, first_step: int) -> None:
+        if self.epochs is None:
+            self.progress.reset(self.task, total=config.run.steps, completed=first_step)
+        else:
+            self.progress.reset(self.task, description="epochs", total=self.epochs)
 
     def phase(self, name: str) -> None:
         self.progress.update(self.task, now=name)

@@ -64,6 +64,7 @@ def test_a_technique_that_the_recipe_has_keeps_the_recipes_values():
     assert (full.algorithm.ledger, full.gen_batch_size) == (base.algorithm.ledger, 128)
     assert not grpo.algorithm.ledger.enable
     assert grpo.gen_batch_size == grpo.data.train_batch_size
+    assert grpo.algorithm.filter_groups.max_num_gen_batches == 1
 
 
 def test_without_dynamic_sampling_nothing_chooses_prompts():
@@ -105,8 +106,9 @@ def test_own_arms_are_compared_with_the_recipe(tmp_path: Path):
     }
 
 
-def test_a_published_arm_can_be_named_alone():
-    arms, reference = collect_arms(config(), (), ["no-dynamic-sampling"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_published_arm_can_be_named_alone_and_again(times):
+    arms, reference = collect_arms(config(), (), ["no-dynamic-sampling"] * times)
     assert ([arm.name for arm in arms], reference) == (["no-dynamic-sampling", "full"], "full")
 
 
@@ -123,7 +125,21 @@ def test_a_published_arm_can_be_named_alone():
         ([], ["a: eval.k=3"], "arm 'a': eval.k is the same for all arms"),
         ([], ["a: run.seed=3"], "arm 'a': run.seed is the same for all arms"),
         ([], ["a: rollout.stop='[x"], "cannot be split into options"),
-        ([], ["recipe: optim.lr=1e-5"], "there is only one arm, 'recipe'"),
+        ([], ["recipe: "], "there is only one arm, 'recipe'"),
+        ([], ["recipe: optim.lr=1e-5", "b: optim.lr=2e-5"], "arm 'recipe': this is the name of the unchanged recipe"),
+        ([], [f"{'x' * 300}: optim.lr=1e-5"], r"arm 'x{40}\.\.\.': .* has 300 bytes; choose one of at most 200"),
+        ([], ["a: data.prompt_template=dapo"], "arm 'a': data.prompt_template is the same for all arms"),
+        ([], ["a: data.system_prompt=brief"], "arm 'a': data.system_prompt is the same for all arms"),
+        ([], ["a: data.columns.prompt=question"], "arm 'a': data.columns.prompt is the same for all arms"),
+        ([], ["a: 'eval={k: 3}'"], "arm 'a': eval is the same for all arms"),
+        ([], ["a: 'run={seed: 3}'"], "arm 'a': run is the same for all arms"),
+        ([], ["a: 'algorithm={loss: gspo}'"], "arm 'a': algorithm is a section; give its options .* algorithm.loss="),
+        ([], ["a: 'algorithm.ledger={enable: true}'"], "algorithm.ledger is a section.* algorithm.ledger.enable=..."),
+        (
+            [],
+            ["a: data.train={path: x, size: 4}"],
+            r"'x,' is not KEY=VALUE; put quotes around a value .*train=\"\{path",
+        ),
     ],
 )
 def test_arms_that_make_no_sense_are_refused_in_one_sentence(families, given, sentence):
@@ -132,10 +148,20 @@ def test_arms_that_make_no_sense_are_refused_in_one_sentence(families, given, se
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_whose_arm_has_no_options_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("hot: 3", "arm 'hot' is 3; expected options"),
+        ("", r"arms\.yaml: expected arms such as `hot: \{optim.lr: 1e-5\}`, found nothing"),
+        ("[optim.lr, 1]", r"arms\.yaml: expected arms such as .*, found a list"),
+        ("hot: {optim.lr: 1e-3, optim: {lr: 1e-4}}", "arm 'hot': optim.lr is given twice; give it one value"),
+        ("hot: {optim: 3}", "arm 'hot': optim is a section; give its options one by one"),
+    ],
+)
+def test_a_file_that_holds_no_arms_is_refused(tmp_path: Path, text, sentence):
     file = tmp_path / "arms.yaml"
-    file.write_text("hot: 3\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="arm 'hot' is 3; expected options"):
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=sentence):
         collect_arms(config(), [str(file)], ())
 
 

@@ -144,13 +144,64 @@ def test_an_arm_without_any_result_is_said_to_have_too_few(plan: Plan):
 
 
 def test_an_arm_with_one_seed_of_several_has_an_interval_but_no_verdict(plan: Plan):
-    runs = [run for run in fast_and_slow(plan) if (run.arm, run.seed) != ("fast", 6)]
+    other = record("fast", 5, points((0, 0, 0, 0.1), (4, 10, 4000, 0.3), seed=9))
+    runs = [other, *(run for run in fast_and_slow(plan) if run.arm != "fast")]
     result = compare(plan, runs)
     ending = result.sets[0].arms[0].differences["end"]
     assert ending.verdict == "too few results"
     assert ending.value == pytest.approx(-0.3)
-    assert "Only one seed of fast is finished" in " ".join(explanation(result))
-    assert "Only one seed" not in " ".join(explanation(compare(plan, fast_and_slow(plan))))
+    assert ending.low < -0.3 < ending.high
+    shared = "held_out: fast and recipe have only one finished seed in common"
+    assert shared in " ".join(explanation(result))
+    assert "here 0)" in explanation(result)[0]  # no comparison, so nothing that Holm's correction is over
+    assert shared not in " ".join(explanation(compare(plan, fast_and_slow(plan))))
+
+
+def test_arms_with_two_seeds_each_but_one_in_common_are_told_why_they_have_no_verdict(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "fast: optim.lr=0.1", seeds=3, budget=Budget("steps", 4))
+    ends = {("fast", 5): 0.3, ("fast", 6): 0.4, ("recipe", 6): 0.5, ("recipe", 7): 0.6}
+    runs = [record(arm, seed, points((0, 0, 0, 0.1), (4, 9, 9, end), seed=seed)) for (arm, seed), end in ends.items()]
+    result = compare(plan, runs)
+    assert math.isnan(result.sets[0].arms[0].differences["end"].p_holm)
+    assert "held_out: fast and recipe have only one finished seed in common" in " ".join(explanation(result))
+
+
+def test_only_comparisons_that_were_made_are_counted(tmp_path: Path):
+    arms = [f"{name}: optim.lr=0.{i}" for i, name in enumerate(("fast", "failed", "slow"), start=1)]
+    plan = plan_of(write_recipe(tmp_path), *arms, seeds=2, budget=Budget("steps", 4))
+    runs = fast_and_slow(plan)
+    runs += [replace(record("failed", run.seed, []), status=Status.FAILED) for run in runs[::2]]
+    assert "here 1)" in explanation(compare(plan, runs))[0]
+    runs += [replace(run, arm="slow", name=f"slow-s{run.seed}") for run in runs[:4:2]]
+    assert "here 2)" in explanation(compare(plan, runs))[0]
+
+
+def test_a_difference_that_is_the_same_everywhere_is_not_called_too_few_results(plan: Plan):
+    def runs(arm: str, value: float) -> list[RunRecord]:
+        found = dict.fromkeys(QUESTIONS, value)
+        return [record(arm, seed, [Evaluation(0, 0, 0, found), Evaluation(4, 9, 9, found)]) for seed in (5, 6)]
+
+    (found,) = compare(plan, [*runs("fast", 0.0), *runs("recipe", 1.0)]).sets
+    assert found.arms[0].differences["end"].verdict == "all differences are equal: no test"
+    (found,) = compare(plan, [*runs("fast", 1.0), *runs("recipe", 1.0)]).sets
+    assert found.arms[0].differences["end"].verdict == "no difference shown"
+
+
+def test_an_arm_with_another_metric_is_left_out_and_named(plan: Plan):
+    """A judge without `acc` makes the mean reward the main metric, which is not a rate."""
+    runs = fast_and_slow(plan)
+    evaluations = points((0, 0, 0, 7.0), (4, 10, 4000, 8.0))
+    runs[::2] = [replace(record("fast", seed, evaluations), metric={"held_out": "reward/mean"}) for seed in (5, 6)]
+    result = compare(plan, runs)
+    (found,) = result.sets
+    fast, recipe = found.arms
+    assert found.metric == "avg@2"
+    assert (fast.seeds, recipe.seeds) == ([], [5, 6])
+    assert math.isnan(fast.values["end"]) and recipe.values["end"] == pytest.approx(0.6)
+    assert fast.differences["end"].verdict == "too few results"
+    assert "held_out: fast-s5, fast-s6 left out, with reward/mean in place of avg@2" in result.notes
+    assert {series["name"] for chart in _charts(result) if "held_out" in chart["title"]["text"]
+            for series in chart["series"] if "fast" in series["name"]} == set()  # fmt: skip
 
 
 def test_a_run_that_ends_with_empty_batches_leaves_its_entropy_to_the_other_seeds(plan: Plan):
@@ -235,6 +286,16 @@ def test_questions_that_differ_between_seeds_are_mentioned(plan: Plan):
         found = [replace(e, values={f"own {q}": v for q, v in e.values.items()}) for e in run.evaluations["held_out"]]
         run.evaluations["held_out"][:] = found  # pyright: ignore[reportIndexIssue]
     assert "held_out: the questions differ between seeds; 120 counts all of them." in explanation(compare(plan, runs))
+
+
+def test_an_arm_that_leaves_out_a_question_is_not_taken_for_seeds_that_differ(plan: Plan):
+    runs = fast_and_slow(plan)
+    for run in runs[::2]:
+        found = [
+            replace(e, values={q: v for q, v in e.values.items() if q != "q0"}) for e in run.evaluations["held_out"]
+        ]
+        run.evaluations["held_out"][:] = found  # pyright: ignore[reportIndexIssue]
+    assert not any("questions differ" in line for line in explanation(compare(plan, runs)))
 
 
 def test_an_interval_of_a_rate_ends_where_rates_end():

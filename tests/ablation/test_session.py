@@ -17,12 +17,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dapo.ablation.process import WorkerProcess
-from dapo.ablation.records import Status, read_status
+from dapo.ablation.records import Status, read_runs, read_status
 from dapo.ablation.report import _X_TICK
 from dapo.ablation.session import Session, train_in_turn
+from dapo.ablation.task import Outcome
 from dapo.cli import app
 from dapo.errors import CheckpointError, ConfigError, DapoError, NotReady, TrainingStopped
 from dapo.store.database import RunDatabase
+from dapo.types import Event, EventKind
 from tests.ablation.recipes import plan_of, write_recipe
 from tests.runs import REWARD, metrics
 
@@ -91,7 +93,8 @@ def test_a_damaged_database_costs_only_its_own_run(tmp_path: Path):
 
 def test_an_arm_with_nothing_left_to_learn_ends_early_and_counts(tmp_path: Path):
     recipe, out = write_recipe(tmp_path, eval={"every": 0}), tmp_path / "out"
-    (tmp_path / "solved.py").write_text("def reward(completion, answer):\n    return 1.0\n", encoding="utf-8")
+    reward = 'def reward(completion, answer):\n    return {"score": 1.0, "acc": True}\n'
+    (tmp_path / "solved.py").write_text(reward, encoding="utf-8")
     arguments = (recipe, "--arm", f"solved: reward.use={tmp_path / 'solved.py'}:reward", "--seeds", 1, "--steps", 5,
                  "--out", out, "-q", "algorithm.filter_groups.max_num_gen_batches=1")  # fmt: skip
     first = ablate(*arguments)
@@ -100,15 +103,41 @@ def test_an_arm_with_nothing_left_to_learn_ends_early_and_counts(tmp_path: Path)
     assert read_status(folder) == Status.ENDED_EARLY
     assert [step for step, _ in evaluations(folder)] == [0, 3]
     assert not (folder / "checkpoints").exists()
-    assert "solved-s5: ended early after step 3, and its last evaluation counts" in " ".join(first.output.split())
+    assert "solved-s5: ended early after step 3, and its last evaluation is carried forward to the end" in " ".join(
+        first.output.split()
+    )
     found = json.loads((out / "ablation.json").read_text())
     arms = found["sets"]["held_out"]["arms"]
     assert (arms["solved"]["seeds"], arms["recipe"]["seeds"]) == ([5], [5])
     (solved,) = (run for run in found["runs"] if run["arm"] == "solved")
-    assert solved["failure"] is None and "all responses had the same score" in solved["ended_early"]
+    assert solved["failure"] is None and "all responses were right" in solved["ended_early"]
     again = ablate(*arguments, "--resume")
     assert again.exit_code == 0, again.output
     assert len(metrics(folder)) == 3
+
+
+def test_a_run_that_fails_twice_for_the_same_reason_has_failed(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.01")
+    run, reason = plan.runs[0], "the process that trained the run died (signal 9, Killed)"
+    run.folder.mkdir(parents=True)
+    session = Session(plan, False, "quiet", on_run=lambda *_: None)
+    RunDatabase.create(run.folder / "run.db", run.config.to_yaml(), {}).close()
+    for _ in range(2):
+        with RunDatabase.open(run.folder / "run.db") as database:
+            database.record_event(Event(EventKind.RESUMED, "resumed", 0))
+        assert session.end(1, run, Outcome(failure=reason)) == Status.FAILED
+        session.end(1, run, Outcome(failure=reason))  # a failure that the trainer has recorded is not added
+        assert read_status(run.folder) == Status.FAILED
+    assert read_runs(plan, {})[0].reason == reason
+    with RunDatabase.open_readonly(run.folder / "run.db") as database:
+        assert [event["kind"] for event in database.endings()] == [EventKind.RESUMED, EventKind.STOPPED] * 2
+
+
+@pytest.mark.parametrize(("option", "number"), [("--seconds", "inf"), ("--reach", "nan"), ("--reach", "inf")])
+def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, option, number):
+    result = ablate(tmp_path / "recipe.yaml", option, number)
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == f"{option} is {number}; expected a finite number"
 
 
 def test_a_signal_at_the_end_of_a_run_leaves_no_checkpoints(tmp_path: Path, monkeypatch):
@@ -203,7 +232,7 @@ def test_a_dry_run_shows_the_arms_and_leaves_nothing(tmp_path: Path):
     assert result.exit_code == 0, result.output
     assert "6 arms x 3 seeds, 6 steps each" in result.output
     assert "full *" in result.output
-    assert "warning: +overlong-filter and +clip-higher cannot differ" in result.output
+    assert "warning: +overlong-filter and +clip-higher will train identically" in result.output
     assert not (tmp_path / "out").exists()
 
 

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dapo.ablation.plan import Budget, Plan
 from dapo.ablation.records import Status, read_runs, read_status
 from dapo.ablation.session import recorded_base
 from dapo.ablation.task import Task
-from dapo.ablation.trainer import ArmTrainer
+from dapo.ablation.trainer import ArmTrainer, BudgetReporter
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Reporter
 from dapo.types import EventKind
@@ -47,6 +48,48 @@ def test_a_budget_of_tokens_ends_the_run_with_the_step_in_which_it_is_spent(tmp_
     assert points[-1].seconds == pytest.approx(trainer.seconds)
     assert not list(folder.glob("checkpoints/*"))
     assert record.training.tokens == sum(generated)
+
+
+def test_without_dynamic_sampling_no_group_is_replaced_or_carried_over(tmp_path: Path):
+    """Most responses of this model are cut off, so some groups have nothing to train on."""
+    recipe = write_recipe(tmp_path, eval={"every": 0}, data={"max_response_length": 3})
+    plan = plan_of(recipe, "+overlong-filter", budget=Budget("steps", 3))
+    train(task(plan, [run.arm for run in plan.runs].index("+overlong-filter")))
+    (steps,) = [metrics(run.folder) for run in plan.runs if run.arm == "+overlong-filter"]
+    assert [step["groups/generated"] for step in steps] == [4, 4, 4]
+    assert [step["groups/carried"] for step in steps] == [0, 0, 0]
+    assert sum(step.get("groups/dropped/nothing_to_train", 0) for step in steps) > 0
+
+
+def test_with_an_importance_correction_a_clip_changes_no_weight_even_of_groups_carried_over(tmp_path: Path):
+    correct = ["optim.ppo_mini_batch_size=4", "algorithm.importance_correction=token-truncated"]
+    plan = plan_of(write_recipe(tmp_path, optim={"lr": 0.05}), "tight: algorithm.clip_ratio_high=0.0001",
+                   overrides=correct, budget=Budget("steps", 3))  # fmt: skip
+    ours, theirs = (train(task(plan, number)).policy.model.state_dict() for number in (0, 1))
+    assert sum(step["groups/carried"] for step in metrics(plan.runs[0].folder)) > 0
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("budget", [Budget("seconds", 1000.0), Budget("tokens", 4000), Budget("steps", 2)])
+def test_the_progress_bar_shows_what_is_spent_of_the_budget_also_before_the_first_step_of_a_resume(tmp_path, budget):
+    recipe = write_recipe(tmp_path, eval={"every": 0}, run={"save_every": 1})
+    plan = plan_of(recipe, "a: optim.lr=0.1", budget=budget)
+
+    def bar(trainer: ArmTrainer) -> tuple[str, float | None, float]:
+        assert isinstance(trainer.reporter, BudgetReporter)
+        with trainer.reporter.training(trainer.config, trainer.step):
+            (shown,) = trainer.reporter.progress.tasks
+            return shown.description, shown.total, shown.completed
+
+    trainer = ArmTrainer(task(plan), BudgetReporter(budget, "quiet"))
+    assert bar(trainer) == (budget.unit, budget.amount, 0)
+    for _ in trainer.steps():
+        trainer.stop()
+    resumed = ArmTrainer(task(plan, resume=True), BudgetReporter(budget, "quiet"))
+    spent = {"seconds": round(resumed.seconds, 1), "tokens": resumed.tokens, "steps": 1}[budget.unit]
+    assert bar(resumed) == (budget.unit, budget.amount, spent)
+    assert resumed.tokens > 0
+    resumed.close()
 
 
 def test_undone_steps_do_not_count_against_the_budget(tmp_path: Path):
