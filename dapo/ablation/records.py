@@ -105,16 +105,15 @@ def _read_run(folder: Path, arm: str, seed: int, failure: str | None) -> RunReco
     try:
         if not RunDatabase.exists(folder / DATABASE_FILE):
             return without_records(Status.FAILED if failure else Status.MISSING, failure)
-        opened = RunDatabase.open_readonly(folder / DATABASE_FILE)
-    except DapoError as error:
+        with RunDatabase.open_readonly(folder / DATABASE_FILE) as database:
+            status, message = _status(database)
+            steps = list(database.steps())
+            metric, evaluations = _evaluations(database, steps)
+            training = _training(steps) if steps else None
+            curves = {name: _column(steps, name) for name in ("step", "entropy", "response_length/mean")}
+            return RunRecord(folder.name, arm, seed, status, failure or message, metric, evaluations, training, curves)
+    except DapoError as error:  # a damaged database may be found out only when that page is read
         return without_records(Status.FAILED, failure or str(error))
-    with opened as database:
-        status, message = _status(database)
-        steps = list(database.steps())
-        metric, evaluations = _evaluations(database, steps)
-        training = _training(steps) if steps else None
-        curves = {name: _column(steps, name) for name in ("step", "entropy", "response_length/mean")}
-        return RunRecord(folder.name, arm, seed, status, failure or message, metric, evaluations, training, curves)
 
 
 def _status(database: RunReader) -> tuple[Status, str | None]:

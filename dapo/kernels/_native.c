@@ -82,8 +82,8 @@ static void pack_rows(const bf16 *input, int64_t stride, int64_t rows, int64_t p
         }
 }
 
-// Multiply 16 * `registers` packed rows with `count` rows of the weight, whose last one is `last` rows further. The terms
-// are added in order, two at a time. Meanwhile the rows of the weight that come next are fetched.
+// Multiply 16 * `registers` packed rows with `count` rows of the weight; its last row is `last` rows further on. The
+// terms are added in order, two at a time. Meanwhile the rows of the weight that come next are fetched.
 static inline __attribute__((always_inline)) void multiply(
     const uint32_t *packed, const bf16 *weight, int64_t last, int64_t pairs, const int registers, const int count,
     float *out
@@ -147,7 +147,7 @@ void product(
     int64_t rows, int64_t outputs, int64_t terms
 ) {
     const int64_t pairs = terms / 2, blocks = (rows + ROWS - 1) / ROWS;
-    // Columns that a thread computes for one block of rows before the next block. With many blocks, more share one read.
+    // Columns that a thread computes for one block of rows before the next. With many blocks, more share one read.
     const int64_t group = blocks > 1 ? 4 * COLUMNS : COLUMNS, groups = (outputs + group - 1) / group;
 #pragma omp parallel
     {

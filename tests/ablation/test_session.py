@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dapo.ablation.process import WorkerProcess
-from dapo.ablation.records import Status, read_runs, read_status
+from dapo.ablation.records import Status, _read_run, read_runs, read_status
 from dapo.ablation.report import _X_TICK
 from dapo.ablation.session import Session, train_in_turn
 from dapo.ablation.task import Outcome
@@ -89,6 +89,22 @@ def test_a_damaged_database_costs_only_its_own_run(tmp_path: Path):
     }  # fmt: skip
     assert not math.isnan(found["sets"]["held_out"]["arms"]["mild"]["differences"]["end"]["value"])
     assert database.read_bytes() == b"junk" * 1000  # it may still be repaired
+
+
+def test_a_page_that_cannot_be_read_costs_only_its_own_run(done):
+    out, _ = done
+    folder = out / "runs" / "hot-s5"
+    original = (folder / "run.db").read_bytes()
+    statuses, reasons = [], []
+    for page in range(1, len(original) // 4096):
+        broken = original[: 4096 * page] + b"\xff" * 4096 + original[4096 * (page + 1) :]
+        (folder / "run.db").write_bytes(broken)
+        record = _read_run(folder, "hot", 5, None)
+        statuses.append(record.status)
+        reasons.append(str(record.reason))
+    (folder / "run.db").write_bytes(original)
+    assert Status.FINISHED in statuses, "some pages are not needed here"
+    assert any("run.db: cannot be read" in reason for reason in reasons), "some faults show only after opening"
 
 
 def test_an_arm_with_nothing_left_to_learn_ends_early_and_counts(tmp_path: Path):
