@@ -49,7 +49,8 @@ class ModelConfig(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Type of the weights; auto: float32 on a CPU, bfloat16 with float32 master copies on a GPU.",
+        description="Type of the weights; auto: float32 on a CPU, bfloat16 with float32 master copies on a GPU. "
+        "bfloat16 is faster on a CPU, too, if it has AVX-512 bf16 (`dapo doctor`).",
         json_schema_extra=FIXED,
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:N, or auto: the GPU if there is one.")
