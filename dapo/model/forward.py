@@ -64,7 +64,7 @@ def is_faster_in_bfloat16(causal_lm: Any) -> bool:
     weight = head_weight(causal_lm)
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or not can_fuse(causal_lm):
         return False
-    return native.can_attend(torch.bfloat16, weight.device, head_size(causal_lm.config.get_text_config()))
+    return native.missing() is None and head_size(causal_lm.config.get_text_config()) in native.HEAD_SIZES
 
 
 def free_memory(device: torch.device) -> int:
