@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,11 +52,14 @@ class PromptDrawer:
         self.drawn = self.revisited = 0  # prompts drawn so far, and how many of them were revisits
         self.skipped = 0  # prompts that the ledger did not admit, since `take_skipped`
 
-    def draw(self, count: int) -> list[Drawn]:
+    def draw(self, count: int, busy: Iterable[str] = ()) -> list[Drawn]:
+        """Draw prompts for `count` groups. `busy`: uids of the prompts of other groups in this step or in flight."""
         drawn: list[Drawn] = []
+        taken = Counter(busy)  # by uid, with those drawn here
         ahead: deque[_Ahead] = deque()  # about the next prompts of the stream
         while len(drawn) < count:
-            drawn.append(self._revisit() or self._next(drawn, count - len(drawn), ahead))
+            drawn.append(self._revisit() or self._next(taken, count - len(drawn), ahead))
+            taken[drawn[-1].prompt.uid] += 1
         return drawn
 
     def record(self, group: Group, outlook: Outlook | None = None) -> None:
@@ -112,16 +115,16 @@ class PromptDrawer:
             self.known.insert(len(self.known) - self.least_known, prompt)  # in front of those visited too recently
         return None
 
-    def _next(self, drawn: Sequence[Drawn], missing: int, window: deque[_Ahead]) -> Drawn:
+    def _next(self, taken: Counter[str], missing: int, window: deque[_Ahead]) -> Drawn:
         """Return the next prompt of the stream that the ledger admits.
 
-        `missing` prompts are still to be drawn besides `drawn`. `window` has the results of looking ahead. It is filled
+        `missing` prompts are still to be drawn besides `taken`. `window` has the results of looking ahead. It is filled
         when it is empty.
         """
         self.drawn += 1
         while True:
             if self.features is not None and not window:
-                window.extend(self._look_ahead(self.features, drawn, missing))
+                window.extend(self._look_ahead(self.features, taken, missing))
             ahead = window.popleft() if window else _Ahead()
             (prompt,) = self.stream.take(1)
             if not self.uses_ledger:
@@ -131,10 +134,10 @@ class PromptDrawer:
                 return Drawn(prompt, chance, ahead.outlook)
             self.skipped += 1
 
-    def _look_ahead(self, features: Features, drawn: Sequence[Drawn], missing: int) -> list[_Ahead]:
+    def _look_ahead(self, features: Features, taken: Counter[str], missing: int) -> list[_Ahead]:
         """Mark the `missing` most promising of the next prompts, or all of them while the forecast knows too little.
 
-        A prompt that is repeated in a small data set, among the next prompts or in `drawn`, comes after all others.
+        A prompt that is repeated in a small data set, among the next prompts or in `taken`, comes after all others.
         """
         is_ready = self.forecast.is_ready
         prompts = self.stream.peek(missing * (self.lookahead if is_ready else 1))
@@ -151,7 +154,7 @@ class PromptDrawer:
             return [_Ahead(outlook) for outlook in outlooks]
         expected_N = forecasts_N + _OWN * np.array([self.surprises.get(prompt.uid, 0.0) for prompt in prompts])
         distances_N = np.where(is_finite_N, np.abs(expected_N - 0.5), 0.0)
-        seen = Counter(each.prompt.uid for each in drawn)
+        seen = Counter(taken)
         repeats = []  # earlier occurrences of each prompt
         for prompt in prompts:
             repeats.append(seen[prompt.uid])

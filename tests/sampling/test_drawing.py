@@ -243,6 +243,26 @@ def test_prompts_drawn_in_this_round_are_not_promising_when_more_are_looked_at()
     assert copies == 0
 
 
+SAMPLERS = {
+    "rounds": lambda *options: strict.sampler_for(strict.mixed_when(lambda serial: False), *options),
+    "in flight": lambda *options: inflight.sampler_for(lambda serial, index: 3 + serial % 5, lambda serial: False, *options),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_prompts_of_earlier_rounds_and_in_flight_come_after_all_others_when_looking_ahead(kind):
+    sampler = SAMPLERS[kind](
+        "algorithm.ledger={enable: true, lookahead: 8, explore: 1e-9}", "data.gen_batch_size=8",
+        "algorithm.filter_groups.max_num_gen_batches=4",
+    )  # fmt: skip
+    sampler.drawer = drawer_for(prompts=60, features=telling, lookahead=8, explore=1e-9)
+    for _ in range(12):
+        draw_and_record(sampler.drawer, 8, right_of=lambda prompt: min(max(difficulty(prompt), 1), 7))
+    sampled = sampler.fill(1, version=0)
+    assert len(sampled.groups) == 32
+    assert len({group.prompt.uid for group in sampled.groups}) == 32
+
+
 def test_with_fewer_prompts_than_draws_looking_ahead_draws_all_of_them_about_equally_often():
     drawer = drawer_for(prompts=30, features=telling, lookahead=3, explore=0.1)
     for _ in range(10):
