@@ -140,7 +140,9 @@ class PromptDrawer:
         A prompt that is repeated in a small data set, among the next prompts or in `taken`, comes after all others.
         """
         is_ready = self.forecast.is_ready
-        prompts = self.stream.peek(missing * (self.lookahead if is_ready else 1))
+        wanted = missing * (self.lookahead if is_ready else 1)
+        # More than an epoch would only repeat prompts.
+        prompts = self.stream.peek(max(missing, min(wanted, self.stream.size or wanted)))
         features_Nd = features(prompts)
         # A prompt with features that are not finite has no outlook, and is drawn as if it were promising.
         is_finite_N = np.logical_and.reduce(np.isfinite(features_Nd), axis=1)

@@ -220,6 +220,22 @@ def test_features_are_computed_only_of_as_many_prompts_as_can_be_drawn():
     assert max(later) < 30
 
 
+@pytest.mark.parametrize(("draws", "most"), [(9, 9), (4, 6)])
+def test_features_are_computed_of_no_more_prompts_than_there_are_or_must_be_drawn(draws, most):
+    sizes = []
+
+    def counting(prompts):
+        sizes.append(len(prompts))
+        return telling(prompts)
+
+    drawer = drawer_for(prompts=6, features=counting, lookahead=64, explore=0.1)
+    while not drawer.forecast.is_ready:
+        draw_and_record(drawer, 8)
+    sizes.clear()
+    draw_and_record(drawer, draws)
+    assert max(sizes) == most
+
+
 @pytest.mark.parametrize("lookahead", [3, 8])
 def test_a_small_data_set_gives_as_many_distinct_prompts_per_round_as_without_looking_ahead(lookahead):
     def distinct(drawer):
