@@ -57,6 +57,12 @@ def test_the_scale_and_the_mean_of_the_features_do_not_matter():
     np.testing.assert_allclose(other, plain, atol=1e-4)
 
 
+def test_forecasts_of_extreme_features_are_rates():
+    features, rates = data(200)
+    found = recorded(features, rates).predict(1e3 * np.vstack([features, -features]))
+    assert (found.min(), found.max()) == (0, 1)
+
+
 def test_features_that_never_vary_predict_the_mean():
     rates = np.linspace(0, 1, 100)
     found = recorded(np.ones((100, SIZE)), rates).predict(np.ones((3, SIZE)))

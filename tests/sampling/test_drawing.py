@@ -169,8 +169,8 @@ def draw_and_record(drawer, count, right_of=difficulty):
     return groups
 
 
-def kept_share(drawer, draws, each=8):
-    return np.mean([group.kept for _ in range(draws // each) for group in draw_and_record(drawer, each)])
+def kept_share(drawer, draws, each=8, right_of=difficulty):
+    return np.mean([group.kept for _ in range(draws // each) for group in draw_and_record(drawer, each, right_of)])
 
 
 def test_looking_ahead_draws_more_prompts_that_teach_before_their_first_visit():
@@ -328,13 +328,26 @@ def test_two_groups_of_one_prompt_that_are_in_flight_together_are_both_recorded(
     assert drawer.forecast.count == pytest.approx(8, rel=0.01)
 
 
+def test_each_outcome_is_recorded_with_the_outlook_of_its_own_prompt():
+    options = ("algorithm.ledger={enable: true, lookahead: 2}", "data.gen_batch_size=6")
+    sampler = strict.sampler_for(strict.mixed_when(lambda serial: serial % 2 > 0), *options)
+    sampler.drawer.features = telling
+    recorded, record = [], sampler.drawer.record
+    sampler.drawer.record = lambda group, outlook: (recorded.append((group.prompt, outlook)), record(group, outlook))
+    inflight.advance(sampler, 1, 0)
+    assert len({prompt.uid for prompt, _ in recorded}) > 3
+    for prompt, outlook in recorded:
+        np.testing.assert_allclose(outlook.features_K, project(telling([prompt]))[0])
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_prompt_with_features_that_are_not_finite_has_no_forecast_and_is_promising(bad):
     def broken(prompts):
         return np.where([[prompt.answer % 50 == 0] for prompt in prompts], bad, telling(prompts))
 
     drawer = drawer_for(prompts=6000, features=broken, lookahead=3, explore=1e-9)
-    kept_share(drawer, 320)
+    outcomes = {"right_of": lambda prompt: 4 if difficulty(prompt) == 8 else 8}  # zeros are not forecast near one half
+    kept_share(drawer, 320, **outcomes)
     assert np.isfinite(drawer.forecast.predict(project(telling(drawer.stream.peek(9))))).all()
     ahead = drawer.stream.peek(120)
     drawn = drawer.draw(40)
@@ -344,7 +357,7 @@ def test_a_prompt_with_features_that_are_not_finite_has_no_forecast_and_is_promi
     drawer.features = lambda prompts: np.full((len(prompts), 41), bad)
     assert len(drawer.draw(10)) == 10
     drawer.features = broken
-    assert kept_share(drawer, 320) > 0.6
+    assert kept_share(drawer, 320, **outcomes) > 0.8
 
 
 def test_restoring_replaces_all_that_a_drawer_knows_even_after_a_draw_that_failed():
