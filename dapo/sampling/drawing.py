@@ -129,9 +129,8 @@ class PromptDrawer:
             (prompt,) = self.stream.take(1)
             if not self.uses_ledger:
                 return Drawn(prompt)
-            chance = self.ledger.chance(prompt.uid, is_promising=ahead.is_promising)
             if self.ledger.admits(prompt.uid, is_promising=ahead.is_promising):
-                return Drawn(prompt, chance, ahead.outlook)
+                return Drawn(prompt, self.ledger.chance(prompt.uid), ahead.outlook)
             self.skipped += 1
 
     def _look_ahead(self, features: Features, taken: Counter[str], missing: int) -> list[_Ahead]:

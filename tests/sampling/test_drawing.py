@@ -154,6 +154,11 @@ def difficulty(prompt):
     return (0, 8, 8, 4, 8, 5)[prompt.answer % 6]
 
 
+def never_flat(prompt):
+    """Return another number of right responses in the same order of difficulty: never none or all."""
+    return min(max(difficulty(prompt), 1), 7)
+
+
 def telling(prompts):
     """Return features in which the pass rate is hidden, next to others that mean nothing."""
     random = [np.random.default_rng(prompt.answer).normal(size=40) for prompt in prompts]
@@ -196,6 +201,13 @@ def test_looking_ahead_draws_every_prompt_that_it_marks_in_the_order_of_the_stre
     assert [prompt for prompt in ahead if prompt in drawn] == drawn
     expected = drawer.forecast.predict(project(telling(ahead)))
     assert {p.uid for p in drawn} == {ahead[i].uid for i in np.argsort(np.abs(expected - 0.5))[:10]}
+
+
+def test_prompts_that_are_not_promising_get_no_larger_weight_if_a_resume_corrects_for_the_ledger():
+    """All histories are equal, so all weights would be, too."""
+    drawer = drawer_for(features=telling, lookahead=2, explore=1)
+    kept_share(drawer, 96, right_of=never_flat)
+    assert {each.chance for each in drawer.draw(40)} == {1.0}
 
 
 def test_features_are_computed_only_of_as_many_prompts_as_can_be_drawn():
@@ -273,7 +285,7 @@ def test_prompts_of_earlier_rounds_and_in_flight_come_after_all_others_when_look
     )  # fmt: skip
     sampler.drawer = drawer_for(prompts=60, features=telling, lookahead=8, explore=1e-9)
     for _ in range(12):
-        draw_and_record(sampler.drawer, 8, right_of=lambda prompt: min(max(difficulty(prompt), 1), 7))
+        draw_and_record(sampler.drawer, 8, right_of=never_flat)
     sampled = sampler.fill(1, version=0)
     assert len(sampled.groups) == 32
     assert len({group.prompt.uid for group in sampled.groups}) == 32
