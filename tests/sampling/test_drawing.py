@@ -155,7 +155,7 @@ def difficulty(prompt):
 
 
 def never_flat(prompt):
-    """Return another number of right responses in the same order of difficulty: never none or all."""
+    """Return how many of eight responses are right if none and all become one and seven."""
     return min(max(difficulty(prompt), 1), 7)
 
 
@@ -248,6 +248,16 @@ def test_features_are_computed_of_no_more_prompts_than_there_are_or_must_be_draw
     assert max(sizes) == most
 
 
+@pytest.mark.parametrize("ledger", [{}, {"features": telling, "lookahead": 3}])
+def test_the_stream_makes_each_prompt_once_if_the_draw_reaches_it(ledger):
+    drawer, made = drawer_for(explore=1, **ledger), []
+    (source,) = drawer.stream.sources
+    draw = source.draw
+    source.draw = lambda position: (made.append(position), draw(position))[1]
+    kept_share(drawer, 64)
+    assert made == list(range(64))
+
+
 @pytest.mark.parametrize("lookahead", [3, 8])
 def test_a_small_data_set_gives_as_many_distinct_prompts_per_round_as_without_looking_ahead(lookahead):
     def distinct(drawer):
@@ -273,7 +283,7 @@ def test_prompts_drawn_in_this_round_are_not_promising_when_more_are_looked_at()
 
 SAMPLERS = {
     "rounds": lambda *options: strict.sampler_for(strict.mixed_when(lambda serial: False), *options),
-    "in flight": lambda *options: inflight.sampler_for(lambda serial, index: 3 + serial % 5, lambda serial: False, *options),
+    "in flight": lambda *options: inflight.sampler_for(lambda i, _: 3 + i % 5, lambda serial: False, *options),
 }
 
 
@@ -304,7 +314,7 @@ def test_with_fewer_prompts_than_draws_looking_ahead_draws_all_of_them_about_equ
 @pytest.mark.parametrize("weight", [0.0, 0.5])
 def test_what_the_forecast_missed_at_the_last_visit_is_expected_again(weight, rights, monkeypatch):
     """All prompts look alike to the model, and none is flat, so only their own pass rates tell them apart."""
-    monkeypatch.setattr(drawing, "_OWN", weight)
+    monkeypatch.setattr(drawing, "_ERROR_SHARE", weight)
     drawer = drawer_for(prompts=90, features=lambda prompts: np.ones((len(prompts), 5)), lookahead=3, explore=0.1)
     visits = np.zeros(3)
     for turn in range(100):
