@@ -105,7 +105,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outlook:
-    """What was known about a prompt before anything was sampled for it."""
+    """A prompt's features and forecast when it was drawn."""
 
     features_K: np.ndarray  # float64, projected
     forecast: float | None = None  # of its pass rate; None if the forecast knew too little

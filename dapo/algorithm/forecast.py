@@ -34,7 +34,7 @@ def most_promising(expected_N: np.ndarray, repeats: Sequence[int], count: int) -
     """
     distances_N = np.nan_to_num(np.abs(expected_N - 0.5), nan=0.0)
     promising_N = np.zeros(len(expected_N), bool)
-    promising_N[np.lexsort((distances_N, repeats))[:count]] = True
+    promising_N[np.lexsort((distances_N, np.array(repeats)))[:count]] = True
     return promising_N
 
 
