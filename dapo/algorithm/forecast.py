@@ -86,7 +86,7 @@ class Forecast:
         made = cls()
         if state:
             made.count, made.rates = state[:2]
-            made.features_K, made.products_K, upper = np.split(np.array(state[2:]), [SIZE, 2 * SIZE])
+            made.features_K, made.products_K, upper = np.split(np.array(state[2:], np.float64), [SIZE, 2 * SIZE])
             rows, columns = np.triu_indices(SIZE)
             made.moments_KK[rows, columns] = made.moments_KK[columns, rows] = upper
         return made
