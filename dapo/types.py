@@ -105,7 +105,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outlook:
-    """What was known about a prompt before anything was sampled for it."""
+    """A prompt's features and forecast when it was drawn."""
 
     features_K: np.ndarray  # float64, projected
     forecast: float | None = None  # of its pass rate; None if the forecast knew too little
@@ -116,7 +116,7 @@ class Drawn:
     """A prompt that was drawn for a new group."""
 
     prompt: Prompt
-    chance: float = 1.0  # the probability with which the ledger drew it
+    chance: float = 1.0  # the probability with which the ledger drew it; without looking ahead
     outlook: Outlook | None = None  # None without looking ahead
 
 
@@ -241,7 +241,7 @@ class Group:
     trains: np.ndarray  # bool [n], whether the rollout is part of the loss
     verdict: str  # a Verdict, or the reason that a group filter of the user gave
     ref_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [L] each, the reference model's
-    chance: float = 1.0  # the probability with which the ledger drew the prompt
+    chance: float = 1.0  # the probability with which the ledger drew the prompt; without looking ahead
     start_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [L] each, the trainer's before the step's updates
 
     @property

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SIZE = 128  # features after the projection
+SIZE = 128  # features after the projection; a change needs a new checkpoint.state.FORMAT
 LEAST_GROUPS = 64  # fewer are too few groups to predict from
-_HALF_LIFE = 1000  # groups after which a group counts half, because the model has changed since
+_HALF_LIFE = 1000  # later groups after which a group's weight is one half, because the model changes
 _RIDGE = 3.0  # penalty on the coefficients, as a number of groups
 _DOMAIN = 0xF0CA57  # separates these random numbers from all others
 
@@ -16,12 +16,26 @@ _DOMAIN = 0xF0CA57  # separates these random numbers from all others
 def project(features_Nd: np.ndarray) -> np.ndarray:
     """Return unit vectors in the direction of the features, projected to [N, SIZE] by random signs.
 
-    Such a projection keeps distances approximately. The signs depend only on the number of features.
+    Such a projection keeps distances approximately. The signs depend only on the number of features. Rows with features
+    that are not finite become NaN.
     """
     width = features_Nd.shape[1]
     signs = 2.0 * np.random.default_rng((_DOMAIN, width)).integers(0, 2, size=(width, SIZE)) - 1
     lengths = np.linalg.norm(features_Nd, axis=1, keepdims=True)
-    return (features_Nd / np.maximum(lengths, 1e-12)) @ signs / np.sqrt(SIZE)
+    with np.errstate(invalid="ignore"):  # infinity / infinity
+        units_Nd = features_Nd / np.maximum(lengths, 1e-12)
+    return units_Nd @ signs / np.sqrt(SIZE)
+
+
+def most_promising(expected_N: np.ndarray, repeats: Sequence[int], count: int) -> np.ndarray:
+    """Return whether each prompt [N] is among the `count` with the expected pass rates nearest to one half.
+
+    Prompts with fewer `repeats` come first. A prompt without an expected pass rate (NaN) counts as one half.
+    """
+    distances_N = np.nan_to_num(np.abs(expected_N - 0.5), nan=0.0)
+    promising_N = np.zeros(len(expected_N), bool)
+    promising_N[np.lexsort((distances_N, np.array(repeats)))[:count]] = True
+    return promising_N
 
 
 class Forecast:
@@ -49,7 +63,9 @@ class Forecast:
         return self.count >= LEAST_GROUPS
 
     def predict(self, features_NK: np.ndarray) -> np.ndarray:
-        """Return the expected pass rates [N]."""
+        """Return the expected pass rates [N]: NaN for features that are NaN, and for all before it is ready."""
+        if not self.is_ready:
+            return np.full(len(features_NK), np.nan)
         mean_K, mean_rate = self.features_K / self.count, self.rates / self.count
         covariance_KK = self.moments_KK / self.count - np.outer(mean_K, mean_K)
         with_rate_K = self.products_K / self.count - mean_rate * mean_K
@@ -64,15 +80,16 @@ class Forecast:
             return []
         return [self.count, self.rates, *self.features_K.tolist(), *self.products_K.tolist(), *self._upper().tolist()]
 
-    def restore(self, state: Sequence[float]) -> None:
-        self.__init__()
-        if not state:
-            return
-        self.count, self.rates = state[:2]
-        rest = np.array(state[2:], np.float64)
-        self.features_K, self.products_K, upper = np.split(rest, [SIZE, 2 * SIZE])
-        rows, columns = np.triu_indices(SIZE)
-        self.moments_KK[rows, columns] = self.moments_KK[columns, rows] = upper
+    @classmethod
+    def of(cls, state: Sequence[float]) -> Forecast:
+        """Return the forecast with this `state()`."""
+        made = cls()
+        if state:
+            made.count, made.rates = state[:2]
+            made.features_K, made.products_K, upper = np.split(np.array(state[2:], np.float64), [SIZE, 2 * SIZE])
+            rows, columns = np.triu_indices(SIZE)
+            made.moments_KK[rows, columns] = made.moments_KK[columns, rows] = upper
+        return made
 
     def _upper(self) -> np.ndarray:
         return self.moments_KK[np.triu_indices(SIZE)]

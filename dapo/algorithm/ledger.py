@@ -48,10 +48,8 @@ class Ledger:
             return bool(exploring < self.explore / self.lookahead)
         return bool(exploring < self.explore or luck < 0.5 ** self.history(uid).flat_in_a_row)
 
-    def chance(self, uid: str, *, is_promising: bool = True) -> float:
-        """Return the probability with which `admits` is true now."""
-        if not is_promising:
-            return self.explore / self.lookahead
+    def chance(self, uid: str) -> float:
+        """Return the probability with which `admits` is true now for a promising prompt."""
         return self.explore + (1 - self.explore) * 0.5 ** self.history(uid).flat_in_a_row
 
     def is_worth_a_visit(self, uid: str) -> bool:

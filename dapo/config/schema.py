@@ -270,8 +270,8 @@ class Config(Section):
             )
         if ledger.lookahead > 1 and ledger.correct:
             raise ValueError(
-                "algorithm.ledger.correct would give single prompts that algorithm.ledger.lookahead rarely draws most "
-                "of a batch's weight; leave one of the two out"
+                "algorithm.ledger.correct cannot be combined with algorithm.ledger.lookahead: a prompt drawn with "
+                "probability explore / lookahead would get most of the batch's weight; leave one out"
             )
         if ledger.revisit and ledger.correct:
             raise ValueError(

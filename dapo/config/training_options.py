@@ -60,9 +60,8 @@ class LedgerConfig(Section):
         default=0.2,
         gt=0,
         le=1,
-        description="Fraction of draws that ignore the history, so that prompts can come back. With lookahead, prompts "
-        "that are not among those nearest to a predicted pass rate of one half are drawn with this probability divided "
-        "by lookahead.",
+        description="Fraction of draws that ignore the history. With lookahead, prompts that are not promising are "
+        "drawn with probability explore / lookahead.",
     )
     revisit: float = Field(
         default=0.0,
@@ -76,8 +75,8 @@ class LedgerConfig(Section):
         ge=1,
         le=64,
         description="Prompts to look at for each one drawn. With more than 1, their pass rates are predicted from the "
-        "model's hidden states and the run's own groups, and those nearest to one half are drawn. The judge must give "
-        "`acc`.",
+        "model's hidden states and the run's own groups, and the promising ones, nearest to one half, are drawn. The "
+        "judge must give `acc`.",
     )
     correct: bool = Field(
         default=False,

@@ -84,6 +84,10 @@ class PromptStream:
         finally:
             self.positions = positions
 
+    def skip(self) -> None:
+        """Advance past the next prompt, which `peek` has returned."""
+        self.positions[self._next_source()] += 1
+
     def restore(self, positions: Sequence[int], digest: str) -> None:
         """Continue at the positions of a checkpoint; refuse if the data changed since, which gives them no meaning."""
         if digest != self.digest:
@@ -119,10 +123,13 @@ class PromptStream:
         return set().union(*(source.columns() for source in self.sources))
 
     def _next(self) -> Prompt:
-        """Draw from the source that is furthest behind its share; the first one if several are."""
-        draws = sum(self.positions)
-        behind = [share * draws - drawn for share, drawn in zip(self.shares, self.positions, strict=True)]
-        source = behind.index(max(behind))
+        source = self._next_source()
         prompt = self.sources[source].draw(self.positions[source])
         self.positions[source] += 1
         return prompt
+
+    def _next_source(self) -> int:
+        """Return the index of the source that is furthest behind its share; the first one if several are."""
+        draws = sum(self.positions)
+        behind = [share * draws - drawn for share, drawn in zip(self.shares, self.positions, strict=True)]
+        return behind.index(max(behind))

@@ -127,8 +127,8 @@ def _holds_runs(folder: Path) -> bool:
 
 
 def _config(run: Path | None, path: str, options: Sequence[str]) -> Config:
-    # Checkpoints are saved with their adapters merged.
-    options = [*options, f"model.path={json.dumps(path)}", "model.lora.rank=0"]
+    # Checkpoints are saved with their adapters merged. Looking ahead is for training, and is refused on a cluster.
+    options = [*options, f"model.path={json.dumps(path)}", "model.lora.rank=0", "algorithm.ledger.lookahead=1"]
     if run is not None:
         return recorded_config(run, options)
     values: dict[str, Any] = {"data": {"train": "none"}}  # a required option, but nothing is trained here

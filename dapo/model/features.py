@@ -1,4 +1,4 @@
-"""Features of prompts: what the model itself knows about a question before it answers."""
+"""Prompt features: the hidden state of a prompt's last token after the middle layers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from dapo.model.attention import Family
 from dapo.model.forward import packed_plan
+from dapo.model.memory import FEATURE_TOKENS
 from dapo.model.trunk import trunk_of
 
 DEPTH = 5 / 7  # share of the layers: the middle layers tell most about difficulty, the last ones about the next token
-_TOKENS = 8192  # computed at once
 
 
 @torch.no_grad()
@@ -35,11 +35,12 @@ def prompt_features(causal_lm: Any, prompts: Sequence[Sequence[int]]) -> np.ndar
 
 
 def _parts(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Yield the prompts in order, in parts of at most `_TOKENS` tokens or one prompt."""
-    part: list[Sequence[int]] = []
+    """Yield the prompts in order, in parts of at most FEATURE_TOKENS tokens or one prompt."""
+    part, tokens = list[Sequence[int]](), 0
     for prompt in prompts:
-        if part and sum(map(len, part)) + len(prompt) > _TOKENS:
+        if part and tokens + len(prompt) > FEATURE_TOKENS:
             yield part
-            part = []
+            part, tokens = [], 0
         part.append(prompt)
+        tokens += len(prompt)
     yield part

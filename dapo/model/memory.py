@@ -17,6 +17,7 @@ MAX_TOKENS = 1 << 17  # of a micro-batch
 ENOUGH_TOKENS = 1 << 14  # of a micro-batch; if fewer fit, which leaves a GPU idle, activations are recomputed
 LEAST_TOKENS = 1 << 12  # of a micro-batch; if fewer fit, the optimizer's moments move to the host's memory
 PREFILL_TOKENS, PREFILL_GRAPH_TOKENS = 1 << 14, 1 << 12  # most prompt tokens in a pass, and in a captured pass
+FEATURE_TOKENS = 1 << 13  # most prompt tokens in a pass that computes features
 
 
 def kv_bytes(config: Any, width: int) -> int:

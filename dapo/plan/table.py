@@ -98,13 +98,15 @@ def _roles(plan: Plan) -> str:
 
 
 def _options(plan: Plan) -> str:
-    """Return the options that give a recipe this layout."""
+    """Return the options that give a recipe this layout of more than one GPU."""
     layout = plan.layout
     options = {"cluster.learners": layout.learners, "cluster.rollout_workers": layout.engines}
     if not layout.rollout_gpus:
         del options["cluster.rollout_workers"]
     if layout.is_vllm:
         options["rollout.tensor_parallel"] = layout.tensor_parallel
+    if plan.work.looks_ahead:
+        options["algorithm.ledger.lookahead"] = 1
     return " ".join(f"{name}={value}" for name, value in options.items())
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dapo.algorithm.forecast import Forecast, project
+from dapo.algorithm.forecast import Forecast, most_promising, project
 from dapo.algorithm.ledger import Ledger
 from dapo.checkpoint.state import DrawerState
 from dapo.config import Config
@@ -18,13 +18,14 @@ from dapo.types import Drawn, Group, Outlook, Prompt
 Features = Callable[[Sequence[Prompt]], np.ndarray]  # [N, d]
 MIN_BATCHES = 8  # a prompt is drawn again only after this many batches of other kept groups
 
-_OWN = 0.5  # how much of what a forecast missed belongs to the prompt, and is expected again
+_ERROR_SHARE = 0.5  # share of a prompt's last forecast error that is added to its next forecast
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ahead:
     """One of the next prompts of the stream."""
 
+    prompt: Prompt
     outlook: Outlook | None = None
     is_promising: bool = True
 
@@ -43,7 +44,7 @@ class PromptDrawer:
         options = config.algorithm.ledger
         self.features, self.lookahead = features, options.lookahead
         self.forecast = Forecast()
-        self.surprises: dict[str, float] = {}  # latest pass rate with a forecast minus that forecast, by uid
+        self.errors: dict[str, float] = {}  # by uid: latest pass rate with a forecast minus that forecast
         self.stream = stream
         self.uses_ledger, self.share = options.enable, options.revisit
         self.ledger = Ledger(options.explore, config.run.seed, options.lookahead)
@@ -52,17 +53,20 @@ class PromptDrawer:
         self.drawn = self.revisited = 0  # prompts drawn so far, and how many of them were revisits
         self.skipped = 0  # prompts that the ledger did not admit, since `take_skipped`
 
-    def draw(self, count: int) -> list[Drawn]:
+    def draw(self, count: int, busy: Iterable[str] = ()) -> list[Drawn]:
+        """Draw prompts for `count` groups. `busy`: uids of the prompts of other groups in this step or in flight."""
         drawn: list[Drawn] = []
-        ahead: deque[_Ahead] = deque()  # about the next prompts of the stream
+        taken = Counter(busy)  # by uid, with those drawn here
+        window: deque[_Ahead] = deque()
         while len(drawn) < count:
-            drawn.append(self._revisit() or self._next(drawn, count - len(drawn), ahead))
+            drawn.append(self._revisit() or self._next(taken, count - len(drawn), window))
+            taken[drawn[-1].prompt.uid] += 1
         return drawn
 
     def record(self, group: Group, outlook: Outlook | None = None) -> None:
         """Record the outcome of a group, and remember its prompt for a revisit if there is more to learn from it.
 
-        `outlook` is that with which its prompt was drawn.
+        `outlook`: the one its prompt was drawn with.
         """
         self.ledger.record(group)
         accs = [score.acc for score in group.scores if score.judged]
@@ -70,7 +74,7 @@ class PromptDrawer:
             rate = float(np.mean([float(acc) for acc in accs if acc is not None]))
             self.forecast.record(outlook.features_K, rate)
             if outlook.forecast is not None:
-                self.surprises[group.prompt.uid] = rate - outlook.forecast
+                self.errors[group.prompt.uid] = rate - outlook.forecast
         if self.share > 0 and group.kept:
             self.known.append(group.prompt)
 
@@ -88,7 +92,7 @@ class PromptDrawer:
             drawn=self.drawn,
             revisited=self.revisited,
             forecast=self.forecast.state(),
-            surprises=dict(self.surprises),
+            surprises=dict(self.errors),
         )
 
     def restore(self, state: DrawerState) -> None:
@@ -96,8 +100,8 @@ class PromptDrawer:
         self.ledger.restore(state.ledger, state.considered)
         self.known = deque(state.known)
         self.drawn, self.revisited = state.drawn, state.revisited
-        self.forecast.restore(state.forecast)
-        self.surprises = dict(state.surprises)
+        self.forecast = Forecast.of(state.forecast)
+        self.errors = dict(state.surprises)
 
     def _revisit(self) -> Drawn | None:
         """Return a prompt to revisit, or None if no revisit is due or no prompt is worth one."""
@@ -112,49 +116,53 @@ class PromptDrawer:
             self.known.insert(len(self.known) - self.least_known, prompt)  # in front of those visited too recently
         return None
 
-    def _next(self, drawn: Sequence[Drawn], missing: int, window: deque[_Ahead]) -> Drawn:
+    def _next(self, taken: Counter[str], missing: int, window: deque[_Ahead]) -> Drawn:
         """Return the next prompt of the stream that the ledger admits.
 
-        `missing` prompts are still to be drawn besides `drawn`. `window` has the results of looking ahead. It is filled
-        when it is empty.
+        `missing` prompts are still to be drawn besides `taken`. `window`: prompts already looked at; refilled when
+        empty.
         """
         self.drawn += 1
         while True:
-            if self.features is not None and not window:
-                window.extend(self._look_ahead(self.features, drawn, missing))
-            ahead = window.popleft() if window else _Ahead()
-            (prompt,) = self.stream.take(1)
+            if not window:
+                window.extend(self._look_ahead(taken, missing))
+            ahead = window.popleft()
+            self.stream.skip()
             if not self.uses_ledger:
-                return Drawn(prompt)
-            chance = self.ledger.chance(prompt.uid, is_promising=ahead.is_promising)
-            if self.ledger.admits(prompt.uid, is_promising=ahead.is_promising):
-                return Drawn(prompt, chance, ahead.outlook)
+                return Drawn(ahead.prompt)
+            uid = ahead.prompt.uid
+            if self.ledger.admits(uid, is_promising=ahead.is_promising):
+                return Drawn(ahead.prompt, self.ledger.chance(uid), ahead.outlook)
             self.skipped += 1
 
-    def _look_ahead(self, features: Features, drawn: Sequence[Drawn], missing: int) -> list[_Ahead]:
-        """Mark the `missing` most promising of the next prompts, or all of them while the forecast knows too little.
+    def _look_ahead(self, taken: Counter[str], missing: int) -> list[_Ahead]:
+        """Return the next prompts of the stream, of which the `missing` most promising are marked.
 
-        A prompt that is repeated in a small data set, among the next prompts or in `drawn`, comes after all others.
+        A prompt that is repeated in a small data set, among the next prompts or in `taken`, comes after all others.
         """
-        is_ready = self.forecast.is_ready
-        prompts = self.stream.peek(missing * (self.lookahead if is_ready else 1))
-        features_Nd = features(prompts)
-        # A prompt with features that are not finite has no outlook, and is drawn as if it were promising.
-        is_finite_N = np.logical_and.reduce(np.isfinite(features_Nd), axis=1)
-        features_NK = project(np.where(is_finite_N[:, None], features_Nd, 0.0))
-        forecasts_N = self.forecast.predict(features_NK) if is_ready else None
-        outlooks = [
-            Outlook(features_K, None if forecasts_N is None else float(forecasts_N[i])) if is_finite_N[i] else None
-            for i, features_K in enumerate(features_NK)
-        ]
-        if forecasts_N is None:
-            return [_Ahead(outlook) for outlook in outlooks]
-        expected_N = forecasts_N + _OWN * np.array([self.surprises.get(prompt.uid, 0.0) for prompt in prompts])
-        distances_N = np.where(is_finite_N, np.abs(expected_N - 0.5), 0.0)
-        seen = Counter(each.prompt.uid for each in drawn)
-        repeats = []  # earlier occurrences of each prompt
+        if self.features is None:
+            return [_Ahead(prompt) for prompt in self.stream.peek(1)]
+        wanted = missing * (self.lookahead if self.forecast.is_ready else 1)
+        # More than an epoch would only repeat prompts.
+        prompts = self.stream.peek(max(missing, min(wanted, self.stream.size or wanted)))
+        features_NK = project(self.features(prompts))
+        forecasts_N = self.forecast.predict(features_NK)
+        errors_N = np.array([self.errors.get(prompt.uid, 0.0) for prompt in prompts])
+        seen, repeats = Counter(taken), []  # earlier occurrences of each prompt
         for prompt in prompts:
             repeats.append(seen[prompt.uid])
             seen[prompt.uid] += 1
-        promising = set(np.lexsort((distances_N, repeats))[:missing].tolist())
-        return [_Ahead(outlook, i in promising) for i, outlook in enumerate(outlooks)]
+        promising_N = most_promising(forecasts_N + _ERROR_SHARE * errors_N, repeats, missing)
+        return [
+            _Ahead(prompt, _outlook(features_K, float(forecast)), bool(is_promising))
+            for prompt, features_K, forecast, is_promising in zip(
+                prompts, features_NK, forecasts_N, promising_N, strict=True
+            )
+        ]
+
+
+def _outlook(features_K: np.ndarray, forecast: float) -> Outlook | None:
+    """Return None if the features are not finite, so that the forecast does not learn from them."""
+    if not np.isfinite(features_K).all():
+        return None
+    return Outlook(features_K, None if np.isnan(forecast) else forecast)

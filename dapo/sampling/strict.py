@@ -221,7 +221,9 @@ class DynamicSampler:
         return (sum(self.recent) + 1) / (len(self.recent) + 1)
 
     def _submit_more(self, step: StepState, size: int) -> None:
-        self._submit(dict(enumerate(self.drawer.draw(size), start=self.next_serial)), step.version)
+        busy = [group.prompt.uid for group in (*step.kept, *step.dropped)]
+        busy += [group.drawn.prompt.uid for group in self.pending.values()]
+        self._submit(dict(enumerate(self.drawer.draw(size, busy), start=self.next_serial)), step.version)
         self.next_serial += size
         step.submitted += size
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dapo.algorithm import forecast
-from dapo.algorithm.forecast import SIZE, Forecast, project
+from dapo.algorithm.forecast import SIZE, Forecast, most_promising, project
 
 
 def recorded(features_NK, rates):
@@ -57,6 +57,12 @@ def test_the_scale_and_the_mean_of_the_features_do_not_matter():
     np.testing.assert_allclose(other, plain, atol=1e-4)
 
 
+def test_forecasts_of_extreme_features_are_rates():
+    features, rates = data(200)
+    found = recorded(features, rates).predict(1e3 * np.vstack([features, -features]))
+    assert (found.min(), found.max()) == (0, 1)
+
+
 def test_features_that_never_vary_predict_the_mean():
     rates = np.linspace(0, 1, 100)
     found = recorded(np.ones((100, SIZE)), rates).predict(np.ones((3, SIZE)))
@@ -75,14 +81,12 @@ def test_it_forgets_groups_of_a_model_that_has_changed_since():
 
 def test_a_restored_forecast_predicts_the_same_bits():
     features, rates = data(120)
-    model, other = recorded(features, rates), Forecast()
-    other.restore(json.loads(json.dumps(model.state())))
+    model = recorded(features, rates)
+    other = Forecast.of(json.loads(json.dumps(model.state())))
     model.record(features[0], 0.25)
     other.record(features[0], 0.25)
     assert np.array_equal(other.predict(features), model.predict(features))
-    other.restore(Forecast().state())
-    assert not other.is_ready
-    assert other.state() == []
+    assert Forecast.of(Forecast().state()).state() == []
 
 
 def test_it_is_ready_after_enough_groups(monkeypatch):
@@ -101,3 +105,19 @@ def test_the_projection_keeps_the_angles_between_prompts():
     assert many < 0.08
     np.testing.assert_allclose(project(5 * features), project(features))
     assert np.isfinite(project(np.zeros((1, 1536)))).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_features_that_are_not_finite_have_no_projection_and_change_no_other(bad):
+    features = np.random.default_rng(0).normal(size=(3, 40))
+    expected = project(features)[[0, 2]]
+    features[1, 7] = bad
+    assert np.isnan(project(features)[1]).all()
+    assert np.array_equal(project(features)[[0, 2]], expected)
+
+
+def test_the_most_promising_prompts_are_nearest_to_one_half_and_repeats_come_last():
+    rates = np.array([0.9, 0.45, 0.0, np.nan, 0.6, 0.5])
+    assert most_promising(rates, [0, 0, 0, 0, 0, 1], 3).tolist() == [False, True, False, True, True, False]
+    assert most_promising(rates, [0, 0, 0, 0, 0, 1], 6).all()
+    assert most_promising(rates, [1, 1, 0, 1, 1, 0], 2).tolist() == [False, False, True, False, False, True]

@@ -345,7 +345,7 @@ FINAL = "algorithm.filter_groups.metric=seq_final_reward"
         ),
         (
             ["algorithm.ledger={enable: true, lookahead: 2, correct: true}"],
-            "algorithm.ledger.correct would give single prompts that algorithm.ledger.lookahead rarely draws",
+            "algorithm.ledger.correct cannot be combined with algorithm.ledger.lookahead: a prompt drawn with",
         ),
         (["model.lora.target_modules=[q_proj, lm_head]"], "model.lora.target_modules cannot contain lm_head"),
     ],

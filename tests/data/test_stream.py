@@ -48,6 +48,14 @@ def test_peeking_shows_what_will_be_drawn_and_draws_nothing():
     assert ahead == one.take(9) == other.take(9)
 
 
+def test_skipping_a_prompt_draws_it():
+    one, other = stream((2.0, 1.0)), stream((2.0, 1.0))
+    for _ in range(8):
+        one.skip()
+        other.take(1)
+        assert one.positions == other.positions
+
+
 def test_every_epoch_has_each_prompt_once_in_a_new_order():
     found = stream()
     epochs = [uids(found, 7) for _ in range(5)]

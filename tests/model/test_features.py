@@ -31,7 +31,7 @@ def one_by_one(model, layer):
 @pytest.mark.parametrize("most", [8192, 12, 1])
 @pytest.mark.parametrize("build", [*MODELS, full_gemma3])
 def test_features_are_those_of_each_prompt_alone(build, most, monkeypatch):
-    monkeypatch.setattr(features, "_TOKENS", most)
+    monkeypatch.setattr(features, "FEATURE_TOKENS", most)
     model = build(num_hidden_layers=4)
     expected = one_by_one(model, 3)  # 5/7 of four layers, rounded
     np.testing.assert_allclose(prompt_features(model, PROMPTS), expected, atol=1e-5, rtol=1e-4)

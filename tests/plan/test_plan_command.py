@@ -142,6 +142,14 @@ def test_the_plan_of_every_recipe_fits_80_columns_and_names_what_is_measured_and
     assert "The bottleneck is" in printed(config, PlanOptions(gpus=gpus))
 
 
+@pytest.mark.parametrize(("recipe", "looks_ahead"), [(GSM8K, True), (PUBLISHED, False)])
+def test_the_recipe_takes_the_options_of_its_plan(recipe, looks_ahead):
+    text = printed(Config.load(recipe), PlanOptions(gpus="128"))
+    (options,) = re.findall(r"- Options: (.*)", text)
+    assert Config.load(recipe, options.split()).cluster.learners == 128
+    assert ("algorithm.ledger.lookahead=1" in options) == looks_ahead
+
+
 def test_the_memory_table_adds_up():
     text = printed(Config.load(PUBLISHED), PlanOptions(gpus="128"))
     plan = planned()

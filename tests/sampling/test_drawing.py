@@ -154,6 +154,11 @@ def difficulty(prompt):
     return (0, 8, 8, 4, 8, 5)[prompt.answer % 6]
 
 
+def never_flat(prompt):
+    """Return how many of eight responses are right if none and all become one and seven."""
+    return min(max(difficulty(prompt), 1), 7)
+
+
 def telling(prompts):
     """Return features in which the pass rate is hidden, next to others that mean nothing."""
     random = [np.random.default_rng(prompt.answer).normal(size=40) for prompt in prompts]
@@ -169,8 +174,8 @@ def draw_and_record(drawer, count, right_of=difficulty):
     return groups
 
 
-def kept_share(drawer, draws, each=8):
-    return np.mean([group.kept for _ in range(draws // each) for group in draw_and_record(drawer, each)])
+def kept_share(drawer, draws, each=8, right_of=difficulty):
+    return np.mean([group.kept for _ in range(draws // each) for group in draw_and_record(drawer, each, right_of)])
 
 
 def test_looking_ahead_draws_more_prompts_that_teach_before_their_first_visit():
@@ -198,6 +203,13 @@ def test_looking_ahead_draws_every_prompt_that_it_marks_in_the_order_of_the_stre
     assert {p.uid for p in drawn} == {ahead[i].uid for i in np.argsort(np.abs(expected - 0.5))[:10]}
 
 
+def test_prompts_that_are_not_promising_get_no_larger_weight_if_a_resume_corrects_for_the_ledger():
+    """All histories are equal, so all weights would be, too."""
+    drawer = drawer_for(features=telling, lookahead=2, explore=1)
+    kept_share(drawer, 96, right_of=never_flat)
+    assert {each.chance for each in drawer.draw(40)} == {1.0}
+
+
 def test_features_are_computed_only_of_as_many_prompts_as_can_be_drawn():
     sizes = []
 
@@ -218,6 +230,32 @@ def test_features_are_computed_only_of_as_many_prompts_as_can_be_drawn():
         later += sizes[1:]
     assert later, "this test needs promising prompts that the ledger does not admit"
     assert max(later) < 30
+
+
+@pytest.mark.parametrize(("draws", "most"), [(9, 9), (4, 6)])
+def test_features_are_computed_of_no_more_prompts_than_there_are_or_must_be_drawn(draws, most):
+    sizes = []
+
+    def counting(prompts):
+        sizes.append(len(prompts))
+        return telling(prompts)
+
+    drawer = drawer_for(prompts=6, features=counting, lookahead=64, explore=0.1)
+    while not drawer.forecast.is_ready:
+        draw_and_record(drawer, 8)
+    sizes.clear()
+    draw_and_record(drawer, draws)
+    assert max(sizes) == most
+
+
+@pytest.mark.parametrize("ledger", [{}, {"features": telling, "lookahead": 3}])
+def test_the_stream_makes_each_prompt_once_if_the_draw_reaches_it(ledger):
+    drawer, made = drawer_for(explore=1, **ledger), []
+    (source,) = drawer.stream.sources
+    draw = source.draw
+    source.draw = lambda position: (made.append(position), draw(position))[1]
+    kept_share(drawer, 64)
+    assert made == list(range(64))
 
 
 @pytest.mark.parametrize("lookahead", [3, 8])
@@ -243,6 +281,26 @@ def test_prompts_drawn_in_this_round_are_not_promising_when_more_are_looked_at()
     assert copies == 0
 
 
+SAMPLERS = {
+    "rounds": lambda *options: strict.sampler_for(strict.mixed_when(lambda serial: False), *options),
+    "in flight": lambda *options: inflight.sampler_for(lambda i, _: 3 + i % 5, lambda serial: False, *options),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_prompts_of_earlier_rounds_and_in_flight_come_after_all_others_when_looking_ahead(kind):
+    sampler = SAMPLERS[kind](
+        "algorithm.ledger={enable: true, lookahead: 8, explore: 1e-9}", "data.gen_batch_size=8",
+        "algorithm.filter_groups.max_num_gen_batches=4",
+    )  # fmt: skip
+    sampler.drawer = drawer_for(prompts=60, features=telling, lookahead=8, explore=1e-9)
+    for _ in range(12):
+        draw_and_record(sampler.drawer, 8, right_of=never_flat)
+    sampled = sampler.fill(1, version=0)
+    assert len(sampled.groups) == 32
+    assert len({group.prompt.uid for group in sampled.groups}) == 32
+
+
 def test_with_fewer_prompts_than_draws_looking_ahead_draws_all_of_them_about_equally_often():
     drawer = drawer_for(prompts=30, features=telling, lookahead=3, explore=0.1)
     for _ in range(10):
@@ -256,7 +314,7 @@ def test_with_fewer_prompts_than_draws_looking_ahead_draws_all_of_them_about_equ
 @pytest.mark.parametrize("weight", [0.0, 0.5])
 def test_what_the_forecast_missed_at_the_last_visit_is_expected_again(weight, rights, monkeypatch):
     """All prompts look alike to the model, and none is flat, so only their own pass rates tell them apart."""
-    monkeypatch.setattr(drawing, "_OWN", weight)
+    monkeypatch.setattr(drawing, "_ERROR_SHARE", weight)
     drawer = drawer_for(prompts=90, features=lambda prompts: np.ones((len(prompts), 5)), lookahead=3, explore=0.1)
     visits = np.zeros(3)
     for turn in range(100):
@@ -292,13 +350,26 @@ def test_two_groups_of_one_prompt_that_are_in_flight_together_are_both_recorded(
     assert drawer.forecast.count == pytest.approx(8, rel=0.01)
 
 
+def test_each_outcome_is_recorded_with_the_outlook_of_its_own_prompt():
+    options = ("algorithm.ledger={enable: true, lookahead: 2}", "data.gen_batch_size=6")
+    sampler = strict.sampler_for(strict.mixed_when(lambda serial: serial % 2 > 0), *options)
+    sampler.drawer.features = telling
+    recorded, record = [], sampler.drawer.record
+    sampler.drawer.record = lambda group, outlook: (recorded.append((group.prompt, outlook)), record(group, outlook))
+    inflight.advance(sampler, 1, 0)
+    assert len({prompt.uid for prompt, _ in recorded}) > 3
+    for prompt, outlook in recorded:
+        np.testing.assert_allclose(outlook.features_K, project(telling([prompt]))[0])
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_prompt_with_features_that_are_not_finite_has_no_forecast_and_is_promising(bad):
     def broken(prompts):
         return np.where([[prompt.answer % 50 == 0] for prompt in prompts], bad, telling(prompts))
 
     drawer = drawer_for(prompts=6000, features=broken, lookahead=3, explore=1e-9)
-    kept_share(drawer, 320)
+    outcomes = {"right_of": lambda prompt: 4 if difficulty(prompt) == 8 else 8}  # zeros are not forecast near one half
+    kept_share(drawer, 320, **outcomes)
     assert np.isfinite(drawer.forecast.predict(project(telling(drawer.stream.peek(9))))).all()
     ahead = drawer.stream.peek(120)
     drawn = drawer.draw(40)
@@ -308,7 +379,7 @@ def test_a_prompt_with_features_that_are_not_finite_has_no_forecast_and_is_promi
     drawer.features = lambda prompts: np.full((len(prompts), 41), bad)
     assert len(drawer.draw(10)) == 10
     drawer.features = broken
-    assert kept_share(drawer, 320) > 0.6
+    assert kept_share(drawer, 320, **outcomes) > 0.8
 
 
 def test_restoring_replaces_all_that_a_drawer_knows_even_after_a_draw_that_failed():
