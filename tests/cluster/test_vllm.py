@@ -37,7 +37,9 @@ def assert_follows(config: Config, steps: int) -> None:
     assert_accounts_balance(config.run_dir, steps)
     steps_metrics = runs.metrics(config.run_dir)
     assert all(metrics["updates"] > 0 for metrics in steps_metrics)
-    assert max(metrics["logprob_gap/max"] for metrics in steps_metrics) < 1e-3
+    # A step whose first mini-batch has only carried-over groups has no gap to measure.
+    gaps = [metrics["logprob_gap/max"] for metrics in steps_metrics if "logprob_gap/max" in metrics]
+    assert len(gaps) > steps / 2 and max(gaps) < 1e-3
 
 
 def test_a_worker_with_vllm_follows_the_learner_step_by_step(tmp_path, driver):
@@ -49,7 +51,8 @@ def test_a_worker_with_vllm_follows_the_learner_step_by_step(tmp_path, driver):
 def test_a_run_that_its_gap_to_vllm_would_stop_trains_on_with_the_default_correction(tmp_path, driver):
     """In bf16 vLLM rounds differently from the trainer, by more than this limit."""
     options = ["rollout.engine=vllm", "cluster.rollout_workers=1", "model.dtype=bfloat16"]
-    options += ["run.steps=3", "algorithm.max_logprob_gap=0.005"]
+    # Weights that have changed since would make the correction larger, so no group is carried over.
+    options += ["run.steps=3", "algorithm.max_logprob_gap=0.005", "algorithm.max_staleness=0"]
     stopped = load(tmp_path, *options, "run.name=stopped", "algorithm.importance_correction=none")
     with pytest.raises(TrainingStopped, match=r"max_logprob_gap.*algorithm.importance_correction can correct for it"):
         train(stopped)
