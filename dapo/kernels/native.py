@@ -150,7 +150,7 @@ class _CSource(ctypes.Structure):
 
 
 class Spans:
-    """Where the queries find tokens to attend to: query t sees `counts[t]` tokens from element `starts[t]` on."""
+    """The tokens that queries attend to: for query t, `counts[t]` tokens from element `starts[t]` of a cache on."""
 
     def __init__(self, starts_T: Tensor, counts_T: Tensor) -> None:
         assert starts_T.dtype == counts_T.dtype == torch.int64
