@@ -119,13 +119,15 @@ def _cpu_kernels() -> Finding:
 
     lack = native.missing()
     if lack is not None and native.cpu_flags() >= native.INSTRUCTIONS:
-        return Finding("bf16 on the CPU", "warn", f"slow without {lack}; install one, such as gcc", optional=True)
+        return Finding(
+            "bf16 on the CPU", "warn", f"slow and less exact without {lack}; install one, such as gcc", optional=True
+        )
     if lack is not None:
         return Finding("bf16 on the CPU", "ok", "this CPU has no AVX-512 bf16: model.dtype float32 is the best here")
     if native.library() is None:
         detail = "the kernels in C cannot be compiled; install a newer gcc, or set CC to another compiler"
         return Finding("bf16 on the CPU", "warn", detail, optional=True)
-    return Finding("bf16 on the CPU", "ok", "model.dtype=bfloat16 is about twice as fast as float32")
+    return Finding("bf16 on the CPU", "ok", "model.dtype=bfloat16 trains two to four times as fast as float32")
 
 
 def _memory() -> Finding:

@@ -151,9 +151,13 @@ def training_table(result: Result) -> Table:
 def explanation(result: Result) -> list[str]:
     """Return sentences on how the comparison was made and what it leaves out."""
     plan = result.plan
+    count = _comparisons(result)
+    verdicts = (
+        f" The verdicts apply Holm's correction over the arms in a column (here {count}), not over the columns, so an "
+        "interval may leave out 0 where no difference is shown."
+    )
     lines = [
-        "Each interval is for one comparison, paired by question and seed. The verdicts apply Holm's correction over "
-        f"the arms in a column (here {_comparisons(result)}), not over the columns.",
+        "Each interval is for one comparison, paired by question and seed." + verdicts * (count != "0"),
         f"At equal seconds or tokens, an arm is compared with {plan.reference} at the largest amount that every run of "
         "both arms reached. Between two evaluations a straight line is assumed. Seconds are those of training steps, "
         "without evaluation and saving.",

@@ -29,6 +29,7 @@ from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.export import export_run
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.errors import CheckpointError, ConfigError, NothingToLearn, RewardError, TrainingStopped
+from dapo.kernels import native
 from dapo.model import trunk
 from dapo.policy.policy import FASTER, Policy
 from dapo.store.database import RunDatabase
@@ -128,6 +129,15 @@ def test_a_run_says_that_bfloat16_is_faster_here(tmp_path, dtype, is_said):
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         said = [event["message"] for event in database.events() if event["kind"] == "plan"]
     assert (FASTER in said) == is_said
+
+
+def test_a_run_in_bfloat16_without_the_kernels_says_that_it_is_less_exact(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "missing", lambda: "a C compiler (cc)")
+    config = runs.load(tmp_path, "run.steps=1", "model.dtype=bfloat16", "algorithm.max_logprob_gap=1.0")
+    train(config)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        assert any("kernels in C, which need a C compiler (cc)" in event["message"] for event in database.events())
 
 
 def test_a_lora_run_resumes_bit_for_bit_too(tmp_path):
