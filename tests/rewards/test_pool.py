@@ -399,7 +399,7 @@ def test_close_leaves_no_process_and_no_open_future(spec):
     pool.close()
     assert all(future.done() for future in (stuck, waiting))
     assert any(score.error == "the judge was closed before it judged this response" for score in stuck.result())
-    assert [members(group) for group in groups] == [[], []]
+    wait_until(lambda: [members(group) for group in groups] == [[], []])  # a killed process ends a moment later
     assert submit(pool, spec, ["1"]).result(timeout=1)[0].error == "the judge was closed before it judged this response"
 
 
