@@ -127,7 +127,7 @@ def _cpu_kernels() -> Finding:
     if native.library() is None:
         detail = "the kernels in C cannot be compiled; install a newer gcc, or set CC to another compiler"
         return Finding("bf16 on the CPU", "warn", detail, optional=True)
-    return Finding("bf16 on the CPU", "ok", "model.dtype=bfloat16 trains two to four times as fast as float32")
+    return Finding("bf16 on the CPU", "ok", "model.dtype=bfloat16 trains about twice as fast as float32")
 
 
 def _memory() -> Finding:

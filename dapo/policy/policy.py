@@ -50,7 +50,7 @@ MAX_NON_FINITE_STEPS = 3
 Values = TypeVar("Values")
 
 REFERENCE_TOKENS = 4096  # per micro-batch, where no gradient is needed
-FASTER = "this CPU trains two to four times as fast in bfloat16 as in float32: add model.dtype=bfloat16 to a new run"
+FASTER = "this CPU trains about twice as fast in bfloat16 as in float32: add model.dtype=bfloat16 to a new run"
 WITHOUT_KERNELS = (
     "bfloat16 without the kernels in C, which need {}: the log-probabilities of sampler and trainer differ by about "
     "0.02 on average; model.dtype=float32 is more exact"
