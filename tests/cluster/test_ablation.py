@@ -68,8 +68,12 @@ class Ablation:
         self.reader.join()
         return code
 
-    def wait_for(self, is_there) -> None:
+    def wait_for(self, is_there, seconds: float = 300) -> None:
+        """Wait until `is_there()`. If that takes too long, end the ablation and fail with what it has said."""
+        deadline = time.monotonic() + seconds
         while not is_there():
+            if time.monotonic() > deadline:
+                os.killpg(self.process.pid, signal.SIGKILL)
             assert self.process.poll() is None, self.output
             time.sleep(0.1)
 
