@@ -1,4 +1,5 @@
-// Kernels for training and sampling in bf16 on CPUs with AVX-512 bf16. native.py compiles this file and calls it.
+// Kernels for training and sampling in bf16 on CPUs with AVX-512 bf16, with products by AMX where the CPU has it.
+// native.py compiles this file and calls it.
 //
 // Every function computes each row of its input on its own, in an order that depends neither on the other rows nor on
 // the number of threads. So a token has the same bits alone or in any batch, and the sampler's are the trainer's.
@@ -9,6 +10,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 typedef uint16_t bf16;
 typedef enum { NARROW, WIDE, ADD } Result;  // of a product: bf16, float32, or added to float32
@@ -120,6 +123,77 @@ static void sixteen_columns(
         for (int c = 0; c < COLUMNS; c += 4) multiply(packed, weight + c * step, last - c, pairs, 4, 4, out + c * ROWS);
 }
 
+// ---- the same with AMX, whose registers are tiles of 16 rows ----
+
+enum { TILE = 16, TILE_PAIRS = 16, TILE_BYTES = 64, WIDTH = 2 * TILE };  // of a tile; columns that are computed at once
+
+static int has_tiles;  // whether Linux lets this process use tiles
+
+#ifdef __AMX_BF16__
+
+// Ask Linux for the use of tiles, for all threads of the process. Return whether they can be used.
+int allow_tiles(void) {
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    has_tiles = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return has_tiles;
+}
+
+// Every thread describes its tiles before it uses them.
+static void describe_tiles(void) {
+    struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
+    for (int i = 0; i < 8; i++) shape.bytes[i] = TILE_BYTES, shape.rows[i] = TILE;
+    _tile_loadconfig(&shape);
+}
+
+static void forget_tiles(void) { _tile_release(); }
+
+// Multiply 16 * `down` packed rows with 32 rows of the weight. Tiles 0 to 3 are sums, 4 and 5 rows of the weight, 6 and
+// 7 packed rows. If `fetches`, fetch the 32 rows of the weight that come next.
+static inline __attribute__((always_inline)) void multiply_tiles(
+    const uint32_t *packed, const bf16 *weight, int64_t pairs, const int down, const int fetches, float *out
+) {
+    const int64_t stride = pairs * (int64_t)sizeof(uint32_t), row = ROWS * sizeof(uint32_t);
+    const char *next = (const char *)(weight + 2 * WIDTH * pairs);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t pair = 0; pair < pairs; pair += TILE_PAIRS) {
+        for (int i = 0; fetches && i < WIDTH; i++, next += TILE_BYTES) _mm_prefetch(next, _MM_HINT_T1);
+        _tile_loadd(4, weight + 2 * pair, stride);
+        _tile_loadd(6, packed + pair * ROWS, row);
+        _tile_loadd(5, weight + 2 * (TILE * pairs + pair), stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
+        if (down == 1) continue;
+        _tile_loadd(7, packed + pair * ROWS + TILE, row);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, row);
+    _tile_stored(2, out + TILE * ROWS, row);
+    if (down == 1) return;
+    _tile_stored(1, out + TILE, row);
+    _tile_stored(3, out + TILE * ROWS + TILE, row);
+}
+
+// Compute 32 columns of the result, for 16 * `registers` rows.
+static void two_tiles(const uint32_t *packed, const bf16 *weight, int64_t pairs, int registers, int fetches, float *out) {
+    if (registers == 1) multiply_tiles(packed, weight, pairs, 1, fetches, out);
+    else multiply_tiles(packed, weight, pairs, 2, fetches, out);
+    if (registers == 3) multiply_tiles(packed + 2 * TILE, weight, pairs, 1, 0, out + 2 * TILE);
+    if (registers == 4) multiply_tiles(packed + 2 * TILE, weight, pairs, 2, 0, out + 2 * TILE);
+}
+
+#else
+
+int allow_tiles(void) { return 0; }
+static void describe_tiles(void) {}
+static void forget_tiles(void) {}
+static void two_tiles(const uint32_t *packed, const bf16 *weight, int64_t pairs, int registers, int fetches, float *out) {}
+
+#endif
+
 // Store 16 columns of up to 64 rows of the result.
 static void store_columns(
     const float *sums, __m512 bias, Result kind, void *out, int64_t row, int64_t rows, int64_t outputs, int64_t column
@@ -147,10 +221,13 @@ void product(
     int64_t rows, int64_t outputs, int64_t terms
 ) {
     const int64_t pairs = terms / 2, blocks = (rows + ROWS - 1) / ROWS;
+    const int is_tiled = has_tiles && pairs % TILE_PAIRS == 0 && outputs >= WIDTH;  // the same for every row
+    const int64_t width = is_tiled ? WIDTH : COLUMNS;
     // Columns that a thread computes for one block of rows before the next. With many blocks, more share one read.
-    const int64_t group = blocks > 1 ? 4 * COLUMNS : COLUMNS, groups = (outputs + group - 1) / group;
+    const int64_t group = blocks > 1 ? 4 * width : width, groups = (outputs + group - 1) / group;
 #pragma omp parallel
     {
+        if (is_tiled) describe_tiles();
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t row = block * ROWS, here = rows - row < ROWS ? rows - row : ROWS;
@@ -159,17 +236,21 @@ void product(
 #pragma omp for schedule(static)
         for (int64_t at = 0; at < groups; at++)
             for (int64_t row = 0; row < rows; row += ROWS)
-                for (int64_t column = at * group; column < (at + 1) * group && column < outputs; column += COLUMNS) {
+                for (int64_t column = at * group; column < (at + 1) * group && column < outputs; column += width) {
                     const int64_t here = rows - row < ROWS ? rows - row : ROWS;
-                    const __mmask16 mask = first(outputs - column);
-                    const __m512 offset = bias ? load_bf16(bias + column, mask) : _mm512_setzero_ps();
-                    float sums[COLUMNS * ROWS];
-                    sixteen_columns(
-                        packed + row * pairs, weight + column * terms, outputs - 1 - column, pairs,
-                        (int)((here + LANES - 1) / LANES), sums
-                    );
-                    store_columns(sums, offset, kind, out, row, here, outputs, column);
+                    const int registers = (int)((here + LANES - 1) / LANES);
+                    float sums[(WIDTH + COLUMNS) * ROWS];
+                    // The last tiles end with the last row of the weight, so some of their columns come a second time.
+                    const int64_t begin = is_tiled && column + WIDTH > outputs ? outputs - WIDTH : column;
+                    const bf16 *from = weight + begin * terms;
+                    if (is_tiled) two_tiles(packed + row * pairs, from, pairs, registers, row == 0, sums);
+                    else sixteen_columns(packed + row * pairs, from, outputs - 1 - column, pairs, registers, sums);
+                    for (int64_t c = column; c < column + width && c < outputs; c += COLUMNS) {
+                        const __m512 offset = bias ? load_bf16(bias + c, first(outputs - c)) : _mm512_setzero_ps();
+                        store_columns(sums + (c - begin) * ROWS, offset, kind, out, row, here, outputs, c);
+                    }
                 }
+        if (is_tiled) forget_tiles();
     }
 }
 

@@ -31,6 +31,7 @@ HEAD_SIZES = (32, 64, 96, 128, 256)
 # OpenMP is not linked: its functions are found in the library that PyTorch has loaded, so both use the same threads.
 _COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
 _ROWS = 64  # of one block of a product
+_TERMS = 32  # of a tile; with AMX, a product is fast where its number of terms is a multiple
 _MASSES = 256  # tokens whose probabilities are added up first when a token is drawn
 _INTEGER, _FLOAT = ctypes.c_int64, ctypes.c_float
 _NARROW, _WIDE, _ADD = map(ctypes.c_int, range(3))  # the kind of a product's result
@@ -49,9 +50,11 @@ def library() -> ctypes.CDLL | None:
     if missing() is not None:
         return None
     try:
-        return ctypes.CDLL(str(_compiled()))
+        found = ctypes.CDLL(str(_compiled()))
     except (OSError, subprocess.SubprocessError):
         return None
+    found.allow_tiles()
+    return found
 
 
 def is_native(*tensors: Tensor | None) -> bool:
@@ -60,11 +63,6 @@ def is_native(*tensors: Tensor | None) -> bool:
     # Other types, such as the DTensors of shards, have no memory of their own to point to.
     is_plain = all(type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" for each in present)
     return is_plain and all(each.dtype == torch.bfloat16 for each in present) and library() is not None
-
-
-def multiplies() -> bool:
-    """Return whether products with a bf16 result are computed here. With AMX, PyTorch is faster."""
-    return "amx_bf16" not in cpu_flags() and library() is not None
 
 
 def can_multiply(input_Ti: Tensor, weight_oi: Tensor) -> bool:
@@ -86,8 +84,8 @@ def product(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None, *
 
 def add_product(total_ab: Tensor, left_Ta: Tensor, right_Tb: Tensor) -> None:
     """Add left.T @ right to a float32 total."""
-    if len(left_Ta) % 2:  # sums are over pairs of tokens
-        left_Ta, right_Tb = (F.pad(each, (0, 0, 0, 1)) for each in (left_Ta, right_Tb))
+    if rest := -len(left_Ta) % _TERMS:
+        left_Ta, right_Tb = (F.pad(each, (0, 0, 0, rest)) for each in (left_Ta, right_Tb))
     _multiply(left_Ta.t().contiguous(), right_Tb.t().contiguous(), None, total_ab, _ADD)
 
 

@@ -33,7 +33,7 @@ def linear(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) ->
     rows, terms = input_Ti.shape
     if input_Ti.is_cuda and terms >= _MANY_TERMS and rows < _ENOUGH_ROWS:
         return F.linear(F.pad(input_Ti, (0, 0, 0, _ENOUGH_ROWS - rows)), weight_oi, bias_o)[:rows]
-    if native.can_multiply(input_Ti, weight_oi) and native.multiplies():
+    if native.can_multiply(input_Ti, weight_oi):
         return native.product(input_Ti, weight_oi, bias_o)
     return F.linear(input_Ti, weight_oi, bias_o)
 

@@ -17,7 +17,7 @@ from dapo.policy.head import chunked_logprobs
 from dapo.types import Extension, Request, SamplingParams
 from tests import plain
 from tests.engine.test_contract import drain
-from tests.kernels.ways import needs_equal_bits
+from tests.kernels.ways import needs_native
 from tests.tiny import (
     EOS_ID,
     PAD_ID,
@@ -106,7 +106,7 @@ def test_recorded_log_probabilities_are_those_of_plain_transformers(engine_for, 
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2, tiny_qwen3])
-@pytest.mark.parametrize("way", [pytest.param("native", marks=needs_equal_bits), "torch"])
+@pytest.mark.parametrize("way", [pytest.param("native", marks=needs_native), "torch"])
 def test_in_bfloat16_on_a_cpu_sampler_and_trainer_agree_and_sampling_is_repeatable(build, way, monkeypatch):
     if way == "torch":
         monkeypatch.setattr(native, "library", lambda: None)
@@ -141,7 +141,7 @@ def bfloat16_llama():
     return model
 
 
-@needs_equal_bits
+@needs_native
 def test_in_bfloat16_on_a_cpu_a_response_has_the_same_bits_alone_and_in_any_batch():
     model, questions = bfloat16_llama(), prompts(6, seed=2)
     requests = [Request(i, p, 5, SamplingParams(max_tokens=20)) for i, p in enumerate(questions)]
@@ -154,7 +154,7 @@ def test_in_bfloat16_on_a_cpu_a_response_has_the_same_bits_alone_and_in_any_batc
     assert all(np.array_equal(alone[key].logprobs, together[key].logprobs) for key in alone)
 
 
-@needs_equal_bits
+@needs_native
 def test_in_bfloat16_on_a_cpu_given_tokens_have_the_bits_of_training():
     model, questions = bfloat16_llama(), prompts(3, seed=5)
     requests = [Request(i, p, 4, SamplingParams(max_tokens=6), turns=True) for i, p in enumerate(questions)]

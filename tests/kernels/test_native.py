@@ -1,5 +1,6 @@
 """The kernels in C for bf16 on a CPU."""
 
+import ctypes
 import math
 import os
 import stat
@@ -32,6 +33,26 @@ def rounded_once(actual: Tensor, expected: Tensor) -> None:
     assert (actual.double() - expected).abs().le(expected.abs() * 2**-8 * 1.001 + 1e-6).all()
 
 
+@pytest.fixture(scope="module")
+def emulated_tiles(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels as on a CPU with AMX, whose instructions plain C stands in for."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("DAPO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        changed.setattr(native, "_COMPILE", (*native._COMPILE, "-include", str(Path(__file__).with_name("tiles.h"))))
+        found = native.library.__wrapped__()
+    assert found is not None
+    return found
+
+
+@pytest.fixture(params=["of this CPU", "AMX"])
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Products with the instructions of this CPU, and with AMX."""
+    if request.param == "AMX":
+        tiles = request.getfixturevalue("emulated_tiles")
+        monkeypatch.setattr(native, "library", lambda: tiles)
+    return request.param
+
+
 @pytest.fixture
 def one_thread():
     torch.set_num_threads(1)
@@ -41,7 +62,8 @@ def one_thread():
 
 @needs_native
 @pytest.mark.parametrize("rows", [1, 15, 16, 31, 48, 63, 64, 65, 200])
-@pytest.mark.parametrize(("outputs", "terms"), [(1, 2), (15, 30), (16, 32), (33, 66), (130, 48)])
+@pytest.mark.parametrize(("outputs", "terms"), [(1, 2), (15, 30), (16, 32), (33, 66), (130, 48), (32, 32), (75, 96)])
+@pytest.mark.usefixtures("instructions")
 def test_a_product_is_rounded_once_or_stays_float32(rows: int, outputs: int, terms: int) -> None:
     inputs, weight, bias = values(rows, terms), values(outputs, terms, seed=1), values(outputs, seed=2)
     exact = inputs.double() @ weight.double().t()
@@ -63,6 +85,7 @@ def test_a_product_reads_the_rows_of_any_layout() -> None:
 
 
 @needs_native
+@pytest.mark.usefixtures("instructions")
 def test_a_row_has_the_same_bits_alone_and_in_any_batch_with_any_number_of_threads(one_thread: None) -> None:
     inputs, weight = values(150, 96), values(70, 96, seed=1)
     together = native.product(inputs, weight, is_wide=True)
@@ -74,6 +97,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch_with_any_number_of_threa
 
 @needs_native
 @pytest.mark.parametrize("tokens", [1, 2, 77, 200])
+@pytest.mark.usefixtures("instructions")
 def test_a_product_over_tokens_is_added_to_a_total(tokens: int) -> None:
     left, right = values(tokens, 70), values(tokens, 35, seed=1)
     total = torch.full((70, 35), 5.0)
@@ -255,17 +279,26 @@ def test_the_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @needs_native
-def test_where_the_cpu_has_amx_pytorch_computes_products_with_a_bf16_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "cpu_flags", lambda: native.INSTRUCTIONS | {"amx_bf16"})
-    inputs, weight = values(20, 48), values(30, 48, seed=1)
-    assert torch.equal(linear(inputs, weight), F.linear(inputs, weight))
-    assert torch.equal(wide_product(inputs, weight.t()), native.product(inputs, weight, is_wide=True))
+def test_tiles_compute_the_products_that_consist_of_whole_tiles(emulated_tiles: ctypes.CDLL) -> None:
+    count = ctypes.c_int.in_dll(emulated_tiles, "products_of_tiles")
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(native, "library", lambda: emulated_tiles)
+        for rows, outputs, terms, expected in [
+            (1, 32, 64, 4),
+            (33, 96, 32, 18),
+            (65, 40, 32, 20),
+            (9, 31, 64, 0),
+            (9, 32, 48, 0),
+        ]:
+            before = count.value
+            native.product(values(rows, terms), values(outputs, terms, seed=1))
+            assert count.value - before == expected
 
 
 @needs_native
 def test_products_of_bfloat16_use_the_kernels() -> None:
     inputs, weight = values(20, 48), values(30, 48, seed=1)
-    assert torch.equal(linear(inputs, weight), native.product(inputs, weight)) or not native.multiplies()
+    assert torch.equal(linear(inputs, weight), native.product(inputs, weight))
     assert torch.equal(wide_product(inputs, weight.t()), native.product(inputs, weight, is_wide=True))
     odd, wide = (
         values(20, 47),

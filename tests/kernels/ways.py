@@ -18,5 +18,3 @@ except ImportError:
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="no GPU, and Triton is missing or not interpreted")
 both = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
 needs_native = pytest.mark.skipif(native.library() is None, reason=f"the kernels in C need {native.missing()}")
-# With AMX, PyTorch multiplies, and may round rows of large batches in another way than those of small ones.
-needs_equal_bits = pytest.mark.skipif(not native.multiplies(), reason="sampler and trainer need equal products")

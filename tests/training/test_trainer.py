@@ -36,7 +36,7 @@ from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
 from dapo.types import Verdict
 from tests import plain, runs
-from tests.kernels.ways import needs_equal_bits, needs_native
+from tests.kernels.ways import needs_native
 from tests.saved import SavedRun
 from tests.tiny import save_tiny
 
@@ -107,7 +107,7 @@ def test_runs_of_other_kinds_resume_bit_for_bit_too(tmp_path, override):
     runs.assert_same_run(whole.run_dir, parts.run_dir, step=4)
 
 
-@needs_equal_bits
+@needs_native
 def test_in_bfloat16_a_cpu_samples_the_bits_that_it_trains_and_resumes_bit_for_bit(tmp_path):
     save_tiny(tmp_path / "model", hidden_size=128, head_dim=32)
     more = ["model.dtype=bfloat16", "algorithm.max_logprob_gap=0.00001"]
