@@ -265,11 +265,27 @@ class SideBySide(Supervisor[_Place]):
         if worker.task is not None:
             self._retry(*worker.task, f"the worker on {worker.node} {what}")
             self.workers.append(self._opening(worker.slot))
+        elif self._replaces(worker, what):
+            self.events.append((EventKind.WORKER, f"another worker starts in place of one that {what}"))
+            self.workers.append(self._opening(worker.slot))
         elif self.workers:
             self.events.append((EventKind.WORKER, f"one worker fewer: it {what}"))
         else:
             # At first this is a mistake of the user. Later the cluster has changed, and the ablation can be resumed.
             raise (ClusterLost if self.losses else ClusterError)(f"--ray: there is no worker, the last one {what}")
+
+    def _replaces(self, worker: _Place, what: str) -> bool:
+        """Return whether another worker starts in place of this idle one, up to cluster.max_restarts times.
+
+        Ray may place a worker on a node whose death it has not noticed yet.
+        """
+        if not worker.is_dead or not self.waiting:
+            return False
+        try:
+            self.restarts.spend(what)
+        except ClusterLost:
+            return False
+        return True
 
     def _time_out(self, worker: _Place) -> None:
         """Give up a worker that did not open in time. No other call has a time limit."""

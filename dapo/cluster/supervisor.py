@@ -67,6 +67,7 @@ class Worker:
     slot: int
     actor: Any
     is_open: bool = False
+    is_dead: bool = False  # its process or its node has died
     calls: dict[Any, Call] = field(default_factory=dict)  # by Ray's reference of the answer
 
 
@@ -228,6 +229,7 @@ class Supervisor(Generic[W]):
                 raise error.cause from None
             self._lose(worker, f"failed: {explain(error)}")
         except RayError as error:
+            worker.is_dead = True
             self._lose(worker, f"died: {explain(error)}")
         else:
             then(answer)

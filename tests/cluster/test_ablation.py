@@ -18,6 +18,7 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
+from dapo.ablation.placed_worker import PlacedWorker  # noqa: E402
 from dapo.ablation.plan import Budget  # noqa: E402
 from dapo.ablation.records import Status, read_status  # noqa: E402
 from dapo.ablation.session import Session  # noqa: E402
@@ -237,6 +238,36 @@ def test_a_folder_that_a_node_does_not_see_is_refused(driver, tmp_path):
         ):
             runs.train()
     assert [read_status(run.folder) for run in plan.runs] == [Status.MISSING] * 2
+
+
+def test_an_idle_worker_that_dies_is_replaced_while_runs_wait(driver, tmp_path, monkeypatch):
+    class DiesAtFirst(PlacedWorker):
+        def open(self, witness, *others):
+            if not (marker := Path(witness).with_name("has-died")).exists():
+                marker.touch()
+                os._exit(1)
+            return super().open(witness, *others)
+
+    monkeypatch.setattr("dapo.ablation.side_by_side.PlacedWorker", DiesAtFirst)
+    plan, said = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.01"), []
+    plan.write()
+    SideBySide(Session(plan, False, "quiet", on_run=lambda *_: None), Site(room(), (1,)), say=said.append).train()
+    assert [line.partition(":")[0] for line in said] == ["another worker starts in place of one that died"]
+    assert [read_status(run.folder) for run in plan.runs] == [Status.FINISHED] * 2
+
+
+def test_no_more_idle_workers_are_replaced_than_cluster_max_restarts(driver, tmp_path, monkeypatch):
+    class Dies(PlacedWorker):
+        def open(self, *_):
+            os._exit(1)
+
+    monkeypatch.setattr("dapo.ablation.side_by_side.PlacedWorker", Dies)
+    plan, said = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.01", overrides=["cluster.max_restarts=2"]), []
+    plan.write()
+    runs = SideBySide(Session(plan, False, "quiet", on_run=lambda *_: None), Site(room(), (1,)), say=said.append)
+    with pytest.raises(ClusterError, match=r"--ray: there is no worker, the last one died: "):
+        runs.train()
+    assert len(said) == 2
 
 
 def test_each_run_gets_one_gpu_or_as_many_cpus_as_it_has_threads(tmp_path, monkeypatch):
