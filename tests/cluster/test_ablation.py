@@ -242,11 +242,11 @@ def test_a_folder_that_a_node_does_not_see_is_refused(driver, tmp_path):
 
 def test_an_idle_worker_that_dies_is_replaced_while_runs_wait(driver, tmp_path, monkeypatch):
     class DiesAtFirst(PlacedWorker):
-        def open(self, witness, *others):
+        def open(self, witness, folder, variables):
             if not (marker := Path(witness).with_name("has-died")).exists():
                 marker.touch()
                 os._exit(1)
-            return super().open(witness, *others)
+            return super().open(witness, folder, variables)
 
     monkeypatch.setattr("dapo.ablation.side_by_side.PlacedWorker", DiesAtFirst)
     plan, said = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.01"), []
@@ -258,7 +258,7 @@ def test_an_idle_worker_that_dies_is_replaced_while_runs_wait(driver, tmp_path, 
 
 def test_no_more_idle_workers_are_replaced_than_cluster_max_restarts(driver, tmp_path, monkeypatch):
     class Dies(PlacedWorker):
-        def open(self, *_):
+        def open(self, witness, folder, variables):
             os._exit(1)
 
     monkeypatch.setattr("dapo.ablation.side_by_side.PlacedWorker", Dies)
