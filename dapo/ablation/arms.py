@@ -69,13 +69,17 @@ def _without_dynamic_sampling(config: Config) -> dict[str, Any]:
     """Sample exactly one batch and train on what there is: no group is replaced, and none is carried over.
 
     The overlong filter and the judge can also leave groups without anything to train on. The ledger, which avoids flat
-    groups, is off too.
+    groups, is off too. In flight, where groups of several steps overlap, groups with nothing to train on are replaced:
+    a limit of one batch would leave the engine empty at the end of each step.
     """
+    one_batch: dict[str, Any] = {
+        "algorithm.filter_groups.max_num_gen_batches": 1,
+        "algorithm.filter_groups.on_exhausted": "train_partial",
+    }
     return {
         "algorithm.filter_groups.enable": False,
         "algorithm.filter_groups.function": None,
-        "algorithm.filter_groups.max_num_gen_batches": 1,
-        "algorithm.filter_groups.on_exhausted": "train_partial",
+        **(one_batch if config.rollout.mode == "strict" else {}),
         "algorithm.ledger.enable": False,
         "algorithm.ledger.revisit": 0.0,
         "algorithm.ledger.lookahead": 1,

@@ -67,6 +67,13 @@ def test_a_technique_that_the_recipe_has_keeps_the_recipes_values():
     assert grpo.algorithm.filter_groups.max_num_gen_batches == 1
 
 
+def test_in_flight_an_arm_without_dynamic_sampling_keeps_the_recipes_limit_of_batches():
+    base = config("rollout.mode=inflight", "algorithm.filter_groups.max_num_gen_batches=7")
+    for arm in ("grpo", "+token-loss"):
+        found = resolved(base, "ladder")[arm].algorithm.filter_groups
+        assert (found.enable, found.max_num_gen_batches) == (False, 7)
+
+
 def test_without_dynamic_sampling_nothing_chooses_prompts():
     base = config("algorithm.ledger={enable: true, explore: 0.1, revisit: 0.3, lookahead: 3}")
     found = resolved(base, "leave-one-out")
