@@ -190,7 +190,12 @@ def values_at(evaluations: Sequence[Evaluation], axis: Where, at: float) -> Mapp
     reach = amount(last, axis) - amount(first, axis)
     share = min((at - amount(first, axis)) / reach, 1.0) if reach > 0 else 1.0
     common = first.values.keys() & last.values.keys()
-    return {key: (1 - share) * first.values[key] + share * last.values[key] for key in last.values if key in common}
+    if share == 1.0:
+        return {key: last.values[key] for key in last.values if key in common}
+    # In this form equal values stay as they are: rounding must not make a difference between two arms.
+    return {
+        key: first.values[key] + share * (last.values[key] - first.values[key]) for key in last.values if key in common
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -231,6 +231,13 @@ def test_the_end_is_the_last_tenth_and_dropped_counts_stale_tokens():
     assert (found.longest, found.flat_groups) == (7.0, 20.0)
 
 
+@pytest.mark.parametrize("value", [i / 30 for i in range(31)])
+def test_values_that_do_not_change_are_the_same_bits_at_every_point(value):
+    found = [replace(each, values=dict.fromkeys(QUESTIONS, value)) for each in points((0, 0, 0, 0.0), (2, 3, 50, 0.2))]
+    for at in np.linspace(0, 4, 30):
+        assert set(values_at(found, "seconds", float(at)).values()) == {value}
+
+
 def test_values_lie_on_the_line_between_two_evaluations():
     found = points((0, 0, 0, 0.0), (2, 3, 50, 0.2), (4, 9, 80, 0.8))
     means = np.array([each.mean for each in found])
