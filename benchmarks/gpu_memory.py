@@ -149,7 +149,7 @@ def measure(arm: Arm, sizes: Sizes, model: str | None, device: torch.device, *, 
         metrics = _Steps()
         trainer = Trainer(config, reporter=metrics)
         try:
-            plan = trainer.policy.memory_plan(trainer.engine.cache_bytes) or "no GPU"
+            plan = "; ".join(note for _, note in trainer.policy.notes(trainer.engine.cache_bytes)) or "no GPU"
             seconds = [step_seconds(trainer, device) for _ in range(sizes.steps)]
             notes = metrics.notes + [f"{key} {value:.4g}" for key, value in metrics.steps[-1].items() if _is_shown(key)]
         finally:

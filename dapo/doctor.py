@@ -117,17 +117,12 @@ def _device() -> Finding:
 def _cpu_kernels() -> Finding:
     from dapo.kernels import native
 
-    lack = native.missing()
-    if lack is not None and native.cpu_flags() >= native.INSTRUCTIONS:
-        return Finding(
-            "bf16 on the CPU", "warn", f"slow and less exact without {lack}; install one, such as gcc", optional=True
-        )
-    if lack is not None:
-        return Finding("bf16 on the CPU", "ok", "this CPU has no AVX-512 bf16: model.dtype float32 is the best here")
-    if native.library() is None:
-        detail = "the kernels in C cannot be compiled; install a newer gcc, or set CC to another compiler"
-        return Finding("bf16 on the CPU", "warn", detail, optional=True)
-    return Finding("bf16 on the CPU", "ok", "model.dtype=bfloat16 trains about twice as fast as float32")
+    name, reason = "bf16 on the CPU", native.obstacle()
+    if not native.has_instructions():
+        return Finding(name, "ok", f"{reason}: model.dtype float32 is the best here")
+    if reason is not None:
+        return Finding(name, "warn", f"slow and less exact without the kernels in C: {reason}", optional=True)
+    return Finding(name, "ok", "model.dtype=bfloat16 may train faster than float32 (AMD EPYC: twice as fast)")
 
 
 def _memory() -> Finding:

@@ -68,6 +68,7 @@ class EventKind(StrEnum):
     EXHAUSTED = "exhausted", "warning"
     UNJUDGED = "unjudged", "warning"
     LENGTH = "length", "warning"
+    KERNELS = "kernels", "warning"
     WAITING = "waiting", "warning"
     WEIGHTS = "weights", "warning"
     WORKER = "worker", "warning"

@@ -46,7 +46,7 @@ def test_every_problem_says_what_to_do(findings: list[Finding]) -> None:
 )
 def test_the_kernels_for_bf16_are_checked(flags, compiler, status, words, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "cpu_flags", lambda: frozenset(flags))
-    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
     monkeypatch.setenv("CC", compiler)
     (found,) = (finding for finding in check() if finding.name == "bf16 on the CPU")
     assert found.status == status and words in found.detail

@@ -12,7 +12,7 @@ import numpy as np
 from dapo.policy.policy import Policy
 from dapo.policy.protocol import UpdateResult
 from dapo.system.tensors import TensorFiles
-from dapo.types import Group
+from dapo.types import EventKind, Group
 
 
 class LearnerRank:
@@ -71,8 +71,8 @@ class RemoteLearner:
     def needs_engine_memory(self) -> bool:
         return self.ranks.call("needs_engine_memory")
 
-    def memory_plan(self, cache_bytes: int) -> str | None:
-        return self.ranks.call("learn", "memory_plan", cache_bytes)
+    def notes(self, cache_bytes: int) -> list[tuple[EventKind, str]]:
+        return self.ranks.call("learn", "notes", cache_bytes)
 
     @property
     def checkpoint_bytes(self) -> int:

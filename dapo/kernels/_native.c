@@ -498,9 +498,16 @@ void draw(
         const float *in = logits + row * vocabulary;
         double *sums = blocks + row * count;
         __m512 peaks = _mm512_set1_ps(-INFINITY);
+        __mmask16 nans = 0;  // a maximum forgets them
         for (int64_t i = 0; i < vocabulary; i += LANES) {
             const __mmask16 mask = first(vocabulary - i);
-            peaks = _mm512_mask_max_ps(peaks, mask, peaks, _mm512_maskz_loadu_ps(mask, in + i));
+            const __m512 here = _mm512_maskz_loadu_ps(mask, in + i);
+            nans |= _mm512_cmp_ps_mask(here, here, _CMP_UNORD_Q);
+            peaks = _mm512_mask_max_ps(peaks, mask, peaks, here);
+        }
+        if (nans) {
+            tokens[row] = 0, logprobs[row] = NAN;
+            continue;
         }
         const float highest = _mm512_reduce_max_ps(peaks);
         const __m512 peak = _mm512_set1_ps(highest);
@@ -530,7 +537,7 @@ void draw(
             }
             if (inside > target) break;
         }
-        tokens[row] = token < 0 ? 0 : token;  // there is none if logits are not finite
+        tokens[row] = token < 0 ? 0 : token;  // there is none if a logit is infinite
         const double below = ((double)in[tokens[row]] - (double)highest) / (double)temperature;
         logprobs[row] = token < 0 ? NAN : (float)(below - log(total));
     }

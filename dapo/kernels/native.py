@@ -1,7 +1,10 @@
 """Kernels in C for bf16 on CPUs that have instructions for it (_native.c), compiled on first use.
 
-Where the CPU has no AVX-512 bf16, or there is no C compiler, PyTorch computes instead. A result depends on its own row
-only, so a token's bits are the same in sampling and in training, alone or in any batch, with any number of threads.
+Where the CPU has no AVX-512 bf16, or there is no C compiler, PyTorch computes instead. With DAPO_AMX=1, products use
+AMX if the CPU has it. That has been tested with emulated instructions only, so it is not the default.
+
+A result depends on its own row only, so a token's bits are the same in sampling and in training, alone or in any batch,
+with any number of threads.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -30,6 +34,7 @@ INSTRUCTIONS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
 HEAD_SIZES = (32, 64, 96, 128, 256)
 # OpenMP is not linked: its functions are found in the library that PyTorch has loaded, so both use the same threads.
 _COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
+_PATIENCE = 120  # seconds that a call of the compiler may take
 _ROWS = 64  # of one block of a product
 _TERMS = 32  # of a tile; with AMX, a product is fast where its number of terms is a multiple
 _MASSES = 256  # tokens whose probabilities are added up first when a token is drawn
@@ -38,22 +43,43 @@ _NARROW, _WIDE, _ADD = map(ctypes.c_int, range(3))  # the kind of a product's re
 
 
 def missing() -> str | None:
-    """Return what this machine lacks for the kernels, or None."""
-    if not cpu_flags() >= INSTRUCTIONS:
-        return "a CPU with AVX-512 bf16"
-    return None if _compiler() else "a C compiler (cc)"
+    """Return what this machine lacks for the kernels, or None. Nothing is compiled."""
+    if not has_instructions():
+        return "this CPU has no AVX-512 bf16"
+    if _compiler() is None:
+        return f"the C compiler {os.environ.get('CC') or 'cc'} was not found; install one, such as gcc, or set CC"
+    return None
+
+
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernels, or None where there are none."""
+    found = _loaded()
+    return found if isinstance(found, ctypes.CDLL) else None
+
+
+def obstacle() -> str | None:
+    """Return why there are no kernels, or None. They are compiled if they have not been yet."""
+    found = _loaded()
+    return found if isinstance(found, str) else None
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """Return the compiled kernels, or None where there are none."""
-    if missing() is not None:
-        return None
+def _loaded() -> ctypes.CDLL | str:
+    """Return the compiled kernels, or why there are none."""
+    if (lack := missing()) is not None:
+        return lack
     try:
         found = ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found.allow_tiles()
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").splitlines()
+        said = next((line for line in lines if "error" in line), (lines or ["no message"])[-1])
+        return f"{error.cmd[0]} failed ({said.strip()}); install a newer compiler, or set CC to another one"
+    except subprocess.TimeoutExpired as error:
+        return f"{error.cmd[0]} took longer than {error.timeout:g} s; run the command again when the machine is idle"
+    except OSError as error:
+        return f"{error}; set DAPO_CACHE to a folder that can be written, and from which libraries can be loaded"
+    if os.environ.get("DAPO_AMX") == "1":
+        found.allow_tiles()
     return found
 
 
@@ -156,6 +182,8 @@ class Spans:
 
     def of(self, keys: Tensor, values: Tensor, token_stride: int, head_stride: int) -> _CSource:
         """Return the spans in these keys and values."""
+        assert keys.dtype == values.dtype == torch.bfloat16, "keys and values must be in bfloat16"
+        assert keys.shape == values.shape, "keys and values must have the same shape"
         tensors = keys, values, self.starts_T, self.counts_T
         source = _CSource(*(tensor.data_ptr() for tensor in tensors), token_stride, head_stride)
         source.tensors = tensors  # keep them alive
@@ -167,6 +195,8 @@ def attention(
 ) -> Tensor:
     """Return the output [T, H, D] of attention to the tokens of both sources, at most `longest` for each query."""
     tokens, heads, head_dim = query_THD.shape
+    assert query_THD.dtype == torch.bfloat16, "queries must be in bfloat16"
+    assert head_dim in HEAD_SIZES, f"a head size of {head_dim} has no kernel"
     query_THD = with_heads(query_THD)
     out_THD = torch.empty(tokens, heads, head_dim, dtype=torch.bfloat16)
     is_done = _library().attention(
@@ -229,8 +259,17 @@ def _library() -> ctypes.CDLL:
     return found
 
 
-def _compiler() -> str | None:
-    return shutil.which(os.environ.get("CC") or "cc")
+def _compiler() -> tuple[str, ...] | None:
+    """Return the command of the C compiler, which may have arguments, or None if it is not installed."""
+    try:
+        command = shlex.split(os.environ.get("CC") or "cc")
+    except ValueError:  # an open quotation mark
+        return None
+    return tuple(command) if command and shutil.which(command[0]) else None
+
+
+def has_instructions() -> bool:
+    return cpu_flags() >= INSTRUCTIONS
 
 
 @functools.cache
@@ -246,8 +285,8 @@ def _compiled() -> Path:
     """Return the compiled library from the cache, after compiling it if this compiler has not yet for this CPU."""
     compiler = _compiler()
     assert compiler is not None
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    inputs = (SOURCE.read_bytes(), version, repr(_COMPILE).encode(), " ".join(sorted(cpu_flags())).encode())
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE).stdout
+    inputs = (SOURCE.read_bytes(), version, repr((compiler, _COMPILE)).encode(), " ".join(sorted(cpu_flags())).encode())
     digest = hashlib.blake2b(b"\0".join(inputs), digest_size=12).hexdigest()
     found = cache_dir() / "kernels" / f"native-{digest}.so"
     if not found.exists():
@@ -255,9 +294,9 @@ def _compiled() -> Path:
         with tempfile.TemporaryDirectory(dir=found.parent) as folder:
             compiled, linked = Path(folder) / "native.o", Path(folder) / "native.so"
             for command in (
-                (compiler, *_COMPILE, "-o", str(compiled), str(SOURCE)),
-                (compiler, "-shared", "-o", str(linked), str(compiled), "-lm"),
+                (*compiler, *_COMPILE, "-o", str(compiled), str(SOURCE)),
+                (*compiler, "-shared", "-o", str(linked), str(compiled), "-lm"),
             ):
-                subprocess.run(command, capture_output=True, check=True, timeout=120)
+                subprocess.run(command, capture_output=True, check=True, timeout=_PATIENCE)
             linked.rename(found)
     return found

@@ -44,16 +44,19 @@ from dapo.policy.protocol import UpdateResult
 from dapo.policy.rules import UpdateRules
 from dapo.policy.tally import Tally, by_rollout
 from dapo.system.machine import memory, size_text
-from dapo.types import Group, Prompt
+from dapo.types import EventKind, Group, Prompt
 
 MAX_NON_FINITE_STEPS = 3
 Values = TypeVar("Values")
 
 REFERENCE_TOKENS = 4096  # per micro-batch, where no gradient is needed
-FASTER = "this CPU trains about twice as fast in bfloat16 as in float32: add model.dtype=bfloat16 to a new run"
+FASTER = (
+    "a CPU with AVX-512 bf16, such as this one, may train faster in bfloat16 (an AMD EPYC: about twice as fast as in "
+    "float32): add model.dtype=bfloat16 to a new run"
+)
 WITHOUT_KERNELS = (
-    "bfloat16 without the kernels in C, which need {}: the log-probabilities of sampler and trainer differ by about "
-    "0.02 on average; model.dtype=float32 is more exact"
+    "bfloat16 without the kernels in C: {}. The log-probabilities of sampler and trainer differ by about 0.02 on "
+    "average; model.dtype=float32 is more exact"
 )
 
 
@@ -116,9 +119,16 @@ class Policy:
                 f"which {size_text(host)} are free; train adapters (model.lora.rank), or use a smaller model"
             )
 
-    def memory_plan(self, cache_bytes: int) -> str | None:
-        if not self.weight.is_cuda:
-            return self._cpu_advice()
+    def notes(self, cache_bytes: int) -> list[tuple[EventKind, str]]:
+        if self.weight.is_cuda:
+            return [(EventKind.PLAN, self._memory_plan(cache_bytes))]
+        if is_faster_in_bfloat16(self.causal_lm):
+            return [(EventKind.PLAN, FASTER)]
+        if self.weight.dtype == torch.bfloat16 and (reason := native.obstacle()) is not None:
+            return [(EventKind.KERNELS, WITHOUT_KERNELS.format(reason))]
+        return []
+
+    def _memory_plan(self, cache_bytes: int) -> str:
         held = [t.data.untyped_storage() for t in (*self.model.parameters(), *(w.value for w in self.trunk.adapted))]
         weights = sum({s.data_ptr(): s.nbytes() for s in held if s.device.type == "cuda"}.values())
         masters = sum(held_bytes(m) for m in self.optimizer.masters if m.dtype != self.weight.dtype)
@@ -134,13 +144,6 @@ class Policy:
             f"key/value cache {cache_bytes / 2**30:.1f} GiB; up to {self.budget.max_tokens:,} tokens per "
             f"micro-batch{remarks}"
         )
-
-    def _cpu_advice(self) -> str | None:
-        if is_faster_in_bfloat16(self.causal_lm):
-            return FASTER
-        if self.weight.dtype == torch.bfloat16 and native.library() is None:
-            return WITHOUT_KERNELS.format(native.missing() or "a compiler that knows AVX-512 bf16")
-        return None
 
     @cached_property
     def budget(self) -> Budget:

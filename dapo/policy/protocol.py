@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from dapo.checkpoint.weights import TensorFiles
-from dapo.types import Group, TokenStats
+from dapo.types import EventKind, Group, TokenStats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +52,8 @@ class Learner(Protocol):
         """Whether an update needs the memory of the sampler's key/value cache."""
         ...
 
-    def memory_plan(self, cache_bytes: int) -> str | None:
-        """Describe what the GPU's memory will hold, or what is faster on a CPU; None if there is nothing to say."""
+    def notes(self, cache_bytes: int) -> list[tuple[EventKind, str]]:
+        """Return what a run says at its start: what the GPU's memory will hold, or how this CPU trains better."""
         ...
 
     @property

@@ -37,7 +37,7 @@ from dapo.policy.packing import Batch
 from dapo.policy.policy import Policy
 from dapo.policy.sharding import Root, gather_full, shard
 from dapo.policy.tally import Tally
-from dapo.types import Group
+from dapo.types import EventKind, Group
 
 Values = TypeVar("Values")
 
@@ -210,17 +210,18 @@ class ShardedPolicy(Policy):
             dist.gather_object(found, parts)
         return {key: value for part in parts or () for key, value in part.items()}
 
-    def memory_plan(self, cache_bytes: int) -> str | None:
+    def notes(self, cache_bytes: int) -> list[tuple[EventKind, str]]:
         if not self.like.is_cuda:
-            return None
+            return []
         shards, rest = (sum(map(held_bytes, tensors)) for tensors in (self.model.parameters(), self.optimizer.masters))
         shards += self.optimizer.dithered.nbytes if self.optimizer.dithered is not None else 0
         where = "CPU memory" if self.config.cluster.offload else "memory"
-        return (
+        plan = (
             f"{self.ranks} ranks, each with {(shards + 3 * rest) / 2**30:.1f} GiB of weights, optimizer and gradients "
             f"in {where} and {cache_bytes / 2**30:.1f} GiB of key/value cache; up to "
             f"{self.budget.max_tokens:,} tokens per micro-batch on each"
         )
+        return [(EventKind.PLAN, plan)]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights, one by one, on every rank and in the compute dtype."""

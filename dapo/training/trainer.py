@@ -267,8 +267,8 @@ class Trainer:
                 self.recorder.event(EventKind.DATA, note)
             if note := isolation_note(config.reward, config.environment.use, is_judging=judge is not None):
                 self.recorder.event(EventKind.SANDBOX, note)
-            if plan := self.policy.memory_plan(self.engine.cache_bytes):
-                self.recorder.event(EventKind.PLAN, plan)
+            for kind, note in self.policy.notes(self.engine.cache_bytes):
+                self.recorder.event(kind, note)
             self.recorder.disk(config, self.policy.checkpoint_bytes)
             undo.pop_all()
         # Also close when the trainer is garbage-collected. Nothing in `owned` refers to it, so it can be.

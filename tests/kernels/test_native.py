@@ -38,9 +38,10 @@ def emulated_tiles(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels as on a CPU with AMX, whose instructions plain C stands in for."""
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("DAPO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        changed.setenv("DAPO_AMX", "1")
         changed.setattr(native, "_COMPILE", (*native._COMPILE, "-include", str(Path(__file__).with_name("tiles.h"))))
-        found = native.library.__wrapped__()
-    assert found is not None
+        found = native._loaded.__wrapped__()
+    assert isinstance(found, ctypes.CDLL), found
     return found
 
 
@@ -237,6 +238,11 @@ def test_drawing_keeps_impossible_tokens_out_and_survives_extreme_numbers() -> N
     torch.testing.assert_close(logprobs, torch.full((4,), -math.log(2)))
     tokens, logprobs = native.draw(torch.full((1, 300), math.nan), edges[:1], 1.0)
     assert tokens.tolist() == [0] and logprobs.isnan().all()
+    for place in (0, 5, 16, 299):
+        one = torch.zeros(2, 300)
+        one[0, place] = math.nan
+        tokens, logprobs = native.draw(one, edges[:2], 1.0)
+        assert tokens[0] == 0 and logprobs.isnan().tolist() == [True, False]
 
 
 @needs_native
@@ -249,12 +255,15 @@ def test_frequencies_are_the_probabilities() -> None:
 
 
 def test_without_a_compiler_or_the_instructions_pytorch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", native.library.__wrapped__)
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert native.library() is None and native.missing() is not None
-    assert not native.is_native(values(2, 2))
+    monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
+    monkeypatch.setattr(native, "cpu_flags", lambda: native.INSTRUCTIONS)
+    for compiler in ("no-such-compiler", "'gcc"):
+        monkeypatch.setenv("CC", compiler)
+        assert native.library() is None and native.missing() == native.obstacle()
+        assert f"the C compiler {compiler} was not found; install one" in (native.missing() or "")
+        assert not native.is_native(values(2, 2))
     monkeypatch.setattr(native, "cpu_flags", lambda: {"sse2"})
-    assert native.missing() == "a CPU with AVX-512 bf16"
+    assert native.obstacle() == "this CPU has no AVX-512 bf16"
 
 
 @needs_native
@@ -264,17 +273,49 @@ def test_a_compiler_that_fails_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPa
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
-    assert native.library.__wrapped__() is None
+    assert native._loaded.__wrapped__() == (
+        f"{compiler} failed (broken); install a newer compiler, or set CC to another one"
+    )
     assert not list((tmp_path / "cache" / "kernels").iterdir()), "nothing half-written stays"
+
+
+@needs_native
+def test_the_reason_names_the_cache_if_nothing_can_be_written_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
+    assert native.library() is None
+    assert str(tmp_path / "file") in (native.obstacle() or "") and "set DAPO_CACHE" in (native.obstacle() or "")
+
+
+@needs_native
+def test_the_command_of_the_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", f"env DAPO_TEST=1 {os.environ.get('CC') or 'cc'} -g0")
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
+    assert isinstance(native._loaded.__wrapped__(), ctypes.CDLL)
+
+
+@needs_native
+def test_attention_refuses_what_it_would_read_wrongly() -> None:
+    narrow = values(5, 1, 32)
+    with pytest.raises(AssertionError, match="same shape"):
+        spans([0], [5], 32).of(narrow, values(5, 1, 16), 32, 32)
+    with pytest.raises(AssertionError, match="in bfloat16"):
+        spans([0], [5], 32).of(narrow.float(), narrow.float(), 32, 32)
+    sources = (spans([0], [5], 32).of(narrow, narrow, 32, 32),) * 2
+    with pytest.raises(AssertionError, match="in bfloat16"):
+        native.attention(values(1, 1, 32).float(), sources, 1, 5, 1.0)
+    with pytest.raises(AssertionError, match="head size of 80"):
+        native.attention(values(1, 1, 80), sources, 1, 5, 1.0)
 
 
 @needs_native
 def test_the_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
-    assert native.library.__wrapped__() is not None
+    assert isinstance(native._loaded.__wrapped__(), ctypes.CDLL)
     (made,) = (tmp_path / "kernels").iterdir()
     before = os.stat(made).st_mtime_ns
-    assert native.library.__wrapped__() is not None
+    assert isinstance(native._loaded.__wrapped__(), ctypes.CDLL)
     assert os.stat(made).st_mtime_ns == before
 
 

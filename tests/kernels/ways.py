@@ -17,4 +17,4 @@ except ImportError:
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="no GPU, and Triton is missing or not interpreted")
 both = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
-needs_native = pytest.mark.skipif(native.library() is None, reason=f"the kernels in C need {native.missing()}")
+needs_native = pytest.mark.skipif(native.library() is None, reason=f"no kernels in C: {native.obstacle()}")

@@ -276,7 +276,7 @@ def on_gpu(offload: bool) -> dict[str, Any]:
         found[f"{name} metrics"] = policy.update(random_groups(1, 5, 4), 1, 0).metrics
         found[f"{name} weights"] = {n: t.cpu() for n, t in policy.weights()}
     assert policies["sharded"].weight.device.type == ("cpu" if offload else "cuda")
-    assert policies["sharded"].memory_plan(0)
+    assert policies["sharded"].notes(0)
     return found
 
 

@@ -132,12 +132,12 @@ def test_a_run_says_that_bfloat16_is_faster_here(tmp_path, dtype, is_said):
 
 
 def test_a_run_in_bfloat16_without_the_kernels_says_that_it_is_less_exact(tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(native, "missing", lambda: "a C compiler (cc)")
+    monkeypatch.setattr(native, "_loaded", lambda: "the C compiler cc was not found")
     config = runs.load(tmp_path, "run.steps=1", "model.dtype=bfloat16", "algorithm.max_logprob_gap=1.0")
     train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
-        assert any("kernels in C, which need a C compiler (cc)" in event["message"] for event in database.events())
+        said = [event["message"] for event in database.events() if event["kind"] == "kernels"]
+    assert len(said) == 1 and "without the kernels in C: the C compiler cc was not found. " in said[0]
 
 
 def test_a_lora_run_resumes_bit_for_bit_too(tmp_path):
