@@ -16,9 +16,9 @@ from dapo.config import Config
 from dapo.config.loading import Dumper, parse_yaml, read_text
 from dapo.config.training_options import LOSS_SETTINGS
 from dapo.errors import CheckpointError, ConfigError, NotReady
+from dapo.store.configuration import ABLATION_FILE, ABLATION_RUNS
 from dapo.system.files import write_text
 
-PLAN_FILE, RUNS = "ablation.yaml", "runs"
 _NO_LIMIT = 10**6  # run.steps of a run whose budget is in seconds or tokens
 _CLIPS = {"algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c"}
 _AT_RATIO_ONE = {"clip": "", "loss": ", where these losses have the same gradient"}
@@ -113,13 +113,13 @@ class Plan:
 
     def check_folder(self, *, resume: bool) -> None:
         """Refuse a folder that holds another ablation, or this one without --resume."""
-        file = self.out / PLAN_FILE
+        file = self.out / ABLATION_FILE
         if file.exists():
+            self._compare(parse_yaml(read_text(file, "YAML"), str(file)))
             if not resume:
                 raise CheckpointError(
-                    f"{self.out}: already holds an ablation; continue it with --resume, or choose another --out"
+                    f"{self.out}: already holds this ablation; continue it with --resume, or choose another --out"
                 )
-            self._compare(parse_yaml(read_text(file, "YAML"), str(file)))
         elif resume:
             raise CheckpointError(f"{self.out}: there is no ablation to resume; leave out --resume to start one")
         elif self.out.exists() and any(self.out.iterdir()):
@@ -127,36 +127,39 @@ class Plan:
 
     def obstacle(self) -> str | None:
         """Return why the runs cannot start in the folder, and what to do, or None if they can."""
-        is_taken = (self.out / PLAN_FILE).exists()
         try:
-            self.check_folder(resume=is_taken)
+            self.check_folder(resume=False)
         except (CheckpointError, ConfigError) as error:
             return str(error)
-        if is_taken:
-            return f"{self.out}: already holds this ablation; to train, add --resume, or choose another --out"
         return None
 
     def write(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         text = yaml.dump(self.values(), Dumper=Dumper, sort_keys=False, allow_unicode=True)
-        write_text(self.out / PLAN_FILE, text)
+        write_text(self.out / ABLATION_FILE, text)
 
     def _compare(self, recorded: dict[str, Any]) -> None:
         """Refuse to resume with another recipe, budget or reference, or with recorded arms or seeds left out."""
         now = self.values()
-        arms, seeds = recorded.get("arms"), recorded.get("seeds")
-        if not isinstance(arms, dict) or not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds):
-            raise CheckpointError(f"{self.out / PLAN_FILE}: is damaged; put it back, or choose another --out")
+        arms, seeds, budget = recorded.get("arms"), recorded.get("seeds"), recorded.get("budget")
+        if (
+            not (isinstance(arms, dict) and isinstance(seeds, list) and isinstance(budget, dict))
+            or not all(type(seed) is int for seed in seeds)
+            or len(budget) != 1
+        ):
+            raise CheckpointError(f"{self.out / ABLATION_FILE}: is damaged; put it back, or choose another --out")
 
         def refuse(what: str, was: object, is_now: object) -> None:
             raise CheckpointError(
                 f"{self.out}: holds another ablation: {what} {was}, not {is_now}; choose another --out"
             )
 
-        for key in ("budget", "reference"):
-            if recorded.get(key) != now[key]:
-                refuse(f"its {key} is", recorded.get(key), now[key])
-        before = Config.parse(recorded.get("config") or {}, source=str(self.out / PLAN_FILE))
+        if budget != now["budget"]:
+            ((unit, amount),) = budget.items()
+            refuse("its budget is", Budget(unit, amount) if isinstance(amount, int | float) else amount, self.budget)
+        if recorded.get("reference") != self.reference:
+            refuse("its reference is", recorded.get("reference"), self.reference)
+        before = Config.parse(recorded.get("config") or {}, source=str(self.out / ABLATION_FILE))
         for key, (was, is_now) in before.differences(self.config).items():
             if not key.startswith("run.") or key == "run.seed":
                 refuse(f"its {key} is", was, is_now)
@@ -189,6 +192,8 @@ def make_plan(
     for override in overrides:
         if override.startswith(("run.dir=", "run.name=")):
             raise ConfigError(f"override '{override}': runs are named by their arms; choose their folder with --out")
+        if budget is not None and override.startswith(("run.steps=", "run.epochs=")):
+            raise ConfigError(f"override '{override}': the budget of a run is {budget} already; give only one of them")
     config = Config.load(recipe, overrides)
     if budget is None:
         steps, epochs = config.run.steps, config.run.epochs
@@ -225,7 +230,7 @@ def by_arms(problems: Mapping[str, Sequence[str]], count: int) -> list[str]:
 
 def _run(recipe: Path, overrides: Sequence[str], arm: str, seed: int, budget: Budget, out: Path) -> PlannedRun:
     fixed: dict[str, Any] = {
-        "run.dir": str(out / RUNS),
+        "run.dir": str(out / ABLATION_RUNS),
         "run.name": f"{arm}-s{seed}",
         "run.seed": seed,
         "eval.best_metric": None,  # no checkpoint is kept for it

@@ -56,13 +56,24 @@ def write_report(result: Result, out: Path) -> str:
             sentences=[*explanation(result), *result.notes, *ended_early(result.runs)],
             arms=[(arm.name, " ".join(arm.overrides) or "as the recipe") for arm in plan.arms],
             unfinished=unfinished(result.runs),
-            runs=[(run.name, run.status) for run in result.runs],
+            run_headings=("run", "status", *(f"{found.name}, last" for found in result.sets)),
+            runs=[(run.name, run.status, *_last(run, result.sets)) for run in result.runs],
             folder=str(plan.out),
             charts=list(_charts(result)),
         )
     except ConfigError as error:
         return f"no report was written: {error}"
     return f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB) and ablation.json beside it"
+
+
+def _last(run: RunRecord, sets: Sequence[SetResult]) -> list[str]:
+    """Return a run's last evaluation of each set."""
+    return [
+        number(found.metric, evaluations[-1].mean)
+        if (evaluations := run.evaluations.get(found.name)) and run.metric[found.name] == found.metric
+        else "-"
+        for found in sets
+    ]
 
 
 def _set_values(result: Result, found: SetResult) -> dict[str, Any]:
@@ -106,6 +117,8 @@ def _charts(result: Result) -> Iterator[dict[str, Any]]:
             curves = [[_evaluation_points(run, found.name, axis, end) for run in runs] for runs in by_arm]
             unit = f"{found.metric}{' in %' * is_rate(found.metric)}, mean over seeds; shaded: lowest to highest seed"
             yield _chart(result, f"{found.name} by {title}", unit, curves, axis)
+    if not result.sets:
+        return
     for metric, title, unit in (
         ("entropy", "Entropy", "nats per token"),
         ("response_length/mean", "Response length", "tokens"),

@@ -58,6 +58,7 @@ class ArmResult:
     base: float  # the metric before the first step; this and the values below are means over seeds
     at: Mapping[str, float]  # the seconds and the tokens at which it is compared with the reference
     values: Mapping[Where, float]
+    references: Mapping[Where, float]  # the reference's values at the same points and with the same seeds
     differences: Mapping[Where, Difference]  # empty for the reference
     reached: list[Reached]  # one per level asked for
 
@@ -103,6 +104,9 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
     metric = next((run for run in members if run.arm == plan.reference), members[0]).metric[name]
     members = [run for run in members if run.metric[name] == metric]
     at = {arm.name: _common(plan, name, members, arm.name) for arm in plan.arms}
+    others = [at[run.arm] for run in members if run.arm != plan.reference]
+    # The reference itself is shown where it is compared with the arm that spent least.
+    at[plan.reference] |= {axis: min(each[axis] for each in others) for axis in at[plan.reference] if others}
 
     def cells(arm: str, where: Where, of: str) -> Cells:
         """Return the values of an arm at the point at which the arm `of` is compared."""
@@ -116,8 +120,10 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
     own: dict[tuple[str, Where], Cells] = {
         (arm.name, where): cells(arm.name, where, arm.name) for arm in plan.arms for where in WHERE
     }
-    found = {(arm, where): contrast(cells(plan.reference, where, arm), own[arm, where])
-             for arm, where in own if arm != plan.reference}  # fmt: skip
+    against: dict[tuple[str, Where], Cells] = {
+        (arm, where): cells(plan.reference, where, arm) for arm, where in own if arm != plan.reference
+    }
+    found = {(arm, where): contrast(theirs, own[arm, where]) for (arm, where), theirs in against.items()}
     if len(plan.seeds) > 1:  # the interval of a single seed leaves out how much seeds differ, so it decides nothing
         alone = {arm.name for arm in plan.arms if len(_seeds(members, arm.name, plan.reference)) == 1}
         found = {key: each._replace(p=math.nan) if key[0] in alone else each for key, each in found.items()}
@@ -133,8 +139,13 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
                 arm.name,
                 [run.seed for run in of_arm],
                 _mean([run.evaluations[name][0].mean for run in of_arm]),
-                at[arm.name],
+                at[arm.name] if of_arm else {},
                 {where: _mean(list(own[arm.name, where].values())) for where in WHERE},
+                {
+                    where: _mean([value for cell, value in theirs.items() if cell in own[arm.name, where]])
+                    for where in WHERE
+                    if (theirs := against.get((arm.name, where)))
+                },
                 {where: corrected[where][arm.name] for where in WHERE if arm.name in corrected[where]},
                 [_reached([run.evaluations[name] for run in of_arm], level / scale) for level in levels],
             )

@@ -37,6 +37,8 @@ def print_result(console: Console, result: Result) -> None:
             console.print(reached_table(found))
     if result.trainings:
         console.print(training_table(result))
+    if not result.sets:
+        console.print("no run has finished yet")
     for sentence in (*explanation(result), *(f"note: {note}" for note in (*result.notes, *ended_early(result.runs)))):
         console.print(sentence, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
@@ -55,15 +57,20 @@ def columns(result: Result, found: SetResult) -> list[tuple[Where, str]]:
 
 
 def value_text(found: SetResult, arm: ArmResult, where: Where) -> str:
-    """Format the value of an arm, with the point at which it was reached if the arms differ in that."""
+    """Format the value of an arm. If the arms are compared at different points, add the point and the reference there.
+
+    Nothing is shown for the reference itself then.
+    """
     text = number(found.metric, arm.values[where])
-    if where == "end" or not arm.seeds or len(_amounts(found, where)) == 1:
+    if where == "end" or not arm.seeds or len(_amounts(found, where)) <= 1:
         return text
-    return f"{text} at {_amount(arm, where)}"
+    there = arm.references.get(where, math.nan)
+    return "" if math.isnan(there) else f"{text} against {number(found.metric, there)}\nat {_amount(arm, where)}"
 
 
 def _amounts(found: SetResult, axis: Axis) -> set[str]:
-    return {_amount(arm, axis) for arm in found.arms if arm.seeds}
+    """Return the points at which arms are compared with the reference."""
+    return {_amount(arm, axis) for arm in found.arms if arm.differences and arm.seeds}
 
 
 def _amount(arm: ArmResult, axis: Axis) -> str:
@@ -96,7 +103,10 @@ def difference_text(metric: str, difference: Difference) -> str:
         return "-"
     reach = 1.0 if is_rate(metric) else math.inf  # with few seeds, an interval can be wider than rates can differ
     ends = max(difference.low, -reach), min(difference.high, reach)
-    value, low, high = (format(scale * each, form) for each in (difference.value, *ends))
+    digits = int(form[2])
+    value, low, high = (
+        format(round(scale * each, digits) + 0.0, form) for each in (difference.value, *ends)
+    )  # no -0.0
     return value if math.isnan(difference.low) else f"{value} [{low}, {high}]"
 
 
@@ -109,7 +119,9 @@ def reached_rows(found: SetResult) -> Iterator[list[str]]:
     for arm in found.arms:
         cells = [arm.arm]
         for each in arm.reached:
-            if math.isnan(each.seconds):
+            if not arm.seeds:
+                cells.append("-")
+            elif math.isnan(each.seconds):
                 cells.append(f"{each.runs} of {len(arm.seeds)} seeds" if each.runs else "not reached")
             else:
                 cells.append(f"{each.seconds:,.4g} s, {amount_text(each.tokens)} tokens")
@@ -150,6 +162,8 @@ def training_table(result: Result) -> Table:
 
 def explanation(result: Result) -> list[str]:
     """Return sentences on how the comparison was made and what it leaves out."""
+    if not result.sets:
+        return []
     plan = result.plan
     count = _comparisons(result)
     verdicts = (
@@ -241,6 +255,7 @@ def result_json(result: Result) -> str:
                     "at": arm.at,
                     "reached": [asdict(each) for each in arm.reached],
                     "values": arm.values,
+                    "reference_values": arm.references,
                     "differences": {
                         where: {**asdict(each), "verdict": each.verdict} for where, each in arm.differences.items()
                     },

@@ -22,8 +22,7 @@ class ArmTrainer(Trainer):
 
     A run that finds nothing left to learn records why, is evaluated, and counts as finished.
 
-    The last step is saved only if a checkpoint is to be kept and the evaluation was not interrupted. Otherwise a resume
-    repeats the steps since the checkpoint before it.
+    Once the last step is evaluated it is saved only if a checkpoint is to be kept.
     """
 
     def __init__(self, task: Task, reporter: Reporter, on_base: Callable[[Base], object] = lambda base: None) -> None:
@@ -86,7 +85,7 @@ class ArmTrainer(Trainer):
         return reports
 
     def save_checkpoint(self, state: TrainerState | None = None, *, in_background: bool = False) -> None:
-        if not self.is_finished or (self.task.keeps_checkpoint and self._is_complete):
+        if self.task.keeps_checkpoint or not self._is_complete:
             super().save_checkpoint(state, in_background=in_background)
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from dapo.config import Config
-from dapo.errors import ConfigError, NotReady
+from dapo.errors import CheckpointError, ConfigError, NotReady
 from dapo.system.install import other_package
 
 if TYPE_CHECKING:
@@ -65,11 +65,16 @@ def resume_run(
     verbose: Annotated[bool, VERBOSE] = False,
 ) -> None:
     """Continue a run from its newest checkpoint, with its own options except those that are given."""
-    from dapo.store.configuration import recorded_config
+    from dapo.store.configuration import ablation_of, recorded_config
     from dapo.terminal.output import log_console
 
     verbosity = _verbosity(quiet, verbose)
     folder = run.resolve() if run.name in ("", "..") else run
+    if (ablation := ablation_of(folder)) is not None:
+        raise CheckpointError(
+            f"{run}: belongs to the ablation in {ablation}, whose result it would change; continue the ablation with "
+            "dapo ablate --resume, or copy this folder and resume the copy"
+        )
     config = recorded_config(folder, overrides or ()).renamed(folder.name, str(folder.parent))
     _check_cluster(config)
     console = log_console()

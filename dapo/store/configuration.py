@@ -11,16 +11,31 @@ from dapo.store.database import RunDatabase
 from dapo.store.reading import RunReader
 
 CONFIG_FILE, DATABASE_FILE, CHECKPOINTS = "config.yaml", "run.db", "checkpoints"
+ABLATION_FILE, ABLATION_RUNS = "ablation.yaml", "runs"  # of `dapo ablate`, in the folder of an ablation
 
 
 def is_run(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file() or (folder / DATABASE_FILE).is_file()
 
 
+def ablation_of(run: Path) -> Path | None:
+    """Return the folder of the ablation that the run belongs to, or None."""
+    runs = run.absolute().parent
+    return runs.parent if runs.name == ABLATION_RUNS and (runs.parent / ABLATION_FILE).is_file() else None
+
+
+def _hint(folder: Path) -> str:
+    """Return what to add to a message that a folder holds no run, if it holds an ablation."""
+    is_ablation = (folder / ABLATION_FILE).is_file()
+    return f"; it is an ablation, whose runs are in {folder / ABLATION_RUNS}" if is_ablation else ""
+
+
 def recorded_config(run: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the recorded configuration, with options changed as `overrides` say."""
     if not is_run(run):
-        raise CheckpointError(f"{run}: there is no run here (it has neither {CONFIG_FILE} nor {DATABASE_FILE})")
+        raise CheckpointError(
+            f"{run}: there is no run here (it has neither {CONFIG_FILE} nor {DATABASE_FILE}){_hint(run)}"
+        )
     file = run / CONFIG_FILE
     if file.is_file():
         return Config.load(file, overrides)

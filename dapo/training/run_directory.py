@@ -179,7 +179,7 @@ class RunDirectory:
         self.saved = checkpoint.newest(self.checkpoints)
         # The first checkpoint is written in the background, and complete at the latest when the second is due.
         limit = recorded.run.save_every * (2 if self.checkpoints.is_dir() else 1)
-        if self.saved is None and 0 < limit < steps:
+        if self.saved is None and steps > 0 and (self.is_finished or 0 < limit < steps):
             raise CheckpointError(
                 f"{self.path}: has {steps} recorded steps, but its checkpoints are missing; put them back into "
                 f"{self.checkpoints}, or start again under another run.name"

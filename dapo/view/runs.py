@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dapo.errors import CheckpointError
-from dapo.store.configuration import CONFIG_FILE, DATABASE_FILE
+from dapo.store.configuration import ABLATION_FILE, ABLATION_RUNS, CONFIG_FILE, DATABASE_FILE
 from dapo.store.encoding import to_text
 from dapo.types import EventKind
 from dapo.view.curves import read_curve, thinned
@@ -30,7 +30,7 @@ _POINTS = 60  # of a sparkline
 _MAX_TEXT = 1_000  # characters
 _RUN_FILES = (DATABASE_FILE, CONFIG_FILE, ".lock")  # a folder with any of these is listed as a run
 _LOCKS = Path("/proc/locks")
-_ABLATION, _ABLATION_REPORT = "ablation.yaml", "ablation.html"  # written by `dapo ablate` beside the folder `runs`
+_ABLATION_REPORT = "ablation.html"  # written by `dapo ablate` beside the folder `runs`
 
 # Status of a run that no process holds, by the last of these events.
 _ENDINGS: dict[str, Status] = {
@@ -63,14 +63,15 @@ def runs_folder(root: Path) -> Path:
 
     An ablation makes the folder only when its first run begins, so every function here that takes a `root` asks again.
     """
-    return root / "runs" if (root / _ABLATION).is_file() and (root / "runs").is_dir() else root
+    runs = root / ABLATION_RUNS
+    return runs if (root / ABLATION_FILE).is_file() and runs.is_dir() else root
 
 
 def ablation_report(root: Path) -> Path | None:
     """Return the report of the ablation whose runs are in `root`, if there is one."""
     folder = Path(os.path.realpath(runs_folder(root))).parent
     report = folder / _ABLATION_REPORT
-    return report if (folder / _ABLATION).is_file() and report.is_file() else None
+    return report if (folder / ABLATION_FILE).is_file() and report.is_file() else None
 
 
 def run_names(root: Path) -> list[str]:

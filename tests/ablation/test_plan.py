@@ -78,13 +78,13 @@ def test_resuming_needs_the_same_recipe_budget_and_arms_but_may_add_arms_and_see
     plan.write()
     assert yaml.safe_load((plan.out / "ablation.yaml").read_text())["arms"] == {"a": ["optim.lr=0.1"], "recipe": []}
     plan.check_folder(resume=True)
-    with pytest.raises(CheckpointError, match="already holds an ablation; continue it with --resume"):
+    with pytest.raises(CheckpointError, match="already holds this ablation; continue it with --resume"):
         plan.check_folder(resume=False)
     plan_of(recipe, "a: optim.lr=0.1", "b: optim.lr=0.2", seeds=3).check_folder(resume=True)
     others = {
         r"its rollout.n is 4, not 8": plan_of(recipe, "a: optim.lr=0.1", seeds=2, overrides=["rollout.n=8"]),
         r"its run.seed is 5, not 6": plan_of(recipe, "a: optim.lr=0.1", seeds=2, overrides=["run.seed=6"]),
-        r"its budget is .*2.*, not .*3": plan_of(recipe, "a: optim.lr=0.1", seeds=2, budget=Budget("steps", 3)),
+        "its budget is 2 steps, not 3 steps": plan_of(recipe, "a: optim.lr=0.1", seeds=2, budget=Budget("steps", 3)),
         r"its arm 'a' has \['optim.lr=0.1'\], not \['optim.lr=0.2'\]": plan_of(recipe, "a: optim.lr=0.2", seeds=2),
         "has the arm 'a', which this command leaves out": plan_of(recipe, "c: optim.lr=0.1", seeds=2),
         "has the seeds 5, 6, and this command leaves out 6; give --seeds 2": plan_of(
@@ -95,9 +95,17 @@ def test_resuming_needs_the_same_recipe_budget_and_arms_but_may_add_arms_and_see
     for sentence, other in others.items():
         with pytest.raises(CheckpointError, match=sentence):
             other.check_folder(resume=True)
+        with pytest.raises(CheckpointError, match=sentence):  # and not that --resume would help
+            other.check_folder(resume=False)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "\0", "config: {}", "arms: 3\nseeds: [1]", "arms: {}\nseeds: [[1]]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[1]", "\0", "config: {}", "arms: 3\nseeds: [1]", "arms: {}\nseeds: [[1]]", "arms: {}\nseeds: [1]",
+        "arms: {}\nseeds: [1]\nbudget: {}",
+    ],
+)  # fmt: skip
 def test_a_damaged_plan_is_refused(tmp_path: Path, text: str):
     plan = plan_of(write_recipe(tmp_path), "a: optim.lr=0.1")
     plan.write()

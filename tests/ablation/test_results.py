@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
@@ -77,7 +78,7 @@ def test_an_arm_is_compared_where_all_runs_had_spent_as_much(plan: Plan):
     (found,) = compare(plan, fast_and_slow(plan)).sets
     assert found.arms[0].at == {"seconds": 10, "tokens": 4000}
     fast, full = found.arms
-    assert full.values == pytest.approx({"end": 0.6, "seconds": 0.6, "tokens": 0.6})
+    assert full.values == pytest.approx({"end": 0.6, "seconds": 0.14, "tokens": 0.6})
     assert full.at == {"seconds": 100, "tokens": 4000}
     assert full.differences == {}
     assert {where: each.value for where, each in fast.differences.items()} == pytest.approx(
@@ -91,13 +92,18 @@ def test_a_short_arm_does_not_shorten_the_comparison_of_the_others(plan: Plan, t
     brief = [record("brief", seed, points((0, 0, 0, 0.1), (4, 5, 40, 0.1), seed=seed)) for seed in (5, 6)]
     result = compare(wide, [*fast_and_slow(plan), *brief])
     fast, brief, recipe = result.sets[0].arms
-    assert [arm.at["tokens"] for arm in (fast, brief, recipe)] == [4000, 40, 4000]
+    assert [arm.at["tokens"] for arm in (fast, brief, recipe)] == [4000, 40, 40]
     assert fast.differences["tokens"].value == pytest.approx(-0.3)
     assert brief.differences["tokens"].value == pytest.approx(-0.2 * 40 / 2000)
     console = Console(file=StringIO(), width=160)
     print_result(console, result)
     shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    assert "at equal tokens" in shown and "10.0 at 40 tokens" in shown and "30.0 at 4,000 tokens" in shown
+    for words in ("at equal tokens", "10.0 against 10.4", "at 40 tokens", "30.0 against 60.0", "at 4,000 tokens"):
+        assert words in shown, words
+    assert len(re.findall(r"at [\d,]+ tokens", shown)) == 2, "nothing is shown for the reference itself"
+    for arm in (fast, brief):
+        for where, difference in arm.differences.items():
+            assert arm.values[where] - arm.references[where] == pytest.approx(difference.value)
     assert json.loads(result_json(result))["sets"]["held_out"]["arms"]["brief"]["at"] == {"seconds": 5, "tokens": 40}
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,6 +183,23 @@ def test_each_run_is_an_ordinary_run_directory(done):
     assert not list(out.glob("runs/*-s5/checkpoints/step_2"))
 
 
+def test_a_run_of_an_ablation_cannot_be_resumed_alone(done, tmp_path: Path):
+    out, _ = done
+    folder = out / "runs" / "hot-s5"
+    before = contents(folder)
+    result = CliRunner().invoke(app, ["resume", str(folder)])
+    assert isinstance(result.exception, CheckpointError)
+    assert f"belongs to the ablation in {out}, whose result it would change" in str(result.exception)
+    assert contents(folder) == before
+    shutil.copytree(folder, tmp_path / "copy")
+    result = CliRunner().invoke(app, ["resume", str(tmp_path / "copy"), "run.steps=9"])
+    assert isinstance(result.exception, CheckpointError)
+    assert "has 2 recorded steps, but its checkpoints are missing" in str(result.exception)
+    assert [step["step"] for step in metrics(tmp_path / "copy")] == [1, 2]
+    result = CliRunner().invoke(app, ["resume", str(out)])
+    assert f"it is an ablation, whose runs are in {out / 'runs'}" in str(result.exception)
+
+
 def test_the_report_is_one_page_that_shows_every_arm_and_curve(done, page: Any):
     pytest.importorskip("nicegui", reason="the charts need dapo[view]")
     out, _ = done
@@ -262,8 +280,8 @@ def test_a_dry_run_in_the_folder_of_an_ablation_shows_the_arms_and_says_what_tra
     command = [recipe, "--arms", arms, "--seeds", 1, "--out", out, "--dry-run"]
     before = contents(out.parent)
     for steps, sentence in {
-        2: f"warning: {out}: already holds this ablation; to train, add --resume, or choose another --out",
-        3: f"warning: {out}: holds another ablation: its budget is {{'steps': 2}}, not {{'steps': 3}}; choose another",
+        2: f"warning: {out}: already holds this ablation; continue it with --resume, or choose another --out",
+        3: f"warning: {out}: holds another ablation: its budget is 2 steps, not 3 steps; choose another --out",
     }.items():
         result = ablate(*command, "--steps", steps)
         assert result.exit_code == 0, result.output

@@ -162,11 +162,14 @@ def test_a_checkpoint_is_kept_if_asked_for(tmp_path: Path):
 
 
 @pytest.mark.parametrize("keeps_checkpoint", [False, True])
-def test_a_run_whose_last_evaluation_was_interrupted_makes_up_for_it_when_resumed(tmp_path: Path, keeps_checkpoint):
-    """A signal interrupts the second of two sets."""
+@pytest.mark.parametrize("budget", [Budget("steps", 2), Budget("tokens", 200)])
+def test_a_run_whose_last_evaluation_was_interrupted_makes_up_for_it_when_resumed(
+    tmp_path: Path, keeps_checkpoint: bool, budget: Budget
+):
+    """A signal interrupts the second of two sets. The steps are not trained again."""
     options = {"every": 0, "data": eval_sets(tmp_path)}
-    recipe = write_recipe(tmp_path, run={"save_every": 1}, eval=options, rollout={"n": 4, "max_concurrent": 4})
-    plan = plan_of(recipe, "a: optim.lr=0.1")
+    recipe = write_recipe(tmp_path, run={"save_every": 0}, eval=options, rollout={"n": 4, "max_concurrent": 4})
+    plan = plan_of(recipe, "a: optim.lr=0.1", budget=budget)
     folder = plan.runs[0].folder
 
     def evaluated() -> dict[str, list[int]]:
@@ -174,10 +177,12 @@ def test_a_run_whose_last_evaluation_was_interrupted_makes_up_for_it_when_resume
         return {name: [each.step for each in evaluations] for name, evaluations in found.items()}
 
     ArmTrainer(task(plan, keeps_checkpoint=keeps_checkpoint), Interrupts(2, name="hard")).train()
-    assert len(metrics(folder)) == 2
+    before = metrics(folder)
+    assert len(before) == 2
     assert read_status(folder) == Status.UNFINISHED
     assert evaluated() == {"easy": [0], "hard": [0]}
     train(task(plan, resume=True, keeps_checkpoint=keeps_checkpoint))
+    assert str(metrics(folder)) == str(before), "the steps are not trained again"
     assert read_status(folder) == Status.FINISHED
     assert evaluated() == {"easy": [0, 2], "hard": [0, 2]}
 
