@@ -93,9 +93,16 @@ def read_status(folder: Path) -> Status:
         return Status.FAILED
 
 
-def read_runs(plan: Plan, failures: Mapping[str, str]) -> list[RunRecord]:
-    """Read all runs. `failures` has this session's failures, including runs that failed before they had a database."""
-    return [_read_run(run.folder, run.arm, run.seed, failures.get(run.config.run.name)) for run in plan.runs]
+def read_runs(plan: Plan, failures: Mapping[str, str], known: Sequence[RunRecord] = ()) -> list[RunRecord]:
+    """Read all runs, but not again those that are done in `known`.
+
+    `failures` has this session's failures, including runs that failed before they had a database.
+    """
+    done = {run.name: run for run in known if run.status.is_done}
+    return [
+        done.get(run.config.run.name) or _read_run(run.folder, run.arm, run.seed, failures.get(run.config.run.name))
+        for run in plan.runs
+    ]
 
 
 def _read_run(folder: Path, arm: str, seed: int, failure: str | None) -> RunRecord:

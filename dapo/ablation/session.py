@@ -23,13 +23,15 @@ from dapo.types import Event, EventKind
 class Session:
     """One call of `dapo ablate`: its settings, and how its runs ended.
 
-    `on_run` is called with a run, its number, a message about it, and the style in which to show the message.
+    `on_run` is called with a run, its number, a message about it, and the style in which to show the message. `on_end`
+    is called when a run has finished or failed.
     """
 
     plan: Plan
     keep_checkpoints: bool
     verbosity: Verbosity
     on_run: Callable[[int, PlannedRun, str, str], None]
+    on_end: Callable[[], object] = lambda: None
     failures: dict[str, str] = field(default_factory=dict)  # run name -> sentence
     signal: int | None = None  # the signal that ended the session early
 
@@ -57,6 +59,8 @@ class Session:
             self.on_run(number, run, f"failed: {outcome.failure}", "bold red")
         elif self.signal is None and status == Status.ENDED_EARLY:
             self.on_run(number, run, "ended early: nothing left to learn", "bold")
+        if self.signal is None:
+            self.on_end()
         return status
 
 

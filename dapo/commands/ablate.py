@@ -16,6 +16,8 @@ from dapo.errors import ClusterError, ConfigError, NotReady, TrainingStopped
 
 if TYPE_CHECKING:
     from dapo.ablation.plan import Budget, Plan, PlannedRun
+    from dapo.ablation.records import RunRecord
+    from dapo.ablation.results import Result
     from dapo.ablation.side_by_side import Site
     from dapo.config import Config
 
@@ -242,7 +244,16 @@ def _run(
     def on_run(number: int, run: PlannedRun, what: str, style: str) -> None:
         _say(f"run {number} of {len(plan.runs)}: {run.config.run.name} {what}", style)
 
-    session = Session(plan, keep_checkpoints, "quiet" if quiet else "normal", on_run)
+    records: list[RunRecord] = []
+
+    def write() -> tuple[Result, str]:
+        """Write the result of the runs that are done. Return it, and a line about the report."""
+        records[:] = read_runs(plan, session.failures, records)
+        result = compare(plan, records, levels)
+        write_text(plan.out / "ablation.json", result_json(result))
+        return result, write_report(result, plan.out / "ablation.html")
+
+    session = Session(plan, keep_checkpoints, "quiet" if quiet else "normal", on_run, write)
     if site is None:
         train_in_turn(session)
     elif len(done) < len(plan.runs):
@@ -250,12 +261,11 @@ def _run(
 
         _say(site.sentence(len(plan.runs) - len(done)))
         SideBySide(session, site, say=lambda line: _say(line, "yellow")).train()
-    result = compare(plan, read_runs(plan, session.failures), levels)
+    result, report = write()
     print_result(console, result)
     for line in unfinished(result.runs):
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    write_text(plan.out / "ablation.json", result_json(result))
-    console.print(write_report(result, plan.out / "ablation.html"), markup=False, highlight=False, soft_wrap=True)
+    console.print(report, markup=False, highlight=False, soft_wrap=True)
     console.print(f"dapo view {plan.out} shows the result and every run in the browser", markup=False, soft_wrap=True)
     if session.signal is not None:
         console.print("to continue: the same command with --resume", soft_wrap=True)

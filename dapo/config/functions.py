@@ -209,7 +209,8 @@ def _digest(path: str, option: str) -> str:
 
 
 def _described(error: Exception) -> str:
-    """Return the exception with the file and line that raised it."""
+    """Return the exception with the file and line that raised it, unless it is the call itself that fails."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text} ({Path(frame.f_code.co_filename).name}:{line})"
+    where = f" ({Path(frame.f_code.co_filename).name}:{line})" if frame.f_code.co_filename != __file__ else ""
+    return f"{type(error).__name__}: {text}{where}"

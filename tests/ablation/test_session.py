@@ -46,12 +46,22 @@ def evaluations(folder: Path) -> Any:
         return [(row["step"], row["metrics"]) for row in database.evals()]
 
 
+BROKEN = """
+import json
+
+def reward(completion, answer):
+    with open("FOLDER/out/ablation.json") as file:
+        statuses = [run["status"] for run in json.load(file)["runs"]]
+    raise ValueError(f"no, after {statuses.count('finished')} runs")
+"""
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """An ablation of three arms with one seed and two steps; the reward of one arm fails in its first step."""
     folder = tmp_path_factory.mktemp("ablation")
     recipe = write_recipe(folder)
-    (folder / "broken.py").write_text("def reward(completion, answer):\n    raise ValueError('no')\n", encoding="utf-8")
+    (folder / "broken.py").write_text(BROKEN.replace("FOLDER", str(folder)), encoding="utf-8")
     (folder / "arms.yaml").write_text(ARMS.replace("FOLDER", str(folder)), encoding="utf-8")
     out = folder / "out"
     return out, ablate(recipe, "--arms", folder / "arms.yaml", "--seeds", 1, "--steps", 2, "--out", out, "-q")
@@ -70,6 +80,7 @@ def test_an_arm_that_fails_is_recorded_and_the_others_are_compared(done):
     assert hot["seeds"] == [5] and hot["differences"]["end"]["verdict"] in ("better", "worse", "no difference shown")
     assert found["sets"]["held_out"]["arms"]["broken"]["differences"]["end"]["verdict"] == "too few results"
     assert "broken-s5: failed: " in result.output
+    assert "no, after 2 runs" in str(result.exception), "the result is written each time a run ends"
 
 
 def test_a_damaged_database_costs_only_its_own_run(tmp_path: Path):

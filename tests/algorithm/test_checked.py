@@ -40,7 +40,7 @@ def sentence(check, function, *arguments):
         (lambda rewards: "no", "returned a str; expected one number per reward"),
         (lambda rewards: rewards / 0, "returned .*(nan|inf).* for the rewards"),
         (lambda rewards: rewards.missing, r"raised AttributeError: .* \(test_checked.py:\d+\)"),
-        (lambda rewards, more: rewards, "raised TypeError: .*missing 1 required positional argument"),
+        (lambda rewards, more: rewards, "raised TypeError: .*missing 1 required positional argument: 'more'$"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
