@@ -245,6 +245,11 @@ def test_nothing_starts_if_an_arm_cannot_run(tmp_path: Path):
         assert re.search(sentence, result.exception.sentences[0])
     both = ablate(recipe, "--steps", 2, "--seconds", 3, "--out", tmp_path / "out")
     assert isinstance(both.exception, ConfigError) and "give only one" in str(both.exception)
+    twice = ablate(recipe, "--steps", 2, "run.steps=3", "--out", tmp_path / "out")
+    assert isinstance(twice.exception, ConfigError)
+    assert (
+        str(twice.exception) == "override 'run.steps=3': the budget of a run is 2 steps already; give only one of them"
+    )
     assert not (tmp_path / "out").exists()
 
 
