@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from dapo.ablation.arms import Arm, collect_arms
+from dapo.ablation.arms import Arm, as_overrides, collect_arms
 from dapo.config import Config
 from dapo.config.loading import Dumper, parse_yaml, read_text
 from dapo.config.training_options import LOSS_SETTINGS
@@ -99,6 +99,14 @@ class Plan:
     @property
     def seeds(self) -> list[int]:
         return list(dict.fromkeys(run.seed for run in self.runs))
+
+    def options_of(self, arm: Arm) -> list[str]:
+        """Return the options by which an arm differs from the recipe: those given, and others that they set."""
+        config = next(run.config for run in self.runs if run.arm == arm.name)
+        given = tuple(f"{override.partition('=')[0]}." for override in arm.overrides)
+        changed = {key: now for key, (_, now) in self.config.differences(config).items()}
+        others = {key: now for key, now in changed.items() if not f"{key}.".startswith((*given, "run.", "eval."))}
+        return [*arm.overrides, *as_overrides(others, self.config)]
 
     def values(self) -> dict[str, Any]:
         """Return the content of ablation.yaml."""

@@ -54,7 +54,7 @@ def write_report(result: Result, out: Path) -> str:
             training_headings=("arm", *TRAINING_HEADINGS),
             training=list(training_rows(result)),
             sentences=[*explanation(result), *result.notes, *ended_early(result.runs)],
-            arms=[(arm.name, " ".join(arm.overrides) or "as the recipe") for arm in plan.arms],
+            arms=[(arm.name, " ".join(plan.options_of(arm)) or "as the recipe") for arm in plan.arms],
             unfinished=unfinished(result.runs),
             run_headings=("run", "status", *(f"{found.name}, last" for found in result.sets)),
             runs=[(run.name, run.status, *_last(run, result.sets)) for run in result.runs],

@@ -25,7 +25,7 @@ def plan_table(plan: Plan) -> Table:
     table.add_column("options that differ from the recipe", overflow="fold")
     for arm in plan.arms:
         mark = " *" if arm.name == plan.reference else ""
-        table.add_row(escape(arm.name) + mark, escape(" ".join(arm.overrides)) or "[dim]none[/]")
+        table.add_row(escape(arm.name) + mark, escape(" ".join(plan.options_of(arm))) or "[dim]none[/]")
     table.caption = "* the other arms are compared with this one"
     return table
 

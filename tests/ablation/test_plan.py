@@ -125,6 +125,16 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path):
 IDENTICAL = "will train identically"
 
 
+def test_the_options_of_an_arm_include_those_that_its_loss_sets(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "a: algorithm.loss=gspo", "b: optim.lr=0.1", families=["ladder"])
+    options = {arm.name: plan.options_of(arm) for arm in plan.arms}
+    assert options["a"][0] == "algorithm.loss=gspo"
+    assert set(options["a"][1:]) >= {"algorithm.clip_ratio_c=null", "algorithm.clip_ratio_low=0.0003"}
+    assert options["b"] == ["optim.lr=0.1"]
+    for name, overrides in ((arm.name, arm.overrides) for arm in plan.arms if arm.name != "a"):
+        assert options[name] == list(overrides)
+
+
 def found_warnings(recipe: Path, *arms: str, **changes) -> str:
     return "\n".join(warnings(plan_of(recipe, *arms, **changes)))
 
