@@ -64,8 +64,11 @@ def value_text(found: SetResult, arm: ArmResult, where: Where) -> str:
     text = number(found.metric, arm.values[where])
     if where == "end" or not arm.seeds or len(_amounts(found, where)) <= 1:
         return text
+    if not arm.differences:
+        return ""
     there = arm.references.get(where, math.nan)
-    return "" if math.isnan(there) else f"{text} against {number(found.metric, there)}\nat {_amount(arm, where)}"
+    against = "" if math.isnan(there) else f" against {number(found.metric, there)}"
+    return f"{text}{against}\nat {_amount(arm, where)}"
 
 
 def _amounts(found: SetResult, axis: Axis) -> set[str]:
@@ -98,15 +101,13 @@ def result_table(result: Result, found: SetResult) -> Table:
 
 def difference_text(metric: str, difference: Difference) -> str:
     """Format a difference with its interval, such as `-4.5 [-6.9, -2.1]`; rates are in points."""
-    scale, form = (100, "+.1f") if is_rate(metric) else (1, "+.3f")
+    scale, digits = (100, 1) if is_rate(metric) else (1, 3)
     if math.isnan(difference.value):
         return "-"
     reach = 1.0 if is_rate(metric) else math.inf  # with few seeds, an interval can be wider than rates can differ
     ends = max(difference.low, -reach), min(difference.high, reach)
-    digits = int(form[2])
-    value, low, high = (
-        format(round(scale * each, digits) + 0.0, form) for each in (difference.value, *ends)
-    )  # no -0.0
+    # Adding 0.0 makes a zero of -0.0.
+    value, low, high = (f"{round(scale * each, digits) + 0.0:+.{digits}f}" for each in (difference.value, *ends))
     return value if math.isnan(difference.low) else f"{value} [{low}, {high}]"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dapo.errors import ClusterError, ConfigError, NotReady, TrainingStopped
+from dapo.errors import ClusterError, ConfigError, DapoError, NotReady, TrainingStopped
 
 if TYPE_CHECKING:
     from dapo.ablation.plan import Budget, Plan, PlannedRun
@@ -253,7 +253,11 @@ def _run(
         write_text(plan.out / "ablation.json", result_json(result))
         return result, write_report(result, plan.out / "ablation.html")
 
-    session = Session(plan, keep_checkpoints, "quiet" if quiet else "normal", on_run, write)
+    def write_so_far() -> None:
+        with suppress(DapoError, OSError):  # must not stop the runs; at the end it is written again
+            write()
+
+    session = Session(plan, keep_checkpoints, "quiet" if quiet else "normal", on_run, write_so_far)
     if site is None:
         train_in_turn(session)
     elif len(done) < len(plan.runs):

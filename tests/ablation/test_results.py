@@ -18,7 +18,7 @@ from dapo.ablation.plan import Budget, Plan
 from dapo.ablation.records import Evaluation, RunRecord, Status, Training, _training
 from dapo.ablation.report import _charts, band
 from dapo.ablation.results import Difference, compare, values_at
-from dapo.ablation.tables import difference_text, explanation, print_result, result_json
+from dapo.ablation.tables import difference_text, explanation, print_result, result_json, value_text
 from dapo.algorithm.crossed import contrast
 from tests.ablation.recipes import plan_of, write_recipe
 
@@ -235,6 +235,18 @@ def test_the_end_is_the_last_tenth_and_dropped_counts_stale_tokens():
     assert found.dropped == pytest.approx(0.35)
     assert found.cut_off == pytest.approx(20 / 210)  # weighted by the groups of each step
     assert (found.longest, found.flat_groups) == (7.0, 20.0)
+
+
+def test_a_difference_that_is_rounded_to_zero_has_no_minus_sign():
+    assert difference_text("avg@2", Difference(-0.0004, -0.01, 0.0001, 1.0, 1.0)) == "+0.0 [-1.0, +0.0]"
+
+
+def test_an_arm_without_a_finished_reference_shows_where_its_value_is(plan: Plan, tmp_path: Path):
+    wide = plan_of(write_recipe(tmp_path), "fast: optim.lr=0.1", "brief: optim.lr=0.2", seeds=2, budget=plan.budget)
+    brief = [record("brief", seed, points((0, 0, 0, 0.1), (4, 5, 40, 0.1), seed=seed)) for seed in (5, 6)]
+    (found,) = compare(wide, [*(run for run in fast_and_slow(plan) if run.arm == "fast"), *brief]).sets
+    shown = {arm.arm: value_text(found, arm, "tokens") for arm in found.arms}
+    assert shown["brief"] == "10.0\nat 40 tokens" and shown["fast"].endswith("\nat 4,000 tokens")
 
 
 @pytest.mark.parametrize("value", [i / 30 for i in range(31)])
