@@ -168,8 +168,9 @@ def explanation(result: Result) -> list[str]:
     plan = result.plan
     count = _comparisons(result)
     verdicts = (
-        f" The verdicts apply Holm's correction over the arms in a column (here {count}), not over the columns, so an "
-        "interval may leave out 0 where no difference is shown."
+        " The verdicts are stricter, because few seeds can agree by chance, and they apply Holm's correction over the "
+        f"arms in a column (here {count}), not over the columns. So an interval may leave out 0 where no difference is "
+        "shown."
     )
     lines = [
         "Each interval is for one comparison, paired by question and seed." + verdicts * (count != "0"),
