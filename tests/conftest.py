@@ -1,9 +1,10 @@
-"""Shared by all tests: one thread each, the same examples every time, and which tests are slow."""
+"""Shared by all tests: one thread each, Ctrl-C, the same examples every time, and which tests are slow."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ from hypothesis import settings
 # Without a GPU Triton's kernels run in its interpreter, which must be known before Triton is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell without job control starts commands in the background with Ctrl-C ignored, which a run respects.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Times never gate the suite, and every run sees the same examples.
 settings.register_profile("dapo", deadline=None, derandomize=True)
