@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable
 
 from dapo.sampling.strict import DynamicSampler, Pending, StepState
+from dapo.types import Group
 
 
 class InflightSampler(DynamicSampler):
     """Keeps about `gen_batch_size` groups in flight, also across steps.
 
     Long responses are not lost: before an update would make a group older than `max_staleness`, the step waits for that
-    group. Its low serial then puts it first in the batch.
+    group and trains on it.
     """
 
     def _collect(self, step: StepState) -> None:
@@ -29,7 +30,9 @@ class InflightSampler(DynamicSampler):
                 self._decide_finished(step)
             else:
                 self._poll()
-        step.kept.sort(key=lambda group: group.serial)  # submission order
+        # Submission order, behind the groups that cannot wait. In one process those have the lowest serials; on a cluster
+        # a worker that was lost, or that got the new weights earlier, can leave an old group behind newer ones.
+        step.kept.sort(key=lambda group: (not self._cannot_wait(step, group), group.serial))
         step.rounds = math.ceil(step.submitted / self.config.gen_batch_size)
 
     def _batch_size(self, step: StepState) -> int:
@@ -37,8 +40,12 @@ class InflightSampler(DynamicSampler):
 
         The filter may keep more groups than expected. Dropping the surplus would mostly drop long responses.
         """
-        must_train = sum(group.weight_version < self._oldest_allowed(step) for group in step.kept)
-        return max(self.config.data.train_batch_size, must_train)  # the oldest come first
+        must_train = sum(self._cannot_wait(step, group) for group in step.kept)
+        return max(self.config.data.train_batch_size, must_train)
+
+    def _cannot_wait(self, step: StepState, group: Group) -> bool:
+        """Return whether the group would be too old for the next batch."""
+        return group.weight_version < self._oldest_allowed(step)
 
     def _oldest_allowed(self, step: StepState) -> int:
         """Return the oldest weight version allowed in the next batch, which follows one more update."""

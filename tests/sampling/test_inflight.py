@@ -280,6 +280,21 @@ def test_none_is_dropped_for_its_age_while_the_keep_rate_varies_at_random(size, 
     assert size <= np.mean([len(batch) for batch in batches]) <= 1.12 * size
 
 
+def test_a_group_that_cannot_wait_comes_before_newer_groups_with_lower_serials():
+    """As on a cluster, where a group of a lost worker is sampled again with newer weights."""
+    sampler = sampler_for(lambda serial, index: 3, lambda serial: True)
+    for serial, version in enumerate([1, 1, 1, 1, 1, 0]):
+        group = make.group([0.0, 1.0], serial=serial)
+        rollouts = tuple(replace(rollout, weight_version=version) for rollout in group.rollouts)
+        sampler.carried.append(replace(group, rollouts=rollouts).with_verdict("carried"))
+    sampler.next_serial = 6
+    sampler.engine.sync_weights(1)
+    sampled = advance(sampler, 2, 1)
+    assert serials(sampled.batch) == [5, 0, 1, 2]
+    assert serials(advance(sampler, 3, 2).batch)[:2] == [3, 4]
+    assert {group.verdict for group in sampled.groups} == {"kept", "carried"}
+
+
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=9),
     gen=st.integers(1, 12),
@@ -571,9 +586,10 @@ def test_a_resumed_run_that_looks_ahead_learns_from_the_groups_in_flight(tmp_pat
         assert any(features is outlook.features_K for features in recorded)
 
 
-# Kills the trainer during sampling, with groups in flight.
+# Kills the trainer during sampling, with groups in flight, as soon as there is a checkpoint: they are written in the
+# background.
 KILLER = """
-import os, signal, sys
+import os, signal, sys, time
 from dapo.sampling.inflight import InflightSampler
 decide, count = InflightSampler._decide_finished, int(sys.argv[1])
 seen = 0
@@ -582,6 +598,8 @@ def kill_or_decide(self, step):
     seen += 1
     if seen == count:
         assert self.pending
+        while not any(self.config.run_dir.glob("checkpoints/step_*")):
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     decide(self, step)
 InflightSampler._decide_finished = kill_or_decide
@@ -598,7 +616,7 @@ def test_a_run_killed_with_groups_in_flight_resumes_without_losing_a_prompt(tmp_
     command = ["train", str(tmp_path / "recipe.yaml"), *overrides]
     dead = subprocess.run([sys.executable, "-c", KILLER, "4", *command], cwd=ROOT, capture_output=True, text=True)
     assert dead.returncode == -signal.SIGKILL, dead.stderr
-    assert checkpoint.newest(config.run_dir / "checkpoints") is not None, "this test needs a checkpoint to resume from"
+    assert checkpoint.newest(config.run_dir / "checkpoints") is not None
     again = subprocess.run(
         [sys.executable, "-m", "dapo", *command, "--resume"], cwd=ROOT, capture_output=True, text=True
     )
