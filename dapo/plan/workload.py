@@ -126,7 +126,7 @@ def workload(
         trained_groups=kept,
         updates=math.ceil(kept / config.mini_batch_size),
         epochs=config.optim.ppo_epochs,
-        concurrent=config.rollout.max_concurrent or 1024,
+        concurrent=config.concurrent,
         is_inflight=config.rollout.mode == "inflight",
         max_staleness=config.algorithm.max_staleness,
         keep_rate=keep,
