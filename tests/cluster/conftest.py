@@ -22,7 +22,7 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def cluster():
+def ray_nodes():
     """A head with one CPU and two nodes with two CPUs each. A test that removes a node must add one again."""
     from ray.cluster_utils import Cluster
 
@@ -32,6 +32,13 @@ def cluster():
         nodes.add_node(num_cpus=2, **store)
     yield nodes
     nodes.shutdown()
+
+
+@pytest.fixture
+def cluster(ray_nodes):
+    """The three nodes, as soon as Ray has noticed the death of one that an earlier test removed."""
+    ray_nodes.wait_for_nodes(timeout=120)
+    return ray_nodes
 
 
 @pytest.fixture

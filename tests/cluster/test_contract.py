@@ -31,8 +31,8 @@ def build(directory, weights):
 
 
 @pytest.fixture(scope="module")
-def connected(cluster):
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+def connected(ray_nodes):
+    ray.init(address=ray_nodes.address, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 
