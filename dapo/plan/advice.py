@@ -25,7 +25,12 @@ def _host(plan: Plan) -> list[str]:
         "A checkpoint takes {} of disk{}.": memory.checkpoint,
     }
     # Learners in other processes write their checkpoints themselves.
-    copied = ", and of the host's memory while it is written in the background" if plan.layout.gpus == 1 else ""
+    copied = (
+        ", and a copy of it as much of the host's memory. If less than twice that is free, nothing is copied, and "
+        "training waits until the checkpoint is written"
+        if plan.layout.gpus == 1
+        else ""
+    )
     return [sentence.format(f"{size / GIB:.1f} GiB", copied) for sentence, size in sizes.items() if size]
 
 
@@ -46,7 +51,7 @@ def _remedy(plan: Plan) -> str:
         "more GPUs do not help",
         "reading weights": fuller,
         "reading keys and values": "use more GPUs, or a model with fewer key/value heads",
-        "compute": "use more GPUs, or fewer tokens: shorter responses, the ledger, fewer epochs",
+        "compute": f"use more GPUs, or fewer tokens: {_fewer_tokens(plan)}",
         "fixed cost of a step": fuller,
         "groups per second": "use fewer and larger groups; a single driver dispatches all of them",
         "the judges": "use more reward.workers",
@@ -57,6 +62,15 @@ def _remedy(plan: Plan) -> str:
         "the longest response": "use larger mini-batches: all ranks wait for the one with the longest response",
     }
     return remedies[plan.limit]
+
+
+def _fewer_tokens(plan: Plan) -> str:
+    ways = {
+        "shorter responses": True,
+        "algorithm.ledger.enable": not plan.work.uses_ledger,
+        "fewer optim.ppo_epochs": plan.work.epochs > 1,
+    }
+    return ", ".join(way for way, is_open in ways.items() if is_open)
 
 
 def _idle(plan: Plan) -> list[str]:

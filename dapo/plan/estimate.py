@@ -187,7 +187,7 @@ def _remedy(
         ways.append("cluster.offload=true")
     adapters = config.model.model_copy(update={"lora": config.model.lora.model_copy(update={"rank": 16})})
     if gpus == 1 and config.model.lora.rank == 0 and fits(config.model_copy(update={"model": adapters}), gpus):
-        ways.append("adapters (model.lora.rank=16)")
+        ways.append("adapters (model.lora.rank=16, with optim.lr near 1e-4)")
     if ways:
         return f"; {' or '.join(ways)} would be enough"
     others = "GPUs with more memory may"

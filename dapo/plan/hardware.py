@@ -5,7 +5,6 @@ Every constant says where it comes from: MEASURED (docs/explanation/performance.
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, replace
 
@@ -89,15 +88,13 @@ OPTIMIZER_BYTES = 28  # read and written per parameter: master, gradient and two
 
 def find_gpu(name: str, network: float | None = None) -> Gpu:
     """Return the GPU of this name. `network`: gigabytes per second and GPU between nodes, if known."""
-    known = {gpu.name: gpu for gpu in _GPUS}
     plain = name.lower().replace(" ", "").removeprefix("nvidia").strip("-_")
-    found = known.get(plain)
+    found = next((gpu for gpu in _GPUS if gpu.name == plain), None)
     if found is None:
+        known = ", ".join(f"{gpu.name} ({gpu.memory / 1e9:g} GB)" for gpu in _GPUS)
         if plain.removeprefix("tesla").strip("-_") in _WITHOUT_BFLOAT16:
-            raise ConfigError(f"--gpu {name} has no bfloat16 and is not supported; choose from {', '.join(known)}")
-        close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise ConfigError(f"--gpu {name} is not known; choose from {', '.join(known)}{hint}")
+            raise ConfigError(f"--gpu {name} has no bfloat16 and is not supported; choose from {known}")
+        raise ConfigError(f"--gpu {name} is not known; choose one with as much memory: {known}")
     if network is None:
         return found
     return replace(found, network=network * 1e9)

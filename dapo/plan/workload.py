@@ -87,6 +87,7 @@ class Workload:
     keep_rate: float
     judges: int
     judge_seconds: float
+    uses_ledger: bool
     looks_ahead: bool  # which only a single process can
 
     @property
@@ -132,6 +133,7 @@ def workload(
         keep_rate=keep,
         judges=config.cluster.reward_workers * (config.reward.workers or 1) or config.reward.workers or AUTO_WORKERS,
         judge_seconds=judge_seconds,
+        uses_ledger=config.algorithm.ledger.enable,
         looks_ahead=config.algorithm.ledger.lookahead > 1,
     )
 

@@ -102,6 +102,7 @@ class PromptDrawer:
         self.drawn, self.revisited = state.drawn, state.revisited
         self.forecast = Forecast.of(state.forecast)
         self.errors = dict(state.surprises)
+        self.skipped = 0
 
     def _revisit(self) -> Drawn | None:
         """Return a prompt to revisit, or None if no revisit is due or no prompt is worth one."""

@@ -30,8 +30,8 @@ class InflightSampler(DynamicSampler):
                 self._decide_finished(step)
             else:
                 self._poll()
-        # Submission order, behind the groups that cannot wait. In one process those have the lowest serials; on a cluster
-        # a worker that was lost, or that got the new weights earlier, can leave an old group behind newer ones.
+        # Submission order, after the groups that cannot wait. In one process those have the lowest serials. On a
+        # cluster a group of a lost worker is sampled again, and is then newer than groups with higher serials.
         step.kept.sort(key=lambda group: (not self._cannot_wait(step, group), group.serial))
         step.rounds = math.ceil(step.submitted / self.config.gen_batch_size)
 

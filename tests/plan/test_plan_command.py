@@ -160,7 +160,7 @@ def test_the_memory_table_adds_up():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--gpu", "h10"], r"--gpu h10 is not known; choose from .*; did you mean 'h100'\?"),
+        (["--gpu", "24"], r"--gpu 24 is not known; choose one with as much memory: .*, rtx4090 \(24 GB\), "),
         (["--gpus", "0"], "--gpus is 0, but must be at least 1"),
         (["--gpus", "many"], "--gpus many: expected a number such as 8"),
         (["--gpus", "8", "--rollout-share", "0.99"], "8 of 8 GPUs would only sample, which leaves none to train"),
@@ -201,6 +201,22 @@ def test_the_option_that_limits_decoding_is_the_one_to_raise():
     assert cached.memory.slots < 1000 and "a larger rollout.kv_memory_fraction" in advice(cached)[0]
 
 
+def test_a_plan_decodes_as_many_responses_at_once_as_the_run_does():
+    recipe = ROOT / "recipes" / "gsm8k_24gb.yaml"
+    assert (workload(Config.load(recipe)).concurrent, Config.load(recipe).concurrent) == (512, 512)
+    assert workload(Config.load(recipe, ["rollout.max_concurrent=48"])).concurrent == 48
+
+
+def test_advice_names_only_what_the_recipe_does_not_do_yet():
+    def fewer_tokens(*overrides):
+        config = Config.load(GSM8K, overrides)
+        return advice(estimate(config, workload(config), H200, 1))[0].partition("fewer tokens: ")[2]
+
+    assert fewer_tokens() == "shorter responses."
+    plain = fewer_tokens("algorithm.ledger={enable: false, lookahead: 1}", "optim.ppo_epochs=2")
+    assert plain == "shorter responses, algorithm.ledger.enable, fewer optim.ppo_epochs."
+
+
 def test_activations_of_an_update_that_fits_as_a_whole_are_computed_once():
     recipe = ROOT / "recipes" / "guess_five.yaml"
     assert not planned(recipe, 1, "rtx3060").memory.recomputes
@@ -212,7 +228,7 @@ def test_the_plan_names_what_the_host_must_have_room_for_and_the_time_of_all_ste
         return " ".join(printed(Config.load(GSM8K, overrides), PlanOptions(gpu=gpu)).split())
 
     full, adapters = text("h200"), text("rtx3060", "model.lora.rank=16", "run.steps=1000")
-    assert "A checkpoint takes 20.1 GiB of disk, and of the host's memory while it is written" in full
+    assert "A checkpoint takes 20.1 GiB of disk, and a copy of it as much of the host's memory" in full
     assert "are in the host's memory" not in full
     assert "The frozen weights beneath the adapters (2.4 GiB) are in the host's memory." in adapters
     assert "A checkpoint takes 2.9 GiB of disk" in adapters
