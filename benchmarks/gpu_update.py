@@ -68,9 +68,9 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("135m", "135M, 256 sequences of 128 + 256", SMOLLM2_135M, 16, 16, 128, 256, True, 0.30, 0.18),
+    Workload("135m", "135M, 256 sequences of 128 + 256", SMOLLM2_135M, 16, 16, 128, 256, True, 0.18, 0.15),
     Workload(
-        "1.5b", "1.5B, 16k tokens packed, nothing shared", QWEN2_1_5B, 4, 4, 128, 897, False, 0.40, 0.50,
+        "1.5b", "1.5B, 16k tokens packed, nothing shared", QWEN2_1_5B, 4, 4, 128, 897, False, 0.56, 0.62,
         micro_batch=16384,
     ),
 )  # fmt: skip
