@@ -88,12 +88,15 @@ class WorkerProcess:
 
 @contextmanager
 def signals_collected(on_signal: Callable[[int], None] = lambda number: None) -> Iterator[list[int]]:
-    """Yield a list that collects SIGINT, SIGTERM and SIGHUP during the block, and call `on_signal` for each."""
+    """Yield a list that collects SIGINT, SIGTERM and SIGHUP during the block, and call `on_signal` for each.
+
+    From the third on they become SIGKILL: a process that is stuck outside Python does not react to others.
+    """
     received: list[int] = []
 
     def collect(number: int, _: Any) -> None:
-        received.append(number)
-        on_signal(number)
+        received.append(number if len(received) < 2 else signal.SIGKILL)
+        on_signal(received[-1])
 
     with handler(collect):
         yield received

@@ -50,18 +50,19 @@ class Session:
 
     def end(self, number: int, run: PlannedRun, outcome: Outcome) -> Status:
         """Record how a run ended, and return its status."""
-        status = Status.FAILED if outcome.failure is not None else read_status(run.folder)
+        status = read_status(run.folder)
+        failure = None if status.is_done else outcome.failure  # a process may also die after its run has finished
         if status.is_done and not self.keep_checkpoints:  # even if a signal came while it finished
             shutil.rmtree(run.folder / CHECKPOINTS, ignore_errors=True)
-        if self.signal is None and outcome.failure is not None:
-            self.failures[run.config.run.name] = outcome.failure
-            _record_failure(run.folder, outcome.failure)
-            self.on_run(number, run, f"failed: {outcome.failure}", "bold red")
+        if self.signal is None and failure is not None:
+            self.failures[run.config.run.name] = failure
+            _record_failure(run.folder, failure)
+            self.on_run(number, run, f"failed: {failure}", "bold red")
         elif self.signal is None and status == Status.ENDED_EARLY:
             self.on_run(number, run, "ended early: nothing left to learn", "bold")
         if self.signal is None:
             self.on_end()
-        return status
+        return status if failure is None else Status.FAILED
 
 
 def train_in_turn(session: Session) -> None:

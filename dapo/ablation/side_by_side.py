@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -115,6 +116,7 @@ class _Place(Worker):
 
     node: str = ""
     task: tuple[int, PlannedRun] | None = None
+    has_begun: bool = False  # the worker has answered since it got the task
 
 
 class SideBySide(Supervisor[_Place]):
@@ -225,12 +227,13 @@ class SideBySide(Supervisor[_Place]):
         if group not in self.bases and (base := recorded_base(run, self.session.plan)):
             self.bases[group] = base
         task = self.session.begin(number, run, self.bases.get(group), worker.node)
-        worker.task = number, run
+        worker.task, worker.has_begun = (number, run), False
         self._call(worker, worker.actor.train.remote(task), partial(self._hear, worker), has_timeout=False)
 
     def _hear(self, worker: _Place, news: Sequence[News]) -> None:
         assert worker.task is not None
         number, run = worker.task
+        worker.has_begun = True
         for each in news:
             if isinstance(each, Outcome):
                 worker.task = None
@@ -262,10 +265,15 @@ class SideBySide(Supervisor[_Place]):
         self._remove(worker)
         if self.received:
             return
-        if worker.task is not None:
+        if worker.task is not None and worker.has_begun:
             self._retry(*worker.task, f"the worker on {worker.node} {what}")
             self.workers.append(self._opening(worker.slot))
-        elif self._replaces(worker, what):
+            return
+        if worker.task is not None:  # it may have died while idle, which is no fault of the run
+            number, run = worker.task
+            self.losses.setdefault(number, Restarts(run.config.cluster.max_restarts))
+            self.waiting.insert(0, worker.task)
+        if self._replaces(worker, what):
             self.events.append((EventKind.WORKER, f"another worker starts in place of one that {what}"))
             self.workers.append(self._opening(worker.slot))
         elif self.workers:
@@ -296,7 +304,10 @@ class SideBySide(Supervisor[_Place]):
         self.workers.remove(worker)
 
     def _pass_signals_on(self) -> None:
-        """Send new signals to the runs: on the first they finish their step and save, on the second they end."""
+        """Send new signals to the runs: on the first they finish their step and save, on the second they end.
+
+        On the third the workers are killed, and their runs with them.
+        """
         new = self.received[self.passed_on :]
         if not new:
             return
@@ -305,7 +316,7 @@ class SideBySide(Supervisor[_Place]):
             self.session.signal = new[0]
             self.say("stopping all runs after their current steps, then saving; press again to stop at once")
         for worker in [*self.workers]:
-            if worker.task is None:
+            if worker.task is None or signal.SIGKILL in new:
                 self._remove(worker)
         for number in new:
             for worker in self._under_way:

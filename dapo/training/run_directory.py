@@ -249,7 +249,7 @@ def is_locked(path: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except FileNotFoundError:
+    except OSError:  # there is no such file, or it cannot be read: training says so
         pass
     return False
 

@@ -161,6 +161,18 @@ def test_a_run_that_fails_twice_for_the_same_reason_has_failed(tmp_path: Path):
         assert [event["kind"] for event in database.endings()] == [EventKind.RESUMED, EventKind.STOPPED] * 2
 
 
+def test_a_process_that_dies_after_its_run_has_finished_does_not_undo_that(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.01")
+    run = plan.runs[0]
+    (run.folder / "checkpoints").mkdir(parents=True)
+    with RunDatabase.create(run.folder / "run.db", run.config.to_yaml(), {}) as database:
+        database.record_event(Event(EventKind.FINISHED, "finished", 0))
+    session = Session(plan, False, "quiet", on_run=lambda *_: None)
+    assert session.end(1, run, Outcome(failure="the process that trained the run died")) == Status.FINISHED
+    assert (session.failures, read_status(run.folder)) == ({}, Status.FINISHED)
+    assert not (run.folder / "checkpoints").exists()
+
+
 @pytest.mark.parametrize(("option", "number"), [("--seconds", "inf"), ("--reach", "nan"), ("--reach", "inf")])
 def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, option, number):
     result = ablate(tmp_path / "recipe.yaml", option, number)
@@ -357,6 +369,34 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+# A filter that is stuck and reacts to no signal, like a kernel that never ends.
+STUCK = """
+import signal, time
+from pathlib import Path
+
+def keep(group):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    Path("MARKER").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_third_signal_kills_a_run_that_is_stuck(tmp_path: Path):
+    recipe, marker = write_recipe(tmp_path), tmp_path / "marker"
+    (tmp_path / "stuck.py").write_text(STUCK.replace("MARKER", str(marker)), encoding="utf-8")
+    process = start(recipe, tmp_path / "out", f"algorithm.filter_groups.function={tmp_path}/stuck.py:keep")
+    wait_for(marker, process)
+    (worker,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)  # so that the kernel does not merge them
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 128 + signal.SIGINT, process.communicate()[0]
+    assert not Path(f"/proc/{worker}").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, "the worker"])
 def test_an_interrupted_ablation_resumes_to_the_result_of_an_uninterrupted_one(how, whole: Path, tmp_path: Path):
@@ -373,7 +413,7 @@ def test_an_interrupted_ablation_resumes_to_the_result_of_an_uninterrupted_one(h
     else:
         process.send_signal(how)
         if how == signal.SIGTERM:
-            time.sleep(1)
+            time.sleep(2)
             process.send_signal(how)  # at once, because the step cannot end
         assert process.wait() == (-9 if how == signal.SIGKILL else 128 + how)
     again = start(recipe, out, "--resume")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ import pytest
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
 from dapo.ablation.placed_worker import PlacedWorker  # noqa: E402
-from dapo.ablation.plan import Budget  # noqa: E402
+from dapo.ablation.plan import Budget, Plan  # noqa: E402
 from dapo.ablation.records import Status, read_status  # noqa: E402
 from dapo.ablation.session import Session  # noqa: E402
 from dapo.ablation.side_by_side import SideBySide, Site  # noqa: E402
@@ -29,6 +29,8 @@ from dapo.errors import ClusterError  # noqa: E402
 from dapo.store.database import RunDatabase  # noqa: E402
 from tests.ablation.recipes import plan_of, write_recipe  # noqa: E402
 from tests.runs import REWARD, metrics, verdicts  # noqa: E402
+
+pytestmark = pytest.mark.timeout(1200)  # some tests train three ablations
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = ["hot-s5", "hot-s6", "recipe-s5", "recipe-s6"]
@@ -56,7 +58,7 @@ class Ablation:
             start_new_session=True,
         )  # fmt: skip
         self.output = ""
-        self.reader = threading.Thread(target=self._read)
+        self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
     def _read(self) -> None:
@@ -65,18 +67,24 @@ class Ablation:
             self.output += line
 
     def wait(self) -> int:
-        code = self.process.wait()
+        """Wait until the ablation ends, and return its exit status."""
+        self.wait_for(lambda: self.process.poll() is not None)
         self.reader.join()
-        return code
+        return self.process.returncode
 
-    def wait_for(self, is_there, seconds: float = 300) -> None:
+    def wait_for(self, is_there, seconds: float = 400) -> None:
         """Wait until `is_there()`. If that takes too long, end the ablation and fail with what it has said."""
         deadline = time.monotonic() + seconds
         while not is_there():
             if time.monotonic() > deadline:
-                os.killpg(self.process.pid, signal.SIGKILL)
+                self.kill()
             assert self.process.poll() is None, self.output
             time.sleep(0.1)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 def waiting_processes(folder: Path) -> list[int]:
@@ -138,13 +146,14 @@ def in_turn(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def waiting(cluster, tmp_path) -> Ablation:
+def waiting(cluster, tmp_path) -> Iterator[Ablation]:
     """Four runs side by side, each in the middle of a step."""
     recipe = write_recipe(tmp_path, run={"save_every": 1})
     (tmp_path / "reward.py").write_text(WAITS.replace("FOLDER", str(tmp_path)), encoding="utf-8")
     started = Ablation(recipe, tmp_path / "out", "--ray", cluster.address)
     started.wait_for(lambda: len(waiting_processes(tmp_path)) == 4)
-    return started
+    yield started
+    started.kill()
 
 
 def test_runs_side_by_side_have_the_records_of_runs_in_turn(cluster, in_turn, tmp_path):
@@ -201,7 +210,7 @@ def test_an_interrupted_ablation_leaves_no_process_and_resumes(number, cluster, 
     os.killpg(waiting.process.pid, number)  # as Ctrl-C does
     if number == signal.SIGINT:
         waiting.wait_for(lambda: "stopping all runs" in waiting.output)
-        time.sleep(2)  # until the signal has reached all runs
+        time.sleep(5)  # until the signal has reached all runs
         (tmp_path / "go").touch()
     code = waiting.wait()
     deadline = time.monotonic() + 120
@@ -251,9 +260,28 @@ def test_an_idle_worker_that_dies_is_replaced_while_runs_wait(driver, tmp_path, 
     monkeypatch.setattr("dapo.ablation.side_by_side.PlacedWorker", DiesAtFirst)
     plan, said = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.01"), []
     plan.write()
-    SideBySide(Session(plan, False, "quiet", on_run=lambda *_: None), Site(room(), (1,)), say=said.append).train()
+    train_on_one_worker(plan, said)
     assert [line.partition(":")[0] for line in said] == ["another worker starts in place of one that died"]
     assert [read_status(run.folder) for run in plan.runs] == [Status.FINISHED] * 2
+
+
+def test_a_worker_that_dies_before_it_begins_its_run_costs_that_run_nothing(driver, tmp_path, monkeypatch):
+    """As if its node had died while it was idle, which Ray reports only when the worker is called."""
+
+    class DiesAtFirst(PlacedWorker):
+        def train(self, task):
+            if not (marker := Path(task.config.run.dir).parent / "has-died").exists():
+                marker.touch()
+                os._exit(1)
+            return super().train(task)
+
+    monkeypatch.setattr("dapo.ablation.side_by_side.PlacedWorker", DiesAtFirst)
+    plan, said = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.01", overrides=["cluster.max_restarts=1"]), []
+    plan.write()
+    runs = train_on_one_worker(plan, said)
+    assert [line.partition(":")[0] for line in said] == ["another worker starts in place of one that died"]
+    assert [read_status(run.folder) for run in plan.runs] == [Status.FINISHED] * 2
+    assert [restarts.spent for restarts in runs.losses.values()] == [0]
 
 
 def test_no_more_idle_workers_are_replaced_than_cluster_max_restarts(driver, tmp_path, monkeypatch):
@@ -264,10 +292,16 @@ def test_no_more_idle_workers_are_replaced_than_cluster_max_restarts(driver, tmp
     monkeypatch.setattr("dapo.ablation.side_by_side.PlacedWorker", Dies)
     plan, said = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.01", overrides=["cluster.max_restarts=2"]), []
     plan.write()
-    runs = SideBySide(Session(plan, False, "quiet", on_run=lambda *_: None), Site(room(), (1,)), say=said.append)
     with pytest.raises(ClusterError, match=r"--ray: there is no worker, the last one died: "):
-        runs.train()
+        train_on_one_worker(plan, said)
     assert len(said) == 2
+
+
+def train_on_one_worker(plan: Plan, said: list[str]) -> SideBySide:
+    runs = SideBySide(Session(plan, False, "quiet", on_run=lambda *_: None), Site(room(), (1,)), say=said.append)
+    runs.slow_at = None  # however long a worker takes to start
+    runs.train()
+    return runs
 
 
 def test_each_run_gets_one_gpu_or_as_many_cpus_as_it_has_threads(tmp_path, monkeypatch):
