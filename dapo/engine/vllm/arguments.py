@@ -171,6 +171,9 @@ class VllmOptions:
             # vLLM would take a share of all main memory and zero it, whether or not other processes use it.
             free = psutil.virtual_memory().available
             arguments["kv_cache_memory_bytes"] = min(_CPU_CACHE_BYTES, int(self.memory_fraction * free))
+            # In a part of a prompt vLLM draws a token that it discards, and then turns the request's generator back,
+            # which PyTorch's generator for CPUs cannot do: vLLM would end with an error.
+            arguments["enable_chunked_prefill"] = False
             return arguments | dict(self.extra)
         # Logits in float32, as in the trainer. In bfloat16 they would be the largest part of the log-probability gap.
         overrides = {"head_dtype": "float32"} | dict(self.extra.get("hf_overrides", {}))
