@@ -104,6 +104,15 @@ def test_without_meminfo_the_total_comes_from_sysconf(tmp_path: Path) -> None:
     assert available is None
 
 
+@pytest.mark.usefixtures("no_home")
+def test_a_user_without_a_home_folder_is_told_to_name_the_cache() -> None:
+    findings = check()
+    by_name = {finding.name: finding for finding in findings}
+    assert is_usable(findings)
+    for name in ("disk for cache", "SmolLM2"):
+        assert by_name[name].status == "warn" and "set DAPO_CACHE" in by_name[name].detail
+
+
 def test_little_disk_space_is_a_warning_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dapo.doctor.RUNS_NEEDED", 1 << 60)
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "not" / "there"))

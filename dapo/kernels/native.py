@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dapo.errors import ConfigError
 from dapo.system.cache import cache_dir
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def _loaded() -> ctypes.CDLL | str:
         return f"{error.cmd[0]} failed ({said.strip()}); install a newer compiler, or set CC to another one"
     except subprocess.TimeoutExpired as error:
         return f"{error.cmd[0]} took longer than {error.timeout:g} s; run the command again when the machine is idle"
+    except ConfigError as error:  # there is no cache
+        return str(error)
     except OSError as error:
         return f"{error}; set DAPO_CACHE to a folder that can be written, and from which libraries can be loaded"
     if os.environ.get("DAPO_AMX") == "1":

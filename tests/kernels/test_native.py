@@ -289,6 +289,12 @@ def test_the_reason_names_the_cache_if_nothing_can_be_written_there(monkeypatch:
 
 
 @needs_native
+@pytest.mark.usefixtures("no_home")
+def test_a_user_without_a_home_folder_is_told_to_name_the_cache() -> None:
+    assert "home folder is not known; set DAPO_CACHE" in str(native._loaded.__wrapped__())
+
+
+@needs_native
 def test_the_command_of_the_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", f"env DAPO_TEST=1 {os.environ.get('CC') or 'cc'} -g0")
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
