@@ -113,14 +113,22 @@ def product(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None, *
 
 def add_product(total_ab: Tensor, left_Ta: Tensor, right_Tb: Tensor) -> None:
     """Add left.T @ right to a float32 total."""
+    assert total_ab.dtype == torch.float32, "the total must be in float32"
     if rest := -len(left_Ta) % _TERMS:
         left_Ta, right_Tb = (F.pad(each, (0, 0, 0, rest)) for each in (left_Ta, right_Tb))
     _multiply(left_Ta.t().contiguous(), right_Tb.t().contiguous(), None, total_ab, _ADD)
 
 
 def _multiply(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, out: Tensor, kind: ctypes.c_int) -> None:
-    input_Ti = _with_rows(input_Ti)
     rows, terms = input_Ti.shape
+    assert input_Ti.dtype == weight_oi.dtype == torch.bfloat16, "both factors must be in bfloat16"
+    assert weight_oi.shape[1] == terms and terms % 2 == 0, "both factors must have the same, even number of terms"
+    assert weight_oi.is_contiguous() and out.is_contiguous(), "weight and result must be contiguous"
+    assert out.shape == (rows, len(weight_oi)), "the result must have a row per input, and a column per row of weight"
+    assert bias_o is None or bias_o.dtype == torch.bfloat16, "the bias must be in bfloat16"
+    assert bias_o is None or bias_o.shape == (len(weight_oi),), "the bias must have a term per row of the weight"
+    assert bias_o is None or bias_o.is_contiguous(), "the bias must be contiguous"
+    input_Ti = _with_rows(input_Ti)
     packed = torch.empty(-(-rows // _ROWS) * _ROWS, terms, dtype=torch.bfloat16)
     _library().product(
         _at(input_Ti), _INTEGER(input_Ti.stride(0)), _at(weight_oi), _at(bias_o), _at(out), kind, _at(packed),

@@ -316,6 +316,40 @@ def test_attention_refuses_what_it_would_read_wrongly() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"input_Ti": values(5, 48).float()}, "factors must be in bfloat16"),
+        ({"weight_oi": values(30, 48).float()}, "factors must be in bfloat16"),
+        ({"weight_oi": values(30, 32)}, "even number of terms"),
+        ({"input_Ti": values(5, 47), "weight_oi": values(30, 47)}, "even number of terms"),
+        ({"weight_oi": values(48, 30).t()}, "must be contiguous"),
+        ({"bias_o": values(30).float()}, "bias must be in bfloat16"),
+        ({"bias_o": values(29)}, "bias must have a term per row"),
+        ({"bias_o": values(60)[::2]}, "bias must be contiguous"),
+    ],
+)
+def test_a_product_refuses_what_it_would_read_wrongly(changes: dict[str, Tensor], reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        native.product(**{"input_Ti": values(5, 48), "weight_oi": values(30, 48), "bias_o": values(30)} | changes)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("total", "tokens", "reason"),
+    [
+        (torch.zeros(30, 40, dtype=torch.float64), 9, "total must be in float32"),
+        (torch.zeros(30, 39), 9, "result must have"),
+        (torch.zeros(40, 30).t(), 9, "must be contiguous"),
+        (torch.zeros(30, 40), 41, "even number of terms"),
+    ],
+)
+def test_a_sum_of_products_refuses_what_it_would_write_wrongly(total: Tensor, tokens: int, reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        native.add_product(total, values(9, 30), values(tokens, 40))
+
+
+@needs_native
 def test_the_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
     assert isinstance(native._loaded.__wrapped__(), ctypes.CDLL)
