@@ -292,14 +292,25 @@ def cpu_flags() -> frozenset[str]:
     return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
 
 
+def _key(compiler: tuple[str, ...]) -> str:
+    """Return a digest of what determines the library: the source, the compiler, and what `native` means to it here.
+
+    A cache may be shared by machines with different CPUs. The compiler's macros name the instructions of this one.
+    """
+    questions = ("--version",), (*_COMPILE, "-E", "-dM", "-x", "c", os.devnull)
+    answers = [
+        subprocess.run((*compiler, *question), capture_output=True, check=True, timeout=_PATIENCE).stdout
+        for question in questions
+    ]
+    inputs = (SOURCE.read_bytes(), repr((compiler, _COMPILE)).encode(), *answers)
+    return hashlib.blake2b(b"\0".join(inputs), digest_size=12).hexdigest()
+
+
 def _compiled() -> Path:
     """Return the compiled library from the cache, after compiling it if this compiler has not yet for this CPU."""
     compiler = _compiler()
     assert compiler is not None
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE).stdout
-    inputs = (SOURCE.read_bytes(), version, repr((compiler, _COMPILE)).encode(), " ".join(sorted(cpu_flags())).encode())
-    digest = hashlib.blake2b(b"\0".join(inputs), digest_size=12).hexdigest()
-    found = cache_dir() / "kernels" / f"native-{digest}.so"
+    found = cache_dir() / "kernels" / f"native-{_key(compiler)}.so"
     if not found.exists():
         found.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=found.parent) as folder:

@@ -269,7 +269,7 @@ def test_without_a_compiler_or_the_instructions_pytorch_computes(monkeypatch: py
 @needs_native
 def test_a_compiler_that_fails_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "cc"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho broken >&2; exit 1\n')
+    compiler.write_text('#!/bin/sh\ncase "$*" in --version | *-dM*) exit 0;; esac\necho broken >&2; exit 1\n')
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
@@ -313,6 +313,23 @@ def test_attention_refuses_what_it_would_read_wrongly() -> None:
         native.attention(values(1, 1, 32).float(), sources, 1, 5, 1.0)
     with pytest.raises(AssertionError, match="head size of 80"):
         native.attention(values(1, 1, 80), sources, 1, 5, 1.0)
+
+
+@needs_native
+def test_a_library_is_for_the_cpu_that_the_compiler_finds_and_for_its_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo "$VERSION"\nexec {os.environ.get("CC") or "cc"} "$@" $MACHINE\n'
+    )
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    keys = []
+    for version, machine in (("1", ""), ("1", ""), ("2", ""), ("1", "-mno-avx512vbmi")):
+        monkeypatch.setenv("VERSION", version)
+        monkeypatch.setenv("MACHINE", machine)
+        keys.append(native._key((str(compiler),)))
+    assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
 @needs_native
