@@ -16,7 +16,7 @@ import os
 import shlex
 import shutil
 import subprocess
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dapo.errors import ConfigError
+from dapo.errors import DapoError
 from dapo.system.cache import cache_dir
+from dapo.system.files import atomic_folder
 
 if TYPE_CHECKING:
     from dapo.kernels.rotary import HeadNorms
@@ -35,6 +36,7 @@ INSTRUCTIONS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
 HEAD_SIZES = (32, 64, 96, 128, 256)
 # OpenMP is not linked: its functions are found in the library that PyTorch has loaded, so both use the same threads.
 _COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
+_LIBRARY, _DIGEST = "native.so", "digest"  # files of a folder in the cache
 _PATIENCE = 120  # seconds that a call of the compiler may take
 _ROWS = 64  # of one block of a product
 _TERMS = 32  # of a tile; with AMX, a product is fast where its number of terms is a multiple
@@ -77,7 +79,7 @@ def _loaded() -> ctypes.CDLL | str:
         return f"{error.cmd[0]} failed ({said.strip()}); install a newer compiler, or set CC to another one"
     except subprocess.TimeoutExpired as error:
         return f"{error.cmd[0]} took longer than {error.timeout:g} s; run the command again when the machine is idle"
-    except ConfigError as error:  # there is no cache
+    except DapoError as error:  # there is no cache, or its disk is full
         return str(error)
     except OSError as error:
         return f"{error}; set DAPO_CACHE to a folder that can be written, and from which libraries can be loaded"
@@ -303,22 +305,39 @@ def _key(compiler: tuple[str, ...]) -> str:
         for question in questions
     ]
     inputs = (SOURCE.read_bytes(), repr((compiler, _COMPILE)).encode(), *answers)
-    return hashlib.blake2b(b"\0".join(inputs), digest_size=12).hexdigest()
+    return _digest(b"\0".join(inputs))
 
 
 def _compiled() -> Path:
-    """Return the compiled library from the cache, after compiling it if this compiler has not yet for this CPU."""
+    """Return the library from the cache, after compiling it if it is not there, or not as it was written."""
     compiler = _compiler()
     assert compiler is not None
-    found = cache_dir() / "kernels" / f"native-{_key(compiler)}.so"
-    if not found.exists():
-        found.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=found.parent) as folder:
-            compiled, linked = Path(folder) / "native.o", Path(folder) / "native.so"
+    folder = cache_dir() / "kernels" / f"native-{_key(compiler)}"
+    if folder.exists() and not _is_intact(folder):
+        damaged = folder.with_name(f".{folder.name}.{os.getpid()}")
+        with suppress(FileNotFoundError):  # another process was first
+            folder.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+    if not folder.exists():
+        with atomic_folder(folder) as draft:
+            compiled, linked = draft / "native.o", draft / _LIBRARY
             for command in (
                 (*compiler, *_COMPILE, "-o", str(compiled), str(SOURCE)),
                 (*compiler, "-shared", "-o", str(linked), str(compiled), "-lm"),
             ):
                 subprocess.run(command, capture_output=True, check=True, timeout=_PATIENCE)
-            linked.rename(found)
-    return found
+            compiled.unlink()
+            (draft / _DIGEST).write_text(_digest(linked.read_bytes()))
+    return folder / _LIBRARY
+
+
+def _is_intact(folder: Path) -> bool:
+    """Return whether the library is the one that was compiled. Calling a truncated one would end the process."""
+    try:
+        return (folder / _DIGEST).read_bytes() == _digest((folder / _LIBRARY).read_bytes()).encode()
+    except FileNotFoundError:
+        return False
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=12).hexdigest()

@@ -3,7 +3,9 @@
 import ctypes
 import math
 import os
+import shutil
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -370,10 +372,42 @@ def test_a_sum_of_products_refuses_what_it_would_write_wrongly(total: Tensor, to
 def test_the_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
     assert isinstance(native._loaded.__wrapped__(), ctypes.CDLL)
-    (made,) = (tmp_path / "kernels").iterdir()
+    (made,) = (tmp_path / "kernels").glob("*/*.so")
     before = os.stat(made).st_mtime_ns
     assert isinstance(native._loaded.__wrapped__(), ctypes.CDLL)
     assert os.stat(made).st_mtime_ns == before
+
+
+@needs_native
+@pytest.mark.parametrize("damage", ["empty", "truncated", "another", "alone"])
+def test_a_library_that_is_damaged_is_compiled_again(
+    damage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
+    made = native._compiled()  # not loaded, because damage to a loaded library ends the process
+    whole = made.read_bytes()
+    if damage == "alone":
+        for other in made.parent.iterdir():
+            if other != made:
+                other.unlink()
+    else:
+        changed = {"empty": b"", "truncated": whole[: len(whole) // 2], "another": whole[:-1] + bytes([whole[-1] ^ 1])}
+        made.write_bytes(changed[damage])
+    assert native._compiled().read_bytes() == whole
+    assert {path.name for path in made.parent.iterdir()} == {native._LIBRARY, native._DIGEST}
+
+
+@needs_native
+def test_what_a_killed_compiler_left_is_removed_after_a_day(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
+    folder = native._compiled().parent
+    shutil.rmtree(folder)
+    for name, hours in (("old", 25), ("young", 23)):
+        leftover = folder.with_name(f".{folder.name}.{name}")
+        leftover.mkdir()
+        os.utime(leftover, (0, time.time() - hours * 3600))
+    assert native._compiled().parent == folder
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, f".{folder.name}.young"}
 
 
 @needs_native
