@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dapo.errors import DapoError
+from dapo.errors import ConfigError, DapoError
 from dapo.system.cache import cache_dir
 from dapo.system.files import atomic_folder
 
@@ -72,17 +72,18 @@ def _loaded() -> ctypes.CDLL | str:
     if (lack := missing()) is not None:
         return lack
     try:
-        found = ctypes.CDLL(str(_compiled()))
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.decode(errors="replace").splitlines()
-        said = next((line for line in lines if "error" in line), (lines or ["no message"])[-1])
-        return f"{error.cmd[0]} failed ({said.strip()}); install a newer compiler, or set CC to another one"
-    except subprocess.TimeoutExpired as error:
-        return f"{error.cmd[0]} took longer than {error.timeout:g} s; run the command again when the machine is idle"
-    except DapoError as error:  # there is no cache, or its disk is full
+        path = _compiled()
+    except DapoError as error:  # the compiler fails, there is no cache, or its disk is full
         return str(error)
     except OSError as error:
-        return f"{error}; set DAPO_CACHE to a folder that can be written, and from which libraries can be loaded"
+        return f"{error}; set DAPO_CACHE to a folder that can be written"
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:  # such as a function of another OpenMP than PyTorch's, or a disk mounted as noexec
+        return (
+            f"the compiled kernels cannot be loaded ({error}); "
+            "set CC=gcc, or DAPO_CACHE to a folder from which libraries can be loaded"
+        )
     if os.environ.get("DAPO_AMX") == "1":
         found.allow_tiles()
     return found
@@ -299,12 +300,8 @@ def _key(compiler: tuple[str, ...]) -> str:
 
     A cache may be shared by machines with different CPUs. The compiler's macros name the instructions of this one.
     """
-    questions = ("--version",), (*_COMPILE, "-E", "-dM", "-x", "c", os.devnull)
-    answers = [
-        subprocess.run((*compiler, *question), capture_output=True, check=True, timeout=_PATIENCE).stdout
-        for question in questions
-    ]
-    inputs = (SOURCE.read_bytes(), repr((compiler, _COMPILE)).encode(), *answers)
+    version, macros = _run(*compiler, "--version"), _run(*compiler, *_COMPILE, "-E", "-dM", "-x", "c", os.devnull)
+    inputs = (SOURCE.read_bytes(), repr((compiler, _COMPILE)).encode(), version, macros)
     return _digest(b"\0".join(inputs))
 
 
@@ -321,14 +318,26 @@ def _compiled() -> Path:
     if not folder.exists():
         with atomic_folder(folder) as draft:
             compiled, linked = draft / "native.o", draft / _LIBRARY
-            for command in (
-                (*compiler, *_COMPILE, "-o", str(compiled), str(SOURCE)),
-                (*compiler, "-shared", "-o", str(linked), str(compiled), "-lm"),
-            ):
-                subprocess.run(command, capture_output=True, check=True, timeout=_PATIENCE)
+            _run(*compiler, *_COMPILE, "-o", str(compiled), str(SOURCE))
+            _run(*compiler, "-shared", "-o", str(linked), str(compiled), "-lm")
             compiled.unlink()
             (draft / _DIGEST).write_text(_digest(linked.read_bytes()))
     return folder / _LIBRARY
+
+
+def _run(*command: str) -> bytes:
+    """Return what a command of the compiler writes to its output."""
+    try:
+        return subprocess.run(command, capture_output=True, check=True, timeout=_PATIENCE).stdout
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").splitlines()
+        said = next((line for line in lines if "error" in line), (lines or ["no message"])[-1])
+        sentence = f"{command[0]} failed ({said.strip()}); install a newer compiler, or set CC to another one"
+    except subprocess.TimeoutExpired as error:
+        sentence = f"{command[0]} took longer than {error.timeout:g} s; run the command again when the machine is idle"
+    except OSError as error:  # a program for another machine, for example
+        sentence = f"{command[0]} cannot be run ({error.strerror}); install a C compiler, such as gcc, or set CC"
+    raise ConfigError(sentence)
 
 
 def _is_intact(folder: Path) -> bool:

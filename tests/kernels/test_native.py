@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import re
 import shutil
 import stat
 import time
@@ -27,6 +28,14 @@ THREADS = torch.get_num_threads()
 
 def values(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+
+
+def script(folder: Path, content: str) -> Path:
+    """Write a program that stands in for the C compiler."""
+    compiler = folder / "cc"
+    compiler.write_text(content)
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    return compiler
 
 
 def rounded_once(actual: Tensor, expected: Tensor) -> None:
@@ -270,9 +279,7 @@ def test_without_a_compiler_or_the_instructions_pytorch_computes(monkeypatch: py
 
 @needs_native
 def test_a_compiler_that_fails_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler = tmp_path / "cc"
-    compiler.write_text('#!/bin/sh\ncase "$*" in --version | *-dM*) exit 0;; esac\necho broken >&2; exit 1\n')
-    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    compiler = script(tmp_path, '#!/bin/sh\ncase "$*" in --version | *-dM*) exit 0;; esac\necho broken >&2; exit 1\n')
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
     assert native._loaded.__wrapped__() == (
@@ -287,7 +294,32 @@ def test_the_reason_names_the_cache_if_nothing_can_be_written_there(monkeypatch:
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
     assert native.library() is None
-    assert str(tmp_path / "file") in (native.obstacle() or "") and "set DAPO_CACHE" in (native.obstacle() or "")
+    assert str(tmp_path / "file") in (native.obstacle() or "")
+    assert (native.obstacle() or "").endswith("set DAPO_CACHE to a folder that can be written")
+
+
+@needs_native
+@pytest.mark.parametrize("content", ["\x7fELF", "#!/no/such/interpreter\n"])
+def test_the_reason_is_the_compiler_if_it_cannot_be_run(
+    content: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", str(script(tmp_path, content)))
+    assert re.fullmatch(
+        r"\S+/cc cannot be run \([A-Z][\w ]+\); install a C compiler, such as gcc, or set CC",
+        native._loaded.__wrapped__(),
+    )
+
+
+@needs_native
+def test_the_reason_is_the_compiler_if_what_it_made_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "another.h").write_text("void from_another_openmp(void);\nvoid call(void) { from_another_openmp(); }\n")
+    monkeypatch.setenv("CC", f"{os.environ.get('CC') or 'cc'} -include {tmp_path / 'another.h'}")
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
+    reason = str(native._loaded.__wrapped__())
+    assert reason.startswith("the compiled kernels cannot be loaded (")
+    assert "undefined symbol: from_another_openmp); set CC=gcc, or DAPO_CACHE to" in reason
 
 
 @needs_native
@@ -321,11 +353,10 @@ def test_attention_refuses_what_it_would_read_wrongly() -> None:
 def test_a_library_is_for_the_cpu_that_the_compiler_finds_and_for_its_version(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    compiler = tmp_path / "cc"
-    compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && echo "$VERSION"\nexec {os.environ.get("CC") or "cc"} "$@" $MACHINE\n'
+    compiler = script(
+        tmp_path,
+        f'#!/bin/sh\n[ "$1" = --version ] && echo "$VERSION"\nexec {os.environ.get("CC") or "cc"} "$@" $MACHINE\n',
     )
-    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     keys = []
     for version, machine in (("1", ""), ("1", ""), ("2", ""), ("1", "-mno-avx512vbmi")):
         monkeypatch.setenv("VERSION", version)
