@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("_native.c")
 INSTRUCTIONS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
-HEAD_SIZES = (32, 64, 96, 128, 256)
+HEAD_SIZES = (32, 64, 96, 128, 256)  # multiples of 32, up to 256
 # OpenMP is not linked: its functions are found in the library that PyTorch has loaded, so both use the same threads.
 _COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
 _LIBRARY, _DIGEST = "native.so", "digest"  # files of a folder in the cache
 _PATIENCE = 120  # seconds that a call of the compiler may take
 _ROWS = 64  # of one block of a product
 _TERMS = 32  # of a tile; with AMX, a product is fast where its number of terms is a multiple
-_MASSES = 256  # tokens whose probabilities are added up first when a token is drawn
+_MASSES = 256  # tokens whose probabilities are added up first, in float32, when a token is drawn
 _INTEGER, _FLOAT = ctypes.c_int64, ctypes.c_float
 _NARROW, _WIDE, _ADD = map(ctypes.c_int, range(3))  # the kind of a product's result
 
@@ -295,13 +295,20 @@ def cpu_flags() -> frozenset[str]:
     return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
 
 
+def _options() -> tuple[str, ...]:
+    """Return the options of the compiler, among them the sizes that the source shares with this file."""
+    sizes = {"ROWS": _ROWS, "TERMS": _TERMS, "MASSES": _MASSES}
+    heads = " ".join(f"DO({size})" for size in HEAD_SIZES)
+    return (*_COMPILE, *(f"-D{name}={size}" for name, size in sizes.items()), f"-DFOR_HEAD_SIZES(DO)={heads}")
+
+
 def _key(compiler: tuple[str, ...]) -> str:
     """Return a digest of what determines the library: the source, the compiler, and what `native` means to it here.
 
     A cache may be shared by machines with different CPUs. The compiler's macros name the instructions of this one.
     """
-    version, macros = _run(*compiler, "--version"), _run(*compiler, *_COMPILE, "-E", "-dM", "-x", "c", os.devnull)
-    inputs = (SOURCE.read_bytes(), repr((compiler, _COMPILE)).encode(), version, macros)
+    version, macros = _run(*compiler, "--version"), _run(*compiler, *_options(), "-E", "-dM", "-x", "c", os.devnull)
+    inputs = (SOURCE.read_bytes(), repr((compiler, _options())).encode(), version, macros)
     return _digest(b"\0".join(inputs))
 
 
@@ -318,7 +325,7 @@ def _compiled() -> Path:
     if not folder.exists():
         with atomic_folder(folder) as draft:
             compiled, linked = draft / "native.o", draft / _LIBRARY
-            _run(*compiler, *_COMPILE, "-o", str(compiled), str(SOURCE))
+            _run(*compiler, *_options(), "-o", str(compiled), str(SOURCE))
             _run(*compiler, "-shared", "-o", str(linked), str(compiled), "-lm")
             compiled.unlink()
             (draft / _DIGEST).write_text(_digest(linked.read_bytes()))

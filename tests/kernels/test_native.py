@@ -410,6 +410,23 @@ def test_the_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @needs_native
+def test_the_sizes_that_the_source_shares_are_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    logits, uniforms = values(3, 300).float(), torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    expected, drawn = native.product(values(70, 48), values(30, 48, seed=1)), native.draw(logits, uniforms, 1.0)
+    for name, size in {"_ROWS": 32, "_TERMS": 16, "_MASSES": 64, "HEAD_SIZES": (160,)}.items():
+        monkeypatch.setattr(native, name, size)
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
+    other = native._loaded.__wrapped__()
+    monkeypatch.setattr(native, "library", lambda: other)
+    assert torch.equal(native.product(values(70, 48), values(30, 48, seed=1)), expected)
+    assert torch.equal(native.draw(logits, uniforms, 1.0)[0], drawn[0])
+    only = values(1, 1, 160)
+    source = spans([0], [1], 160).of(only, only, 160, 160)
+    none = spans([0], [0], 160).of(only, only, 160, 160)
+    assert torch.equal(native.attention(only, (source, none), 1, 1, 1.0), only)
+
+
+@needs_native
 @pytest.mark.parametrize("damage", ["empty", "truncated", "another", "alone"])
 def test_a_library_that_is_damaged_is_compiled_again(
     damage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
