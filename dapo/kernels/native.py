@@ -37,7 +37,7 @@ HEAD_SIZES = (32, 64, 96, 128, 256)  # multiples of 32, up to 256
 # OpenMP is not linked: its functions are found in the library that PyTorch has loaded, so both use the same threads.
 _COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
 _LIBRARY, _DIGEST = "native.so", "digest"  # files of a folder in the cache
-_PATIENCE = 120  # seconds that a call of the compiler may take
+_PATIENCE = 300  # seconds that a call of the compiler may take
 _ROWS = 64  # of one block of a product
 _TERMS = 32  # of a tile; with AMX, a product is fast where its number of terms is a multiple
 _MASSES = 256  # tokens whose probabilities are added up first, in float32, when a token is drawn
@@ -269,7 +269,7 @@ def _at(tensor: Tensor | None) -> _Pointer:
 
 def _library() -> ctypes.CDLL:
     found = library()
-    assert found is not None
+    assert found is not None, obstacle()
     return found
 
 

@@ -289,6 +289,16 @@ def test_a_compiler_that_fails_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPa
 
 
 @needs_native
+def test_a_call_of_a_kernel_that_cannot_be_compiled_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", str(script(tmp_path, "#!/bin/sh\nexec sleep 60\n")))
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_PATIENCE", 0.1)
+    monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
+    with pytest.raises(AssertionError, match=r"cc took longer than 0.1 s; run the command again"):
+        native.swiglu(values(2, 4))
+
+
+@needs_native
 def test_the_reason_names_the_cache_if_nothing_can_be_written_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "file"))
