@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dapo.config import RewardConfig
-from dapo.errors import ModelError, RewardError
+from dapo.errors import ConfigError, ModelError, RewardError
 from dapo.model.gguf import conversion_dir, find_fetched
 from dapo.rewards.judge import isolation_note
 from dapo.system.cache import cache_dir
@@ -67,7 +67,7 @@ def check(runs: Path = Path("runs")) -> list[Finding]:
         *([_cpu_kernels()] if required[0].status == "ok" else []),
         _memory(),
         _disk("disk for runs", runs, RUNS_NEEDED, "set run.dir to a larger disk"),
-        _disk("disk for cache", cache_dir(), CACHE_NEEDED, "set DAPO_CACHE to a larger disk"),
+        _cache(),
         _smollm2(),
         _sandbox(),
         *(_optional(name, extra, purpose) for name, (extra, purpose) in OPTIONAL.items()),
@@ -140,6 +140,14 @@ def _disk(name: str, folder: Path, needed: int, remedy: str) -> Finding:
     return _enough(name, free, needed, f"{_size(free)} free at {folder.absolute()}", remedy)
 
 
+def _cache() -> Finding:
+    name = "disk for cache"
+    try:
+        return _disk(name, cache_dir(), CACHE_NEEDED, "set DAPO_CACHE to a larger disk")
+    except ConfigError as error:
+        return Finding(name, "warn", str(error))
+
+
 def _enough(name: str, found: int, needed: int, detail: str, remedy: str) -> Finding:
     if found >= needed:
         return Finding(name, "ok", detail)
@@ -153,7 +161,7 @@ def _smollm2() -> Finding:
             directory = conversion_dir(file)
             ready = directory.is_dir()
             return Finding("SmolLM2", "ok", f"ready in {directory}" if ready else "downloaded, converted on first use")
-    except (ModelError, importlib.metadata.PackageNotFoundError) as error:
+    except (ConfigError, ModelError, importlib.metadata.PackageNotFoundError) as error:
         return Finding("SmolLM2", "warn", str(error))
     if importlib.util.find_spec("pip") is None:
         return Finding("SmolLM2", "warn", f"not downloaded, and there is no pip; run `{sys.executable} -m ensurepip`")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dapo.doctor import Finding, check, is_usable, memory, print_table
+from dapo.doctor import Finding, _cpu_kernels, check, is_usable, memory, print_table
 from dapo.kernels import native
 from tests.kernels.ways import needs_native
 
@@ -26,7 +26,7 @@ def test_a_machine_that_runs_these_tests_is_usable(findings: list[Finding]) -> N
 def test_every_part_is_checked(findings: list[Finding]) -> None:
     names = {finding.name for finding in findings}
     assert {"python", "device", "cores", "memory", "disk for runs", "disk for cache", "SmolLM2", "vllm", "ray"} <= names
-    assert {"tensorboard", "wandb", "trackio"} <= names
+    assert {"tensorboard", "wandb", "trackio", "bf16 on the CPU"} <= names
 
 
 def test_every_problem_says_what_to_do(findings: list[Finding]) -> None:
@@ -38,17 +38,19 @@ def test_every_problem_says_what_to_do(findings: list[Finding]) -> None:
 @pytest.mark.parametrize(
     ("flags", "compiler", "status", "words"),
     [
-        ({"sse2"}, "cc", "ok", "float32"),
+        ({"sse2"}, None, "ok", "float32"),
         (native.INSTRUCTIONS, "no-such-compiler", "warn", "install"),
         (native.INSTRUCTIONS, "false", "warn", "install"),
-        pytest.param(native.INSTRUCTIONS, "cc", "ok", "bfloat16", marks=needs_native),
+        pytest.param(native.INSTRUCTIONS, None, "ok", "bfloat16", marks=needs_native),
     ],
 )
-def test_the_kernels_for_bf16_are_checked(flags, compiler, status, words, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_for_bf16_are_checked(flags, compiler, status, words, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "cpu_flags", lambda: frozenset(flags))
     monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
-    monkeypatch.setenv("CC", compiler)
-    (found,) = (finding for finding in check() if finding.name == "bf16 on the CPU")
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
+    if compiler is not None:
+        monkeypatch.setenv("CC", compiler)
+    found = _cpu_kernels()
     assert found.status == status and words in found.detail
 
 
@@ -102,6 +104,15 @@ def test_without_meminfo_the_total_comes_from_sysconf(tmp_path: Path) -> None:
     assert total is not None
     assert total > 0
     assert available is None
+
+
+@pytest.mark.usefixtures("no_home")
+def test_a_user_without_a_home_folder_is_told_to_name_the_cache() -> None:
+    findings = check()
+    by_name = {finding.name: finding for finding in findings}
+    assert is_usable(findings)
+    for name in ("disk for cache", "SmolLM2"):
+        assert by_name[name].status == "warn" and "set DAPO_CACHE" in by_name[name].detail
 
 
 def test_little_disk_space_is_a_warning_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class DrawerState:
     drawn: int = 0  # prompts drawn so far
     revisited: int = 0  # how many of them were drawn again
     forecast: list[float] = field(default_factory=list)  # sums of the regression that predicts pass rates
-    surprises: Mapping[str, float] = field(default_factory=dict)  # by uid: latest pass rate minus its forecast
+    forecast_errors: Mapping[str, float] = field(default_factory=dict)  # by uid: latest pass rate minus its forecast
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +145,7 @@ class _StateData(TypedDict):
     drawn: int
     revisited: int
     forecast: list[float]
-    surprises: dict[str, float]
+    forecast_errors: dict[str, float]
     carried: list[_GroupData]
     pending: list[_PendingData]
     best: _BestData | None

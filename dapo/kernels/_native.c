@@ -1,5 +1,5 @@
 // Kernels for training and sampling in bf16 on CPUs with AVX-512 bf16, with products by AMX where the CPU has it.
-// native.py compiles this file and calls it.
+// native.py compiles this file and calls it. It defines ROWS, TERMS, MASSES and FOR_HEAD_SIZES: sizes that both use.
 //
 // Every function computes each row of its input on its own, in an order that depends neither on the other rows nor on
 // the number of threads. So a token has the same bits alone or in any batch, and the sampler's are the trainer's.
@@ -16,8 +16,9 @@
 typedef uint16_t bf16;
 typedef enum { NARROW, WIDE, ADD } Result;  // of a product: bf16, float32, or added to float32
 
-enum { LANES = 16, ROWS = 64, COLUMNS = 16 };  // floats per register; rows and columns of a block of `product`
-enum { MASSES = 256 };                         // tokens whose probabilities `draw` adds up in float32
+enum { LANES = 16, COLUMNS = 16 };  // floats per register; columns of a block of `product`
+_Static_assert(ROWS % LANES == 0 && ROWS <= 4 * LANES, "a block of `product` has one to four registers of rows");
+_Static_assert(MASSES % LANES == 0, "`draw` adds up whole registers");
 
 // ---- one register ----
 
@@ -70,7 +71,7 @@ static inline void transpose(__m512i x[16]) {
 
 // ---- input @ weight.T ----
 
-// Pack up to 64 rows so that each register holds one pair of neighboring terms of 16 rows: [pairs, 64].
+// Pack up to ROWS rows so that each register holds one pair of neighboring terms of 16 rows: [pairs, ROWS].
 static void pack_rows(const bf16 *input, int64_t stride, int64_t rows, int64_t pairs, uint32_t *packed) {
     for (int64_t row = 0; row < rows; row += 16)
         for (int64_t pair = 0; pair < pairs; pair += 16) {
@@ -125,7 +126,8 @@ static void sixteen_columns(
 
 // ---- the same with AMX, whose registers are tiles of 16 rows ----
 
-enum { TILE = 16, TILE_PAIRS = 16, TILE_BYTES = 64, WIDTH = 2 * TILE };  // of a tile; columns that are computed at once
+// Rows, pairs of terms and bytes per row of a tile; columns that are computed at once.
+enum { TILE = 16, TILE_PAIRS = TERMS / 2, TILE_BYTES = 2 * TERMS, WIDTH = 2 * TILE };
 
 static int has_tiles;  // whether Linux lets this process use tiles
 
@@ -194,7 +196,7 @@ static void two_tiles(const uint32_t *packed, const bf16 *weight, int64_t pairs,
 
 #endif
 
-// Store 16 columns of up to 64 rows of the result.
+// Store 16 columns of up to ROWS rows of the result.
 static void store_columns(
     const float *sums, __m512 bias, Result kind, void *out, int64_t row, int64_t rows, int64_t outputs, int64_t column
 ) {
@@ -215,7 +217,7 @@ static void store_columns(
 }
 
 // out[rows, outputs] = input[rows, terms] @ weight[outputs, terms].T + bias, or += without a bias.
-// The number of terms is even. `packed` has room for 64 * terms / 2 pairs per 64 rows.
+// The number of terms is even. `packed` has room for ROWS * terms / 2 pairs per ROWS rows.
 void product(
     const bf16 *input, int64_t stride, const bf16 *weight, const bf16 *bias, void *out, Result kind, uint32_t *packed,
     int64_t rows, int64_t outputs, int64_t terms
@@ -432,6 +434,13 @@ static inline __attribute__((always_inline)) void attend(
     }
 }
 
+#define ATTEND(size)                                                                             \
+    case size: {                                                                                 \
+        _Static_assert(size % 32 == 0 && size <= 256, "`attend` has registers for 256 numbers"); \
+        attend(q, sources, t, head, scale, groups, scores, result, size);                        \
+        break;                                                                                   \
+    }
+
 // Attend with each query [tokens, heads, dim] to the tokens of both sources, at most `longest` in total.
 // Return 0 if there is no memory for the scores, else 1.
 int attention(
@@ -450,13 +459,7 @@ int attention(
                 const bf16 *q = query + t * query_stride + head * groups * dim;
                 bf16 *result = out + (t * heads + head * groups) * dim;
                 if (!scores) continue;
-                switch (dim) {
-                case 32: attend(q, sources, t, head, scale, groups, scores, result, 32); break;
-                case 64: attend(q, sources, t, head, scale, groups, scores, result, 64); break;
-                case 96: attend(q, sources, t, head, scale, groups, scores, result, 96); break;
-                case 128: attend(q, sources, t, head, scale, groups, scores, result, 128); break;
-                case 256: attend(q, sources, t, head, scale, groups, scores, result, 256); break;
-                }
+                switch (dim) { FOR_HEAD_SIZES(ATTEND) }
             }
         free(scores);
     }
@@ -486,7 +489,7 @@ static inline __m512 masses(const float *logits, __m512 peak, __m512 heat, int64
 }
 
 // Draw one token per row: the first one whose cumulative probability exceeds the row's uniform number.
-// `blocks` has room for one double per 256 tokens and row.
+// `blocks` has room for one double per MASSES tokens and row.
 void draw(
     const float *logits, const double *uniforms, float temperature, double *blocks, int64_t *tokens, float *logprobs,
     int64_t rows, int64_t vocabulary

