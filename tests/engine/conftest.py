@@ -66,7 +66,8 @@ def open_vllm(directory: Path, model: Any, **timing: Any) -> Engine:
         MAX_LENGTH,
         MAX_CONCURRENT,
         dtype="float32",
-        extra={"enforce_eager": True, "kv_cache_memory_bytes": CACHE_BYTES},  # starts sooner
+        # Starts sooner, and computes no more tokens at once than one sequence may have.
+        extra={"enforce_eager": True, "kv_cache_memory_bytes": CACHE_BYTES, "max_num_batched_tokens": MAX_LENGTH},
     )
     return VllmEngine(options, STOP, tiny_tokenizer(), lambda: model.state_dict().items(), **timing)
 
