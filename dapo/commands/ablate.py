@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dapo.errors import ClusterError, ConfigError, DapoError, NotReady, TrainingStopped
+from dapo.errors import ClusterError, ConfigError, NotReady, TrainingStopped, one_line
 
 if TYPE_CHECKING:
     from dapo.ablation.plan import Budget, Plan, PlannedRun
@@ -103,6 +103,7 @@ def ablate(
 
 
 def _free_name(folder: Path) -> Path:
+    folder = folder.absolute()  # "." has no name
     return next(path for number in count(2) if not (path := folder.with_name(f"{folder.name}-{number}")).exists())
 
 
@@ -254,8 +255,10 @@ def _run(
         return result, write_report(result, plan.out / "ablation.html")
 
     def write_so_far() -> None:
-        with suppress(DapoError, OSError):  # must not stop the runs; at the end it is written again
+        try:
             write()
+        except Exception as error:  # must not stop the runs; at the end it is written again
+            _say(f"the result so far could not be written: {one_line(error)}", "yellow")
 
     session = Session(plan, keep_checkpoints, "quiet" if quiet else "normal", on_run, write_so_far)
     if site is None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from dapo.ablation import results
 from dapo.ablation.process import WorkerProcess
 from dapo.ablation.records import Status, _read_run, read_runs, read_status
 from dapo.ablation.report import _X_TICK
@@ -320,13 +321,35 @@ def test_a_dry_run_in_the_folder_of_an_ablation_shows_the_arms_and_says_what_tra
     assert contents(out.parent) == before
 
 
-def test_a_dry_run_in_a_folder_with_other_things_shows_the_arms(tmp_path: Path):
+@pytest.mark.parametrize("out", ["FOLDER/out", "."])
+def test_a_dry_run_in_a_folder_with_other_things_shows_the_arms(out: str, tmp_path: Path, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").touch()
-    result = ablate(write_recipe(tmp_path), "--arm", "a: optim.lr=0.1", "--dry-run", "--out", tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out")
+    out = out.replace("FOLDER", str(tmp_path))
+    result = ablate(write_recipe(tmp_path), "--arm", "a: optim.lr=0.1", "--dry-run", "--out", out)
     assert result.exit_code == 0, result.output
     assert "2 arms x 3 seeds, 6 steps each" in result.output
-    assert f"warning: {tmp_path}/out: holds something else, not an ablation; choose another --out" in result.output
+    assert f"warning: {out}: holds something else, not an ablation; choose another --out" in result.output
+
+
+def test_a_result_that_cannot_be_written_yet_stops_no_run(tmp_path: Path, monkeypatch):
+    compare, calls = results.compare, []
+
+    def fails_once(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise ValueError("too few points")
+        return compare(*arguments)
+
+    monkeypatch.setattr(results, "compare", fails_once)
+    out = tmp_path / "out"
+    result = ablate(
+        write_recipe(tmp_path), "--arm", "hot: optim.lr=0.01", "--seeds", 1, "--steps", 2, "--out", out, "-q"
+    )
+    assert result.exit_code == 0, result.output
+    assert "the result so far could not be written: too few points" in result.output
+    assert [run["failure"] for run in json.loads((out / "ablation.json").read_text())["runs"]] == [None, None]
 
 
 def test_another_recipe_cannot_resume(done):
