@@ -109,8 +109,8 @@ def _free_name(folder: Path) -> Path:
 def _check_and_show(plan: Plan, console: Console, *, resume: bool, on_ray: bool) -> None:
     with console.status("checking all arms"):
         doubtful = _check_arms(plan, resume=resume, on_ray=on_ray)
-        from dapo.ablation.plan import warnings
         from dapo.ablation.tables import plan_table
+        from dapo.ablation.warnings import warnings
     console.print(plan_table(plan))
     for sentence in (*doubtful, *warnings(plan)):
         _warn(console, sentence)
