@@ -14,13 +14,37 @@ _AT_RATIO_ONE = {"clip": "", "loss": ", where these losses have the same gradien
 # Options, by the start of their names, that are read only under a condition.
 _READ_IF: dict[str, Callable[[Config], bool]] = {
     "algorithm.ledger.explore": lambda config: config.algorithm.ledger.enable,
+    "algorithm.max_staleness": lambda config: _may_leave_groups_over(config),
     "algorithm.filter_groups.metric": lambda config: config.algorithm.filter_groups.enable,
+    "algorithm.filter_groups.max_num_gen_batches": lambda config: _may_fall_short(config),
+    "algorithm.filter_groups.on_exhausted": lambda config: _may_fall_short(config),
     "algorithm.filter_groups.min_batch_ratio": lambda config: (
-        config.algorithm.filter_groups.on_exhausted in ("skip", "pad")
+        _may_fall_short(config) and config.algorithm.filter_groups.on_exhausted in ("skip", "pad")
     ),
+    "environment.": lambda config: config.environment.use is not None,
     "reward.overlong_buffer.": lambda config: config.reward.length_shaping == "buffer",
     "reward.target_length": lambda config: config.reward.length_shaping == "target",
 }
+# Options of which different values can stand for the same: what each value stands for.
+_MEANINGS: dict[str, Callable[[Config], object]] = {
+    "algorithm.importance_correction": lambda config: _correction(config),
+    "data.gen_batch_size": lambda config: (
+        config.gen_batch_size,
+        config.largest_round if config.algorithm.max_staleness > 0 else None,
+    ),
+    "optim.ppo_mini_batch_size": lambda config: config.mini_batch_size,
+}
+# Options of memory, speed and safety. They may change the order of sums, and so their rounding.
+_COSTS = {
+    "algorithm.max_logprob_gap", "cluster.max_restarts", "cluster.offload", "cluster.timeout", "environment.workers",
+    "optim.max_tokens_per_micro_batch", "optim.recompute_activations", "reward.code_unsafe", "reward.workers",
+}  # fmt: skip
+_UNREAD = "which neither reads"
+_SAME_MEANING = "whose values mean the same here"
+_COST = "with an effect only on memory, speed or safety"
+_NO_GAP = "which has nothing to correct, because every response is sampled with the weights that are then trained"
+_ROUNDED = {_COST, _NO_GAP}  # reasons that hold up to rounding
+
 # Options that decide which responses count as right, in training and in evaluations.
 _JUDGING = {
     "reward.use",
@@ -37,22 +61,8 @@ def warnings(plan: Plan) -> Iterator[str]:
     configs = {run.arm: run.config for run in plan.runs if run.seed == plan.runs[0].seed}
     first = {arm.name: configs[arm.name] for arm in plan.arms}
     for (one, config), (other, changed) in combinations(first.items(), 2):
-        options = config.differences(changed).keys() - {"run.name"}
-        differing = {key for key in options if _reads(config, key) or _reads(changed, key)}
-        if not options:
-            yield f"{one} and {other} have the same options, so they will train identically"
-        elif not differing:
-            yield (
-                f"{one} and {other} will train identically: they differ only in {', '.join(sorted(options))}, which "
-                "neither reads"
-            )
-        elif differing <= _CLIPS | {"algorithm.loss"} and _is_clip_idle(config) and _is_clip_idle(changed):
-            what = "loss" if "algorithm.loss" in differing else "clip"
-            yield (
-                f"{one} and {other} will train identically: only the {what} differs, and with one update per batch "
-                f"every importance ratio is 1{_AT_RATIO_ONE[what]}; set optim.ppo_mini_batch_size below "
-                "data.train_batch_size, or raise optim.ppo_epochs"
-            )
+        if same := _sameness(config, changed):
+            yield f"{one} and {other} {same}"
     for name, config in first.items():
         if judging := sorted(_JUDGING & config.differences(first[plan.reference]).keys()):
             yield (
@@ -68,6 +78,42 @@ def warnings(plan: Plan) -> Iterator[str]:
         yield "with one seed, the intervals cover the choice of questions, but not the differences between seeds"
 
 
+def _sameness(one: Config, other: Config) -> str | None:
+    """Say why two arms train identically, or return None if they may differ."""
+    options = sorted(one.differences(other).keys() - {"run.name"})
+    if not options:
+        return "have the same options, so they will train identically"
+    reasons: dict[str | None, list[str]] = {}
+    for option in options:
+        reasons.setdefault(_why_idle(option, one, other), []).append(option)
+    acting = set(reasons.pop(None, ()))
+    found = f"will train identically{'' if _ROUNDED.isdisjoint(reasons) else ' up to rounding'}"
+    if not acting:
+        parts = [f"{', '.join(members)}, {why}" for why, members in reasons.items()]
+        return f"{found}: they differ only in {'; and in '.join(parts)}"
+    if acting <= _CLIPS | {"algorithm.loss"} and _is_clip_idle(one) and _is_clip_idle(other):
+        what = "loss" if "algorithm.loss" in acting else "clip"
+        return (
+            f"{found}: only the {what} differs, and with one update per batch every importance ratio is "
+            f"1{_AT_RATIO_ONE[what]}; set optim.ppo_mini_batch_size below data.train_batch_size, or raise "
+            "optim.ppo_epochs"
+        )
+    return None
+
+
+def _why_idle(option: str, one: Config, other: Config) -> str | None:
+    """Say why an option does not make these arms differ, or return None if it may."""
+    if not (_reads(one, option) or _reads(other, option)):
+        return _UNREAD
+    if (meaning := _MEANINGS.get(option)) and meaning(one) == meaning(other):
+        return _SAME_MEANING
+    if option in _COSTS:
+        return _COST
+    if option == "algorithm.importance_correction" and _is_on_policy(one) and _is_on_policy(other):
+        return _NO_GAP
+    return None
+
+
 def _reads(config: Config, option: str) -> bool:
     """Return whether a run reads the option."""
     return all(reads(config) for name, reads in _READ_IF.items() if option.startswith(name))
@@ -75,23 +121,52 @@ def _reads(config: Config, option: str) -> bool:
 
 def _is_clip_idle(config: Config) -> bool:
     """Return whether every ratio is 1, where all the named losses have the gradient -A of each token."""
-    return has_ratio_one(config) and config.algorithm.loss in LOSS_SETTINGS
+    return _has_ratio_one(config) and config.algorithm.loss in LOSS_SETTINGS
 
 
-def has_ratio_one(config: Config) -> bool:
+def _has_ratio_one(config: Config) -> bool:
     """Return whether each step makes one update, and with the weights to which its ratios compare, so that they are 1.
 
     An importance correction compares with the weights at the start of the step, otherwise it is those that sampled.
-    Groups that the judge could not judge are not considered: they, too, are replaced, and may leave a surplus.
     """
-    algorithm, rule, batch = config.algorithm, config.algorithm.filter_groups, config.data.train_batch_size
     # In flight a batch may grow, and then take more updates.
-    if config.mini_batch_size < batch or config.optim.ppo_epochs > 1 or config.rollout.mode != "strict":
+    if config.mini_batch_size < config.data.train_batch_size or config.optim.ppo_epochs > 1:
         return False
-    asked = algorithm.importance_correction
-    if config.uses_vllm if asked == "auto" else asked != "none":
-        return True
+    return config.rollout.mode == "strict" and (_correction(config) != "none" or _is_on_policy(config))
+
+
+def _correction(config: Config) -> str:
+    asked = config.algorithm.importance_correction
+    return asked if asked != "auto" else "token-truncated" if config.uses_vllm else "none"
+
+
+def _is_on_policy(config: Config) -> bool:
+    """Return whether the embedded engine samples every response with the weights at the start of its training step."""
+    carries = config.algorithm.max_staleness > 0 and (
+        _replaces_groups(config) or config.gen_batch_size > config.data.train_batch_size
+    )
+    return config.rollout.mode == "strict" and not carries and not config.uses_vllm
+
+
+# Groups that could not be judged are not considered below: they, too, are replaced, and may leave a surplus.
+
+
+def _replaces_groups(config: Config) -> bool:
+    """Return whether more groups are sampled in place of those that are dropped."""
+    rule = config.algorithm.filter_groups
     has_rounds = rule.max_num_gen_batches != 1 or rule.on_exhausted == "skip"
-    replaces = rule.enable or (algorithm.overlong_filter and has_rounds)
-    carries = algorithm.max_staleness > 0 and (replaces or config.gen_batch_size > batch)
-    return not carries and not config.uses_vllm
+    return rule.enable or (config.algorithm.overlong_filter and has_rounds)
+
+
+def _may_leave_groups_over(config: Config) -> bool:
+    """Return whether a step may sample more groups than its batch takes."""
+    is_one_round = config.gen_batch_size == config.data.train_batch_size
+    return config.rollout.mode != "strict" or not is_one_round or _replaces_groups(config)
+
+
+def _may_fall_short(config: Config) -> bool:
+    """Return whether the limit of a step's groups may leave its batch smaller than data.train_batch_size."""
+    algorithm, limit = config.algorithm, config.algorithm.filter_groups.max_num_gen_batches
+    drops = algorithm.filter_groups.enable or algorithm.overlong_filter
+    is_limited = 0 < limit * config.gen_batch_size < config.data.train_batch_size
+    return config.rollout.mode != "strict" or drops or is_limited

@@ -65,11 +65,87 @@ def test_a_clip_cannot_act_exactly_where_all_ratios_are_one(tmp_path: Path, opti
 )
 def test_an_option_that_nothing_reads_is_told_before_the_first_run(tmp_path: Path, change, needs):
     recipe = write_recipe(tmp_path)
-    given = ["reward.overlong_buffer.len=2", "reward.target_length=4", "algorithm.filter_groups.enable=false"]
+    given = ["reward.overlong_buffer.len=2", "reward.target_length=4", "algorithm.filter_groups.enable=false",
+             "algorithm.overlong_filter=true"]  # fmt: skip
     sentence = f"a and recipe {IDENTICAL}: they differ only in {change.partition('=')[0]}, which neither reads"
     assert sentence in found_warnings(recipe, f"a: {change}", overrides=given)
     assert IDENTICAL not in found_warnings(recipe, f"a: {change}", overrides=[*given, needs])
     assert IDENTICAL not in found_warnings(recipe, f"a: {change} {needs}", overrides=given)
+
+
+WHOLE_ROUNDS = ["algorithm.filter_groups.enable=false", "data.gen_batch_size=4"]  # of one batch, which all groups enter
+
+
+@pytest.mark.parametrize(
+    ("change", "is_read_with"),
+    [
+        ("algorithm.max_staleness=3", "algorithm.filter_groups.enable=true"),
+        ("algorithm.max_staleness=3", "algorithm.overlong_filter=true"),
+        ("algorithm.max_staleness=3", "data.gen_batch_size=6"),
+        ("algorithm.max_staleness=3", "rollout.mode=inflight"),
+        ("algorithm.filter_groups.max_num_gen_batches=3", "algorithm.filter_groups.enable=true"),
+        ("algorithm.filter_groups.max_num_gen_batches=3", "algorithm.overlong_filter=true"),
+        ("algorithm.filter_groups.max_num_gen_batches=1", "data.gen_batch_size=2"),  # two of four
+        ("algorithm.filter_groups.max_num_gen_batches=3", "rollout.mode=inflight"),
+        ("algorithm.filter_groups.on_exhausted=raise", "algorithm.filter_groups.enable=true"),
+        ("environment.max_turns=2", "environment.use=guess"),
+    ],
+)
+def test_an_option_without_effect_where_no_group_is_replaced_is_told(tmp_path: Path, change, is_read_with):
+    recipe, option = write_recipe(tmp_path), change.partition("=")[0]
+    sentence = f"a and recipe {IDENTICAL}: they differ only in {option}, which neither reads"
+    assert sentence in found_warnings(recipe, f"a: {change}", overrides=WHOLE_ROUNDS)
+    acting = [*(each for each in WHOLE_ROUNDS if each.partition("=")[0] not in is_read_with), is_read_with]
+    assert IDENTICAL not in found_warnings(recipe, f"a: {change}", overrides=acting)
+
+
+@pytest.mark.parametrize(
+    ("change", "other"),
+    [
+        ("optim.ppo_mini_batch_size=4", "optim.ppo_mini_batch_size=3"),  # 0 is the batch of 4
+        ("data.gen_batch_size=4", "data.gen_batch_size=6"),
+        ("algorithm.importance_correction=none", "algorithm.importance_correction=sequence-masked"),
+    ],
+)
+def test_values_that_mean_the_same_are_told(tmp_path: Path, change, other):
+    recipe, option = write_recipe(tmp_path), change.partition("=")[0]
+    given = ["optim.ppo_mini_batch_size=0", "data.gen_batch_size=0", "algorithm.max_staleness=0"]
+    sentence = f"a and recipe {IDENTICAL}: they differ only in {option}, whose values mean the same here"
+    assert sentence in found_warnings(recipe, f"a: {change}", overrides=given)
+    assert sentence not in found_warnings(recipe, f"a: {other}", overrides=given)
+
+
+def test_a_batch_as_round_differs_from_rounds_that_follow_the_keep_rate(tmp_path: Path):
+    given = ["data.gen_batch_size=0", "algorithm.max_staleness=1"]
+    assert IDENTICAL not in found_warnings(write_recipe(tmp_path), "a: data.gen_batch_size=4", overrides=given)
+
+
+def test_arms_that_differ_only_in_rounding_are_told(tmp_path: Path):
+    recipe = write_recipe(tmp_path, algorithm={"max_staleness": 0})
+    costs = ["algorithm.max_logprob_gap=0.5", "cluster.timeout=60", "optim.max_tokens_per_micro_batch=64"]
+    for change in costs:
+        sentence = f"a and recipe {IDENTICAL} up to rounding: they differ only in {change.partition('=')[0]}, with an"
+        assert sentence in found_warnings(recipe, f"a: {change}")
+    mixed = "a: cluster.timeout=60 optim.ppo_mini_batch_size=4 algorithm.ledger.explore=0.5"
+    assert (
+        "up to rounding: they differ only in algorithm.ledger.explore, which neither reads; and in cluster.timeout, "
+        "with an effect only on memory, speed or safety; and in optim.ppo_mini_batch_size, whose values mean the same"
+    ) in found_warnings(recipe, mixed, overrides=["optim.ppo_mini_batch_size=0"])
+    assert IDENTICAL not in found_warnings(recipe, "a: cluster.timeout=60 optim.lr=0.1")
+    one = ["optim.ppo_mini_batch_size=4"]
+    clip = found_warnings(recipe, "a: algorithm.clip_ratio_high=0.5 cluster.timeout=60", overrides=one)
+    assert f"a and recipe {IDENTICAL} up to rounding: only the clip differs" in clip
+
+
+@pytest.mark.parametrize("correction", ["token-truncated", "sequence-masked"])
+def test_a_correction_without_anything_to_correct_is_told(tmp_path: Path, correction):
+    recipe, arm = write_recipe(tmp_path), f"a: algorithm.importance_correction={correction}"
+    fresh, sentence = ["algorithm.max_staleness=0"], f"a and recipe {IDENTICAL} up to rounding: they differ only in"
+    assert sentence in found_warnings(recipe, arm, overrides=fresh)  # also with two updates per batch
+    assert IDENTICAL not in found_warnings(recipe, arm)  # groups are carried over
+    assert IDENTICAL not in found_warnings(recipe, arm, overrides=["rollout.mode=inflight"])
+    sampler = [*fresh, *VLLM, "algorithm.importance_correction=none"]
+    assert IDENTICAL not in found_warnings(recipe, arm, overrides=sampler)
 
 
 def test_losses_that_have_the_same_gradient_are_told_before_the_first_run(tmp_path: Path):
