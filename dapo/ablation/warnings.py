@@ -45,15 +45,13 @@ _COST = "with an effect only on memory, speed or safety"
 _NO_GAP = "which has nothing to correct, because every response is sampled with the weights that are then trained"
 _ROUNDED = {_COST, _NO_GAP}  # reasons that hold up to rounding
 
-# Options that decide which responses count as right, in training and in evaluations.
-_JUDGING = {
-    "reward.use",
-    "reward.extract",
-    "reward.regex",
-    "reward.think_tags",
-    "reward.threshold",
-    "reward.code_score",
-}
+# Options that decide how an arm is evaluated: on which questions, with which limits, and by which judge.
+_EVALUATING = {
+    "data.chat_template_kwargs", "data.deduplicate", "data.max_prompt_length", "data.max_response_length",
+    "environment.max_turn_tokens", "environment.max_turns", "environment.memory_gb", "environment.timeout",
+    "environment.use", "reward.code_score", "reward.extract", "reward.memory_gb", "reward.regex", "reward.think_tags",
+    "reward.threshold", "reward.timeout", "reward.use", "rollout.engine", "rollout.stop", "rollout.vllm",
+}  # fmt: skip
 
 
 def warnings(plan: Plan) -> Iterator[str]:
@@ -63,11 +61,13 @@ def warnings(plan: Plan) -> Iterator[str]:
     for (one, config), (other, changed) in combinations(first.items(), 2):
         if same := _sameness(config, changed):
             yield f"{one} and {other} {same}"
+    reference = first[plan.reference]
     for name, config in first.items():
-        if judging := sorted(_JUDGING & config.differences(first[plan.reference]).keys()):
+        differing = _EVALUATING & config.differences(reference).keys()
+        if read := sorted(option for option in differing if _reads(config, option) or _reads(reference, option)):
             yield (
-                f"{name} is judged differently from {plan.reference} ({', '.join(judging)}), in evaluations too, so "
-                "their accuracies are not measured by the same rule"
+                f"{name} is evaluated differently from {plan.reference} ({', '.join(read)}), so a difference between "
+                "them mixes what was learned with how it is measured"
             )
     if plan.config.eval.every == 0:
         yield (

@@ -170,10 +170,21 @@ def test_arms_that_are_the_same_and_curves_of_two_points_are_told(tmp_path: Path
     assert "with one seed" not in found_warnings(recipe, "a: optim.lr=0.1", seeds=2)
 
 
-def test_arms_with_another_judge_are_told(tmp_path: Path):
-    recipe = write_recipe(tmp_path)
-    text = found_warnings(
-        recipe, "strict: reward.use=exact", "long: reward.length_shaping=buffer reward.overlong_buffer.len=2"
-    )
-    assert "strict is judged differently from recipe (reward.use)" in text
-    assert "long is judged" not in text
+@pytest.mark.parametrize(
+    ("arm", "named"),
+    [
+        ("reward.use=exact", "reward.use"),
+        ("data.max_response_length=5", "data.max_response_length"),
+        ("rollout.stop='[x]' reward.timeout=3", "reward.timeout, rollout.stop"),
+        ("environment.use=guess environment.max_turns=2", "environment.max_turns, environment.use"),
+        ("environment.max_turns=2", None),  # there is no environment
+        ("reward.length_shaping=buffer reward.overlong_buffer.len=2", None),  # acts on rewards, not on scores
+        ("rollout.temperature=0.7", None),  # evaluations have eval.temperature
+    ],
+)
+def test_arms_that_are_evaluated_in_another_way_are_told(tmp_path: Path, arm: str, named: str | None):
+    text = found_warnings(write_recipe(tmp_path), f"other: {arm}")
+    if named is None:
+        assert "evaluated differently" not in text
+    else:
+        assert f"other is evaluated differently from recipe ({named}), so a difference between them mixes" in text
