@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 
 from dapo.ablation.plan import Plan
+from dapo.ablation.results import LEVEL
+from dapo.algorithm.crossed import clearest_needed
 from dapo.config import Config
 from dapo.config.training_options import LOSS_SETTINGS
 
@@ -53,9 +55,11 @@ _EVALUATING = {
     "reward.threshold", "reward.timeout", "reward.use", "rollout.engine", "rollout.stop", "rollout.vllm",
 }  # fmt: skip
 
+_FEW_SEEDS, _ENOUGH_SEEDS = 3, 5
+
 
 def warnings(plan: Plan) -> Iterator[str]:
-    """Yield what can be said before the first run: arms that train identically, and intervals that are too wide."""
+    """Yield what can be said before the first run: arms that train identically, and seeds too few to show anything."""
     configs = {run.arm: run.config for run in plan.runs if run.seed == plan.runs[0].seed}
     first = {arm.name: configs[arm.name] for arm in plan.arms}
     for (one, config), (other, changed) in combinations(first.items(), 2):
@@ -74,8 +78,24 @@ def warnings(plan: Plan) -> Iterator[str]:
             "eval.every is 0, so each run is evaluated only before and after training; comparisons at equal seconds "
             "or tokens then assume a straight line between the two"
         )
-    if len(plan.seeds) == 1:
-        yield "with one seed, the intervals cover the choice of questions, but not the differences between seeds"
+    yield from _few_seeds(plan)
+
+
+def _few_seeds(plan: Plan) -> Iterator[str]:
+    """Yield what the plan's number of seeds cannot show."""
+    seeds, comparisons = len(plan.seeds), len(plan.arms) - 1
+    if seeds == 1:
+        yield (
+            "with one seed, the intervals cover the choice of questions, but not the differences between seeds; "
+            f"--seeds {_ENOUGH_SEEDS} covers both"
+        )
+    elif seeds <= _FEW_SEEDS:
+        needed, enough = (clearest_needed(count, comparisons, LEVEL) for count in (seeds, _ENOUGH_SEEDS))
+        among = f"{comparisons} comparison{'s' * (comparisons != 1)}"
+        yield (
+            f"with {seeds} seeds and {among}, no arm is called better or worse unless the clearest difference is more "
+            f"than {needed:.1f} times its standard error; with --seeds {_ENOUGH_SEEDS} it is {enough:.1f} times"
+        )
 
 
 def _sameness(one: Config, other: Config) -> str | None:

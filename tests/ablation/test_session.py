@@ -283,6 +283,7 @@ def test_a_dry_run_shows_the_arms_and_leaves_nothing(tmp_path: Path):
     assert "6 arms x 3 seeds, 6 steps each" in result.output
     assert "full *" in result.output
     assert "warning: +overlong-filter and +clip-higher will train identically" in result.output
+    assert "warning: with 3 seeds and 5 comparisons, no arm is called better or worse unless" in result.output
     assert not (tmp_path / "out").exists()
 
 

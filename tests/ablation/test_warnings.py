@@ -170,6 +170,21 @@ def test_arms_that_are_the_same_and_curves_of_two_points_are_told(tmp_path: Path
     assert "with one seed" not in found_warnings(recipe, "a: optim.lr=0.1", seeds=2)
 
 
+@pytest.mark.parametrize(("seeds", "needed"), [(2, "63.7"), (3, "9.9")])
+def test_few_seeds_are_told_with_what_a_verdict_needs(tmp_path: Path, seeds: int, needed: str):
+    recipe = write_recipe(tmp_path)
+    assert (
+        f"with {seeds} seeds and 5 comparisons, no arm is called better or worse unless the clearest difference is "
+        f"more than {needed} times its standard error; with --seeds 5 it is 4.6 times"
+    ) in found_warnings(recipe, families=["ladder"], seeds=seeds)
+    assert f"with {seeds} seeds and 1 comparison, no arm" in found_warnings(recipe, "a: optim.lr=0.1", seeds=seeds)
+
+
+def test_seeds_that_can_show_something_are_not_warned_of(tmp_path: Path):
+    assert "standard error" not in found_warnings(write_recipe(tmp_path), "a: optim.lr=0.1", seeds=4)
+    assert "with one seed" in found_warnings(write_recipe(tmp_path), "a: optim.lr=0.1", seeds=1)
+
+
 @pytest.mark.parametrize(
     ("arm", "named"),
     [
