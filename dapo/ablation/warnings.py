@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from itertools import combinations
 
-from dapo.ablation.plan import Plan
+from dapo.ablation.arms import PUBLISHED
+from dapo.ablation.plan import Plan, by_arms
 from dapo.ablation.results import LEVEL
 from dapo.algorithm.crossed import clearest_needed
 from dapo.config import Config
@@ -55,6 +57,17 @@ _EVALUATING = {
     "reward.threshold", "reward.timeout", "reward.use", "rollout.engine", "rollout.stop", "rollout.vllm",
 }  # fmt: skip
 
+# Options that the published arms keep from the recipe, and the values that the paper has: with a technique and without.
+_PAPER: dict[str, tuple[object, ...]] = {
+    "algorithm.adv_norm": ("std",),
+    "algorithm.advantage": (None,),
+    "algorithm.filter_groups.function": (None,),
+    "algorithm.kl_loss_coef": (0.0,),
+    "algorithm.kl_reward_coef": (0.0,),
+    "algorithm.loss_agg_mode": ("token-mean", "seq-mean-token-mean"),
+    "reward.length_shaping": ("buffer", "none"),
+}
+
 _FEW_SEEDS, _ENOUGH_SEEDS = 3, 5
 
 
@@ -65,6 +78,7 @@ def warnings(plan: Plan) -> Iterator[str]:
     for (one, config), (other, changed) in combinations(first.items(), 2):
         if same := _sameness(config, changed):
             yield f"{one} and {other} {same}"
+    yield from _unlike_the_paper(first)
     reference = first[plan.reference]
     for name, config in first.items():
         differing = _EVALUATING & config.differences(reference).keys()
@@ -79,6 +93,19 @@ def warnings(plan: Plan) -> Iterator[str]:
             "or tokens then assume a straight line between the two"
         )
     yield from _few_seeds(plan)
+
+
+def _unlike_the_paper(arms: Mapping[str, Config]) -> Iterator[str]:
+    """Yield how published arms differ from those of their name in the paper."""
+    found: dict[str, list[str]] = {}
+    for name in (name for name in arms if name in PUBLISHED):
+        for option, values in _PAPER.items():
+            value = reduce(getattr, option.split("."), arms[name])
+            if value not in values:
+                paper = "null" if values[0] is None else values[0]
+                sentence = f"{option} is {value}, as in the recipe; the published arm of this name has {paper}"
+                found.setdefault(sentence, []).append(name)
+    yield from by_arms(found, len(arms))
 
 
 def _few_seeds(plan: Plan) -> Iterator[str]:

@@ -170,6 +170,25 @@ def test_arms_that_are_the_same_and_curves_of_two_points_are_told(tmp_path: Path
     assert "with one seed" not in found_warnings(recipe, "a: optim.lr=0.1", seeds=2)
 
 
+@pytest.mark.parametrize(
+    ("option", "paper", "arms"),
+    [
+        ("algorithm.loss_agg_mode=seq-mean-token-sum", "token-mean", "arms '+token-loss', 'full': "),
+        ("algorithm.adv_norm=none", "std", ""),  # of all arms
+        ("algorithm.kl_loss_coef=0.1", "0.0", ""),
+        ("reward.length_shaping=target", "buffer", "arms '+soft-overlong', '+token-loss', 'full': "),
+        ("algorithm.filter_groups.function=mine.py:keep", "null", "arm 'full': "),
+    ],
+)
+def test_a_published_arm_that_is_not_as_in_the_paper_is_told(tmp_path: Path, option: str, paper: str, arms: str):
+    recipe, name, given = write_recipe(tmp_path), "the published arm", ["reward.target_length=4", option]
+    found = [line for line in warnings(plan_of(recipe, families=["ladder"], overrides=given)) if name in line]
+    key, _, value = option.partition("=")
+    assert found == [f"{arms}{key} is {value}, as in the recipe; the published arm of this name has {paper}"]
+    assert name not in found_warnings(recipe, families=["ladder", "leave-one-out"])
+    assert name not in found_warnings(recipe, "a: optim.lr=0.1", overrides=given)
+
+
 @pytest.mark.parametrize(("seeds", "needed"), [(2, "63.7"), (3, "9.9")])
 def test_few_seeds_are_told_with_what_a_verdict_needs(tmp_path: Path, seeds: int, needed: str):
     recipe = write_recipe(tmp_path)
