@@ -42,8 +42,8 @@ def ablate(
         list[float] | None,
         typer.Option(
             "--reach",
-            help="Also show when each arm reached this accuracy, in % (or mean reward, if answers have no accuracy); "
-            "can be repeated.",
+            help="Also show when each arm reached this accuracy, in %, above 0 and at most 100 (or mean reward, if "
+            "answers have no accuracy); can be repeated.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of all runs; default: ablations/RECIPE.")] = None,
@@ -90,7 +90,9 @@ def ablate(
     if obstacle:  # check the arms as in a new folder, and leave alone what may be training in this one
         plan = plan_in(out=_free_name(plan.out))
     plan.check_folder(resume=resume)
-    console = Console()
+    console, levels = Console(), sorted(set(reach or ()))
+    for sentence in _check_levels(plan, levels):
+        _warn(console, sentence)
     _say(f"checking {len(plan.arms)} arms of {recipe}")
     _check_and_show(plan, console, resume=resume, on_ray=ray is not None)
     if obstacle:
@@ -98,7 +100,6 @@ def ablate(
     if not dry_run:
         with ExitStack() as undo:
             site = _join(undo, plan, ray, runs_per_gpu, console) if ray is not None else None
-            levels = sorted(set(reach or ()))
             _run(plan, console, site, levels, keep_checkpoints=keep_checkpoints, quiet=quiet)
 
 
@@ -135,6 +136,25 @@ def _budget(steps: int | None, seconds: float | None, tokens: int | None) -> Bud
     if len(given) > 1:
         raise ConfigError("--steps, --seconds and --tokens: give only one, the same budget for every run")
     return given[0] if given else None
+
+
+def _check_levels(plan: Plan, levels: list[float]) -> list[str]:
+    """Refuse levels that no accuracy can have. Return warnings instead if they may be mean rewards."""
+    from dapo.rewards.judge import judge_specs
+    from dapo.rewards.rules import RULES
+
+    def has_accuracy(config: Config) -> bool:
+        """Return whether the judge is known to give one; a function, a model or an environment may score without it."""
+        is_rule = not {"auto", *RULES}.isdisjoint(judge_specs(config.reward))
+        return is_rule and config.environment.use in (None, "python")
+
+    wrong = [level for level in levels if not 0 < level <= 100]
+    if wrong and all(has_accuracy(run.config) for run in plan.runs):
+        raise ConfigError(f"--reach is {wrong[0]:g}; expected an accuracy in %, above 0 and at most 100")
+    return [
+        f"--reach {level:g} has a meaning only as a mean reward: accuracies are above 0 and at most 100 %"
+        for level in wrong
+    ]
 
 
 def _check_arms(plan: Plan, *, resume: bool, on_ray: bool) -> list[str]:

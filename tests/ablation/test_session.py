@@ -168,6 +168,18 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, option, number):
     assert str(result.exception) == f"{option} is {number}; expected a finite number"
 
 
+@pytest.mark.parametrize("number", ["-5", "0", "120"])
+def test_a_level_that_no_accuracy_has_is_refused_or_taken_for_a_mean_reward(tmp_path: Path, number: str):
+    recipe, arm = write_recipe(tmp_path), ("--arm", "a: optim.lr=0.1")
+    result = ablate(recipe, *arm, "--reach", "60", "--reach", number, "--dry-run", "reward.use=exact")
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == f"--reach is {number}; expected an accuracy in %, above 0 and at most 100"
+    own = ablate(recipe, *arm, "--reach", "60", "--reach", number, "--dry-run", "--out", tmp_path / "out")
+    assert own.exit_code == 0, own.output
+    assert f"warning: --reach {number} has a meaning only as a mean reward: accuracies are above 0" in own.output
+    assert "--reach 60" not in own.output
+
+
 def test_a_signal_at_the_end_of_a_run_leaves_no_checkpoints(tmp_path: Path, monkeypatch):
     plan = plan_of(write_recipe(tmp_path, run={"save_every": 1}), "hot: optim.lr=0.01")
     train = WorkerProcess.train
