@@ -275,6 +275,11 @@ def _check(arms: Sequence[Arm]) -> None:
     for arm in arms:
         if names.count(arm.name) > 1:
             raise ConfigError(f"arm '{arm.name}': two arms have this name; give each its own")
+        if alike := [name for name in names if name != arm.name and name.casefold() == arm.name.casefold()]:
+            raise ConfigError(
+                f"arm '{arm.name}': differs from '{alike[0]}' only in case, and some disks would give both the same "
+                "folder; choose another name"
+            )
         keys = [override.partition("=")[0] for override in arm.overrides]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise ConfigError(f"arm '{arm.name}': {twice[0]} is given twice; give it one value")
