@@ -17,6 +17,7 @@ from dapo.errors import CheckpointError, ConfigError, NotReady
 from dapo.store.configuration import ABLATION_FILE, ABLATION_RUNS
 from dapo.system.files import write_text
 
+_SEEDS = 2**63  # run.seed is below this
 _NO_LIMIT = 10**6  # run.steps of a run whose budget is in seconds or tokens
 # Options that do not change the evaluation before the first step: two runs of one seed may differ in them and share it.
 _AFTER_THE_BASE = (
@@ -187,6 +188,11 @@ def make_plan(
         raise ConfigError(
             f"{recipe}: {missing} is missing; arms are compared on held-out questions, so set eval.data to them and "
             "eval.k to the samples per question"
+        )
+    if config.run.seed + seeds > _SEEDS:
+        raise ConfigError(
+            f"run.seed is {config.run.seed}, but the last of --seeds {seeds} would exceed the greatest seed, "
+            f"{_SEEDS - 1}; lower run.seed"
         )
     chosen, reference = collect_arms(config, families, arms)
     problems: dict[str, list[str]] = {}

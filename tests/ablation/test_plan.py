@@ -60,13 +60,24 @@ def test_the_same_problem_of_all_arms_is_said_once(tmp_path: Path):
     [
         ({"eval": {"data": None}}, [], None, r"eval.data is missing; arms are compared on held-out questions"),
         ({"eval": {"k": 0}}, [], None, r"eval.k is missing"),
+        (
+            {},
+            [f"run.seed={2**63 - 2}"],
+            None,
+            r"^run.seed is 9223372036854775806, but the last of --seeds 3 would exceed the greatest seed, 92\d+; lower",
+        ),
         ({}, ["run.dir=here"], None, "choose their folder with --out"),
         ({"optim": {"lr_schedule": "linear"}}, [], Budget("tokens", 9), "--tokens: optim.lr_schedule linear needs"),
     ],
 )
 def test_a_recipe_that_cannot_be_ablated_is_refused(tmp_path, sections, overrides, budget, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        plan_of(write_recipe(tmp_path, **sections), "a: optim.lr=0.1", overrides=overrides, budget=budget)
+        plan_of(write_recipe(tmp_path, **sections), "a: optim.lr=0.1", overrides=overrides, budget=budget, seeds=3)
+
+
+def test_the_last_seed_may_be_the_greatest(tmp_path: Path):
+    recipe = write_recipe(tmp_path, run={"seed": 2**63 - 2})
+    assert plan_of(recipe, "a: optim.lr=0.1", seeds=2).seeds == [2**63 - 2, 2**63 - 1]
 
 
 def test_resuming_needs_the_same_recipe_budget_and_arms_but_may_add_arms_and_seeds(tmp_path: Path):
