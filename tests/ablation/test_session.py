@@ -272,6 +272,28 @@ def test_a_warning_about_one_arm_names_it(tmp_path: Path):
     assert "warning: arm 'far': model: nobody/no-such-model is not on this machine" in result.output
 
 
+def test_a_model_that_cannot_be_fetched_is_found_before_the_first_arm_is_trained(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    arms = ("--arm", "far: model.path=nowhere", "--arm", "further: model.path=nowhere optim.lr=0.1")
+    result = ablate(write_recipe(tmp_path), *arms, "--out", tmp_path / "out")
+    assert isinstance(result.exception, NotReady), result.output
+    (sentence,) = result.exception.sentences
+    assert sentence.startswith("arms 'far', 'further': nowhere: is not a local directory and could not be fetched from")
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_are_fetched_once_before_the_first_arm_is_trained(tmp_path: Path, monkeypatch):
+    recipe, events = write_recipe(tmp_path), []
+    monkeypatch.setattr("dapo.model.loading.fetch_from_hub", lambda name: events.append(name))
+    monkeypatch.setattr("dapo.commands.ablate._run", lambda *_, **__: events.append("trains"))
+    arms = ("--arm", "small: model.path=gpt2", "--arm", "hot: model.path=gpt2 optim.lr=0.1", "--out", tmp_path / "out")
+    assert ablate(recipe, *arms, "--dry-run").exit_code == 0
+    assert events == []
+    result = ablate(recipe, *arms)
+    assert result.exit_code == 0, result.output
+    assert events == ["gpt2", "trains"]
+
+
 def test_nothing_starts_if_ray_cannot_place_the_runs(tmp_path: Path):
     recipe, out = write_recipe(tmp_path), tmp_path / "out"
     cases = {
