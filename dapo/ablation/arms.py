@@ -108,6 +108,7 @@ TECHNIQUES = (
         _without_dynamic_sampling,
     ),
 )
+PUBLISHED = {FULL, "grpo", *(f"{prefix}{technique.name}" for prefix in ("+", "no-") for technique in TECHNIQUES)}
 
 
 def published_arms(config: Config, families: Iterable[str]) -> list[Arm]:
@@ -249,10 +250,8 @@ def _with_options_of_loss(arm: Arm, config: Config) -> Arm:
 
 
 def _check_names(own: Iterable[Arm]) -> None:
-    techniques = [technique.name for technique in TECHNIQUES]
-    taken = {FULL, "grpo", *(f"{prefix}{name}" for prefix in ("+", "no-") for name in techniques)}
     for arm in own:
-        if arm.name in taken:
+        if arm.name in PUBLISHED:
             raise ConfigError(f"arm '{arm.name}': a published arm has this name; give yours another one")
         if arm.name == RECIPE and arm.overrides:
             raise ConfigError(
@@ -276,6 +275,11 @@ def _check(arms: Sequence[Arm]) -> None:
     for arm in arms:
         if names.count(arm.name) > 1:
             raise ConfigError(f"arm '{arm.name}': two arms have this name; give each its own")
+        if alike := [name for name in names if name != arm.name and name.casefold() == arm.name.casefold()]:
+            raise ConfigError(
+                f"arm '{arm.name}': differs from '{alike[0]}' only in case, and some disks would give both the same "
+                "folder; choose another name"
+            )
         keys = [override.partition("=")[0] for override in arm.overrides]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise ConfigError(f"arm '{arm.name}': {twice[0]} is given twice; give it one value")

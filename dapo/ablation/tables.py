@@ -229,7 +229,7 @@ def ended_early(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def result_json(result: Result) -> str:
-    """Return everything but the samples as JSON."""
+    """Return what the report shows as JSON: the plan, values and differences, curves, and the sentences about them."""
     runs = [
         {
             "name": run.name,
@@ -243,6 +243,7 @@ def result_json(result: Result) -> str:
                 name: [{"step": e.step, "seconds": e.seconds, "tokens": e.tokens, "mean": e.mean} for e in found]
                 for name, found in run.evaluations.items()
             },
+            "curves": {name: values.tolist() for name, values in run.curves.items()},
         }
         for run in result.runs
     ]
@@ -267,9 +268,17 @@ def result_json(result: Result) -> str:
         }
         for found in result.sets
     }
-    plan = {key: value for key, value in result.plan.values().items() if key != "config"}
-    training = {arm: asdict(each) for arm, each in result.trainings.items()}
-    document = {**plan, "sets": sets, "training": training, "runs": runs, "notes": result.notes}
+    plan = result.plan
+    document = {
+        **{key: value for key, value in plan.values().items() if key != "config"},
+        "model": plan.config.model.path,
+        "arms": {arm.name: plan.options_of(arm) for arm in plan.arms},
+        "sets": sets,
+        "training": {arm: asdict(each) for arm, each in result.trainings.items()},
+        "runs": runs,
+        "explanation": explanation(result),
+        "notes": result.notes,
+    }
     return json_text(document)
 
 

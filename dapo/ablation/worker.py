@@ -1,7 +1,8 @@
 """The process that trains the runs of an ablation in turn.
 
-One process for all runs imports torch, starts CUDA and compiles kernels once. Each run loads the model from its files
-again, so that it trains as it would alone, bit for bit. The parent replaces the process after a run that failed.
+One process for all runs imports torch, starts CUDA and compiles the kernels of each model once. Each run loads the
+model from its files again, so that it trains as it would alone, bit for bit. The parent replaces the process after a
+run that failed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from dapo.ablation.task import Line, News, Outcome, Task
 from dapo.ablation.trainer import ArmTrainer, BudgetReporter, LineReporter
-from dapo.config import Config
+from dapo.config import Config, ModelConfig
 from dapo.errors import DapoError
 from dapo.model.loading import resolve_device
 from dapo.system.lifeline import die_with_parent
@@ -35,7 +36,8 @@ def main(socket: int, lifeline: int) -> None:
     for fd in (socket, lifeline):
         os.set_inheritable(fd, False)
     die_with_parent(lifeline)
-    connection, is_warm = Connection(socket), False
+    connection = Connection(socket)
+    warm: list[ModelConfig] = []  # models whose kernels are compiled
     # Another thread sends, because a second Ctrl-C raises in this one and would cut a message off.
     sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
 
@@ -47,13 +49,14 @@ def main(socket: int, lifeline: int) -> None:
             task: Task = connection.recv()
         except EOFError:
             return
-        send(_outcome(task, send, warms_up=not is_warm)).result()
-        is_warm = True
+        send(_outcome(task, send, warm)).result()
 
 
-def _outcome(task: Task, send: Callable[[News], object], *, warms_up: bool) -> Outcome:
+def _outcome(task: Task, send: Callable[[News], object], warm: list[ModelConfig]) -> Outcome:
+    """Train one run, with warm kernels of its model. A model that is new in this process is added to `warm`."""
     try:
-        if warms_up and _compiles_here(task.config):
+        if task.config.model not in warm and _compiles_here(task.config):
+            warm.append(task.config.model)
             _warm_up(task)
         return Outcome(signal=_train(task, send))
     except KeyboardInterrupt:
@@ -86,7 +89,10 @@ def _train(task: Task, send: Callable[[News], object]) -> int | None:
 
 
 def _warm_up(task: Task) -> None:
-    """Compile the kernels by training a run that is thrown away, so that no arm's seconds include compilation."""
+    """Compile the kernels of a model by training a run that is thrown away.
+
+    The seconds of its runs then include no compilation, except of what only the other options of a later arm need.
+    """
     with tempfile.TemporaryDirectory() as folder:
         run = task.config.run.model_copy(update={"dir": folder, "trackers": ()})
         trainer = Trainer(task.config.model_copy(update={"run": run}), quiet=True)

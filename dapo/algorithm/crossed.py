@@ -74,6 +74,16 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def clearest_needed(seeds: int, comparisons: int, level: float) -> float:
+    """Return the |mean| / standard error below which Holm's correction finds no difference among the comparisons.
+
+    It compares the smallest of their p-values with level / comparisons. With several seeds, p has at most one degree of
+    freedom fewer than there are seeds.
+    """
+    assert seeds > 1
+    return _student_quantile(seeds - 1, 1.0 - level / comparisons)
+
+
 def student_within(t: float, freedom: float) -> float:
     """Return P(|T| <= t) for Student's t with `freedom` >= 1 degrees of freedom.
 
@@ -86,11 +96,14 @@ def student_within(t: float, freedom: float) -> float:
     return min(1.0, area / math.exp(log_total))
 
 
-def _student_quantile(freedom: float) -> float:
-    low, high = 0.0, 20.0  # 12.7 with one degree of freedom
+def _student_quantile(freedom: float, share: float = _LEVEL) -> float:
+    """Return t with P(|T| <= t) = share."""
+    low, high = 0.0, 20.0  # 12.7 for 95 % with one degree of freedom
+    while student_within(high, freedom) < share:
+        high *= 2
     for _ in range(60):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if student_within(middle, freedom) < _LEVEL else (low, middle)
+        low, high = (middle, high) if student_within(middle, freedom) < share else (low, middle)
     return high
 
 

@@ -16,7 +16,7 @@ from dapo.errors import ClusterError, ConfigError, NotReady, TrainingStopped, on
 
 if TYPE_CHECKING:
     from dapo.ablation.plan import Budget, Plan, PlannedRun
-    from dapo.ablation.records import RunRecord
+    from dapo.ablation.records import RunRecord, Status
     from dapo.ablation.results import Result
     from dapo.ablation.side_by_side import Site
     from dapo.config import Config
@@ -42,8 +42,8 @@ def ablate(
         list[float] | None,
         typer.Option(
             "--reach",
-            help="Also show when each arm reached this accuracy, in % (or mean reward, if answers have no accuracy); "
-            "can be repeated.",
+            help="Also show when each arm reached this accuracy, in %, above 0 and at most 100 (or mean reward, if "
+            "answers have no accuracy); can be repeated.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of all runs; default: ablations/RECIPE.")] = None,
@@ -90,15 +90,16 @@ def ablate(
     if obstacle:  # check the arms as in a new folder, and leave alone what may be training in this one
         plan = plan_in(out=_free_name(plan.out))
     plan.check_folder(resume=resume)
-    console = Console()
+    console, levels = Console(), sorted(set(reach or ()))
+    for sentence in _check_levels(plan, levels):
+        _warn(console, sentence)
     _say(f"checking {len(plan.arms)} arms of {recipe}")
-    _check_and_show(plan, console, resume=resume, on_ray=ray is not None)
+    _check_and_show(plan, console, resume=resume, on_ray=ray is not None, fetches=not dry_run and ray is None)
     if obstacle:
         _warn(console, obstacle)
     if not dry_run:
         with ExitStack() as undo:
             site = _join(undo, plan, ray, runs_per_gpu, console) if ray is not None else None
-            levels = sorted(set(reach or ()))
             _run(plan, console, site, levels, keep_checkpoints=keep_checkpoints, quiet=quiet)
 
 
@@ -107,11 +108,14 @@ def _free_name(folder: Path) -> Path:
     return next(path for number in count(2) if not (path := folder.with_name(f"{folder.name}-{number}")).exists())
 
 
-def _check_and_show(plan: Plan, console: Console, *, resume: bool, on_ray: bool) -> None:
+def _check_and_show(plan: Plan, console: Console, *, resume: bool, on_ray: bool, fetches: bool) -> None:
+    from dapo.ablation.tables import plan_table
+    from dapo.ablation.warnings import warnings
+
     with console.status("checking all arms"):
         doubtful = _check_arms(plan, resume=resume, on_ray=on_ray)
-        from dapo.ablation.plan import warnings
-        from dapo.ablation.tables import plan_table
+    if fetches and _fetch_models(plan, resume=resume):
+        doubtful = _check_arms(plan, resume=resume, on_ray=on_ray)  # now also the fetched models' context and template
     console.print(plan_table(plan))
     for sentence in (*doubtful, *warnings(plan)):
         _warn(console, sentence)
@@ -138,13 +142,32 @@ def _budget(steps: int | None, seconds: float | None, tokens: int | None) -> Bud
     return given[0] if given else None
 
 
+def _check_levels(plan: Plan, levels: list[float]) -> list[str]:
+    """Refuse levels that no accuracy can have. Return warnings instead if they may be mean rewards."""
+    from dapo.rewards.judge import judge_specs
+    from dapo.rewards.rules import RULES
+
+    def has_accuracy(config: Config) -> bool:
+        """Return whether the judge is known to give one; a function, a model or an environment may score without it."""
+        is_rule = not {"auto", *RULES}.isdisjoint(judge_specs(config.reward))
+        return is_rule and config.environment.use in (None, "python")
+
+    wrong = [level for level in levels if not 0 < level <= 100]
+    if wrong and all(has_accuracy(run.config) for run in plan.runs):
+        raise ConfigError(f"--reach is {wrong[0]:g}; expected an accuracy in %, above 0 and at most 100")
+    return [
+        f"--reach {level:g} has a meaning only as a mean reward: accuracies are above 0 and at most 100 %"
+        for level in wrong
+    ]
+
+
 def _check_arms(plan: Plan, *, resume: bool, on_ray: bool) -> list[str]:
     """Check every arm as `dapo train --dry-run` does; raise with one sentence for each problem and its arms.
 
     Return one sentence for each warning of these checks and its arms.
     """
     from dapo.ablation.plan import by_arms
-    from dapo.ablation.records import Status, read_status
+    from dapo.ablation.records import Status
     from dapo.cluster import torchrun
     from dapo.commands.preflight import Findings, check_run
 
@@ -154,14 +177,7 @@ def _check_arms(plan: Plan, *, resume: bool, on_ray: bool) -> list[str]:
     doubts: dict[str, list[str]] = {}
     # Reading data can take minutes, and most arms have the same: what is wrong with it, by the options that decide.
     checked: list[tuple[Any, Findings]] = []
-    statuses = {run.config.run.name: read_status(run.folder) for run in plan.runs} if resume else {}
-    # A run that failed before is tried again, but not checked here: its problem must not stop the others.
-    left = [
-        run
-        for run in plan.runs
-        if not (status := statuses.get(run.config.run.name, Status.MISSING)).is_done and status != Status.FAILED
-    ]
-    first = {run.arm: run for run in reversed(left)}
+    statuses, first = _left(plan, resume=resume)
 
     def check(run: PlannedRun, *, reads_data: bool) -> Findings:
         if on_ray and (refusal := _unplaceable(run.config)):
@@ -182,6 +198,46 @@ def _check_arms(plan: Plan, *, resume: bool, on_ray: bool) -> list[str]:
         if problems:
             raise NotReady(by_arms(problems, len(first)))
     return by_arms(doubts, len(first))
+
+
+def _left(plan: Plan, *, resume: bool) -> tuple[dict[str, Status], dict[str, PlannedRun]]:
+    """Return the status of each run by its name, and the first run of each arm that is left to train.
+
+    A run that failed before is tried again, but is not among these: its problem must not stop the others.
+    """
+    from dapo.ablation.records import Status, read_status
+
+    statuses = {run.config.run.name: read_status(run.folder) for run in plan.runs} if resume else {}
+    first: dict[str, PlannedRun] = {}
+    for run in plan.runs:
+        status = statuses.get(run.config.run.name, Status.MISSING)
+        if not status.is_done and status != Status.FAILED:
+            first.setdefault(run.arm, run)
+    return statuses, first
+
+
+def _fetch_models(plan: Plan, *, resume: bool) -> bool:
+    """Fetch the models that are not on this machine, so that a wrong name is found before the first arm is trained.
+
+    Return whether there were any. Raise with one sentence for each that cannot be fetched.
+    """
+    from dapo.ablation.plan import by_arms
+    from dapo.model.loading import find_path, resolve_path
+
+    _, first = _left(plan, resume=resume)
+    missing: dict[str, list[str]] = {}
+    for arm, run in first.items():
+        if find_path(run.config.model.path) is None:
+            missing.setdefault(run.config.model.path, []).append(arm)
+    problems: dict[str, list[str]] = {}
+    for path, arms in missing.items():
+        try:
+            resolve_path(path)
+        except DapoError as error:
+            problems[str(error)] = arms
+    if problems:
+        raise NotReady(by_arms(problems, len(first)))
+    return bool(missing)
 
 
 def _unplaceable(config: Config) -> str | None:

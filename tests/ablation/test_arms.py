@@ -125,6 +125,8 @@ def test_a_published_arm_can_be_named_alone_and_again(times):
         (["laddr"], [], r"--arms 'laddr': is neither ladder, .* did you mean 'ladder'"),
         ([], ["optim.lr=1e-5"], r"--arm 'optim.lr=1e-5': expected 'NAME: KEY=VALUE ...'.* one of grpo, .*full"),
         ([], ["a: optim.lr=1e-5", "a: optim.lr=2e-5"], "arm 'a': two arms have this name"),
+        ([], ["a: optim.lr=1e-5", "A: optim.lr=2e-5"], "arm 'a': differs from 'A' only in case, and some disks would"),
+        ([], ["Recipe: optim.lr=1e-5"], "arm 'Recipe': differs from 'recipe' only in case"),
         ([], ["a: optim.lr=1e-5 optim.lr=2e-5"], "arm 'a': optim.lr is given twice; give it one value"),
         ([], ["gpro"], r"did you mean 'grpo'\?$"),
         ([], ["full: optim.lr=1e-5"], "arm 'full': a published arm has this name"),

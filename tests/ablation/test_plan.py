@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dapo.ablation.plan import Budget, warnings
+from dapo.ablation.plan import Budget
 from dapo.errors import CheckpointError, ConfigError, NotReady
 from tests.ablation.recipes import plan_of, write_recipe
 
@@ -60,13 +60,24 @@ def test_the_same_problem_of_all_arms_is_said_once(tmp_path: Path):
     [
         ({"eval": {"data": None}}, [], None, r"eval.data is missing; arms are compared on held-out questions"),
         ({"eval": {"k": 0}}, [], None, r"eval.k is missing"),
+        (
+            {},
+            [f"run.seed={2**63 - 2}"],
+            None,
+            r"^run.seed is 9223372036854775806, but the last of --seeds 3 would exceed the greatest seed, 92\d+; lower",
+        ),
         ({}, ["run.dir=here"], None, "choose their folder with --out"),
         ({"optim": {"lr_schedule": "linear"}}, [], Budget("tokens", 9), "--tokens: optim.lr_schedule linear needs"),
     ],
 )
 def test_a_recipe_that_cannot_be_ablated_is_refused(tmp_path, sections, overrides, budget, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        plan_of(write_recipe(tmp_path, **sections), "a: optim.lr=0.1", overrides=overrides, budget=budget)
+        plan_of(write_recipe(tmp_path, **sections), "a: optim.lr=0.1", overrides=overrides, budget=budget, seeds=3)
+
+
+def test_the_last_seed_may_be_the_greatest(tmp_path: Path):
+    recipe = write_recipe(tmp_path, run={"seed": 2**63 - 2})
+    assert plan_of(recipe, "a: optim.lr=0.1", seeds=2).seeds == [2**63 - 2, 2**63 - 1]
 
 
 def test_resuming_needs_the_same_recipe_budget_and_arms_but_may_add_arms_and_seeds(tmp_path: Path):
@@ -122,9 +133,6 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path):
         plan.check_folder(resume=False)
 
 
-IDENTICAL = "will train identically"
-
-
 def test_the_options_of_an_arm_include_those_that_its_loss_sets(tmp_path: Path):
     plan = plan_of(write_recipe(tmp_path), "a: algorithm.loss=gspo", "b: optim.lr=0.1", families=["ladder"])
     options = {arm.name: plan.options_of(arm) for arm in plan.arms}
@@ -133,97 +141,6 @@ def test_the_options_of_an_arm_include_those_that_its_loss_sets(tmp_path: Path):
     assert options["b"] == ["optim.lr=0.1"]
     for name, overrides in ((arm.name, arm.overrides) for arm in plan.arms if arm.name != "a"):
         assert options[name] == list(overrides)
-
-
-def found_warnings(recipe: Path, *arms: str, **changes) -> str:
-    return "\n".join(warnings(plan_of(recipe, *arms, **changes)))
-
-
-def test_a_clip_that_cannot_act_is_told_before_the_first_run(tmp_path: Path):
-    recipe = write_recipe(tmp_path)
-    one = ["optim.ppo_mini_batch_size=4"]
-    sentence = "+overlong-filter and +clip-higher will train identically: only the clip differs"
-    assert sentence in found_warnings(recipe, families=["ladder"], overrides=one)
-    assert sentence not in found_warnings(recipe, families=["ladder"])  # two updates per batch
-    assert sentence not in found_warnings(recipe, families=["ladder"], overrides=[*one, "optim.ppo_epochs=2"])
-    assert sentence not in found_warnings(recipe, families=["ladder"], overrides=[*one, "rollout.mode=inflight"])
-    # Groups that are carried over are trained on other weights than they were sampled from.
-    assert IDENTICAL not in found_warnings(recipe, "no-clip-higher", overrides=one)
-    carried_nothing = [*one, "algorithm.max_staleness=0"]
-    assert f"no-clip-higher and full {IDENTICAL}" in found_warnings(recipe, "no-clip-higher", overrides=carried_nothing)
-
-
-VLLM = ["rollout.engine=vllm", "cluster.rollout_workers=1"]
-
-
-@pytest.mark.parametrize(
-    ("options", "is_idle"),
-    [
-        ([], False),  # dynamic sampling carries groups over
-        (["algorithm.filter_groups.enable=false"], False),  # a round of 6 fills a batch of 4: 2 are carried over
-        (["algorithm.filter_groups.enable=false", "data.gen_batch_size=4"], True),
-        (["algorithm.filter_groups.enable=false", "data.gen_batch_size=4", "algorithm.overlong_filter=true"], False),
-        (["algorithm.importance_correction=token-truncated"], True),  # r = new / start of the step
-        (["algorithm.importance_correction=token-truncated", "optim.ppo_epochs=2"], False),
-        (VLLM, True),  # has a correction by default
-        ([*VLLM, "algorithm.importance_correction=none", "algorithm.max_staleness=0"], False),
-    ],
-)
-def test_a_clip_cannot_act_exactly_where_all_ratios_are_one(tmp_path: Path, options, is_idle):
-    text = found_warnings(
-        write_recipe(tmp_path), "a: algorithm.clip_ratio_high=0.5", overrides=["optim.ppo_mini_batch_size=4", *options]
-    )
-    assert (f"a and recipe {IDENTICAL}" in text) == is_idle
-
-
-@pytest.mark.parametrize(
-    ("change", "needs"),
-    [
-        ("algorithm.ledger.explore=0.5", "algorithm.ledger.enable=true"),
-        ("algorithm.filter_groups.metric=score", "algorithm.filter_groups.enable=true"),
-        ("algorithm.filter_groups.min_batch_ratio=0.75", "algorithm.filter_groups.on_exhausted=pad"),
-        ("reward.overlong_buffer.len=3", "reward.length_shaping=buffer"),
-        ("reward.target_length=3", "reward.length_shaping=target"),
-    ],
-)
-def test_an_option_that_nothing_reads_is_told_before_the_first_run(tmp_path: Path, change, needs):
-    recipe = write_recipe(tmp_path)
-    given = ["reward.overlong_buffer.len=2", "reward.target_length=4", "algorithm.filter_groups.enable=false"]
-    sentence = f"a and recipe {IDENTICAL}: they differ only in {change.partition('=')[0]}, which neither reads"
-    assert sentence in found_warnings(recipe, f"a: {change}", overrides=given)
-    assert IDENTICAL not in found_warnings(recipe, f"a: {change}", overrides=[*given, needs])
-    assert IDENTICAL not in found_warnings(recipe, f"a: {change} {needs}", overrides=given)
-
-
-def test_losses_that_have_the_same_gradient_are_told_before_the_first_run(tmp_path: Path):
-    recipe = write_recipe(tmp_path, algorithm={"max_staleness": 0})
-    losses = [f"{name}: algorithm.loss={name}" for name in ("gspo", "sapo", "cispo", "dr_grpo")]
-    one = ["optim.ppo_mini_batch_size=4"]
-    text = found_warnings(recipe, "symmetric: algorithm.loss=grpo", *losses, overrides=one)
-    told = [line.partition(f" {IDENTICAL}")[0] for line in text.splitlines() if "these losses have the same" in line]
-    assert told == ["symmetric and gspo", "symmetric and sapo", "gspo and sapo", "cispo and recipe"]
-    assert IDENTICAL not in found_warnings(recipe, *losses)  # two updates per batch
-    (tmp_path / "mine.py").write_text("def loss(*tensors): ...", encoding="utf-8")
-    own = f"own: algorithm.loss={tmp_path / 'mine.py'}:loss"
-    assert IDENTICAL not in found_warnings(recipe, own, overrides=one)  # nothing is known about it
-
-
-def test_arms_that_are_the_same_and_curves_of_two_points_are_told(tmp_path: Path):
-    recipe = write_recipe(tmp_path, eval={"every": 0})
-    text = found_warnings(recipe, "same: optim.lr=0.001")
-    assert "same and recipe have the same options" in text
-    assert "eval.every is 0" in text
-    assert "with one seed" in text
-    assert "with one seed" not in found_warnings(recipe, "a: optim.lr=0.1", seeds=2)
-
-
-def test_arms_with_another_judge_are_told(tmp_path: Path):
-    recipe = write_recipe(tmp_path)
-    text = found_warnings(
-        recipe, "strict: reward.use=exact", "long: reward.length_shaping=buffer reward.overlong_buffer.len=2"
-    )
-    assert "strict is judged differently from recipe (reward.use)" in text
-    assert "long is judged" not in text
 
 
 def test_only_what_acts_after_the_first_evaluation_may_differ_to_share_it(tmp_path: Path):

@@ -304,6 +304,24 @@ def test_the_result_is_printed_in_plain_words(plan: Plan):
     assert "Holm's correction over the arms in a column (here 1)" in text
 
 
+def test_the_json_has_what_the_report_shows(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "fast: algorithm.loss=gspo", seeds=2, budget=Budget("steps", 4))
+    runs = fast_and_slow(plan)
+    runs[0].curves["entropy"][1] = math.nan  # of a step with an empty batch
+    result = compare(plan, runs)
+    found = json.loads(result_json(result))
+    assert found["arms"] == {"fast": plan.options_of(plan.arms[0]), "recipe": []}
+    assert {"algorithm.loss=gspo", "algorithm.clip_ratio_low=0.0003"} <= {*found["arms"]["fast"]}
+    assert found["model"] == str(tmp_path / "model")
+    assert found["runs"][0]["curves"] == {
+        "step": [1, 2, 3, 4], "entropy": [1, None, 3, 4], "response_length/mean": [1, 2, 3, 4],
+    }  # fmt: skip
+    assert found["explanation"] == explanation(result)
+    assert "Holm's correction over the arms in a column (here 1)" in found["explanation"][0]
+    point = {"step": 2, "seconds": 50, "tokens": 2000, "mean": 0.3}
+    assert found["runs"][1]["evaluations"]["held_out"][1] == pytest.approx(point)
+
+
 def test_questions_that_differ_between_seeds_are_mentioned(plan: Plan):
     runs = fast_and_slow(plan)
     assert not any("questions differ" in line for line in explanation(compare(plan, runs)))

@@ -181,6 +181,18 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, option, number):
     assert str(result.exception) == f"{option} is {number}; expected a finite number"
 
 
+@pytest.mark.parametrize("number", ["-5", "0", "120"])
+def test_a_level_that_no_accuracy_has_is_refused_or_taken_for_a_mean_reward(tmp_path: Path, number: str):
+    recipe, arm = write_recipe(tmp_path), ("--arm", "a: optim.lr=0.1")
+    result = ablate(recipe, *arm, "--reach", "60", "--reach", number, "--dry-run", "reward.use=exact")
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == f"--reach is {number}; expected an accuracy in %, above 0 and at most 100"
+    own = ablate(recipe, *arm, "--reach", "60", "--reach", number, "--dry-run", "--out", tmp_path / "out")
+    assert own.exit_code == 0, own.output
+    assert f"warning: --reach {number} has a meaning only as a mean reward: accuracies are above 0" in own.output
+    assert "--reach 60" not in own.output
+
+
 def test_a_signal_at_the_end_of_a_run_leaves_no_checkpoints(tmp_path: Path, monkeypatch):
     plan = plan_of(write_recipe(tmp_path, run={"save_every": 1}), "hot: optim.lr=0.01")
     train = WorkerProcess.train
@@ -273,6 +285,28 @@ def test_a_warning_about_one_arm_names_it(tmp_path: Path):
     assert "warning: arm 'far': model: nobody/no-such-model is not on this machine" in result.output
 
 
+def test_a_model_that_cannot_be_fetched_is_found_before_the_first_arm_is_trained(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    arms = ("--arm", "far: model.path=nowhere", "--arm", "further: model.path=nowhere optim.lr=0.1")
+    result = ablate(write_recipe(tmp_path), *arms, "--out", tmp_path / "out")
+    assert isinstance(result.exception, NotReady), result.output
+    (sentence,) = result.exception.sentences
+    assert sentence.startswith("arms 'far', 'further': nowhere: is not a local directory and could not be fetched from")
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_are_fetched_once_before_the_first_arm_is_trained(tmp_path: Path, monkeypatch):
+    recipe, events = write_recipe(tmp_path), []
+    monkeypatch.setattr("dapo.model.loading.fetch_from_hub", lambda name: events.append(name))
+    monkeypatch.setattr("dapo.commands.ablate._run", lambda *_, **__: events.append("trains"))
+    arms = ("--arm", "small: model.path=gpt2", "--arm", "hot: model.path=gpt2 optim.lr=0.1", "--out", tmp_path / "out")
+    assert ablate(recipe, *arms, "--dry-run").exit_code == 0
+    assert events == []
+    result = ablate(recipe, *arms)
+    assert result.exit_code == 0, result.output
+    assert events == ["gpt2", "trains"]
+
+
 def test_nothing_starts_if_ray_cannot_place_the_runs(tmp_path: Path):
     recipe, out = write_recipe(tmp_path), tmp_path / "out"
     cases = {
@@ -296,6 +330,7 @@ def test_a_dry_run_shows_the_arms_and_leaves_nothing(tmp_path: Path):
     assert "6 arms x 3 seeds, 6 steps each" in result.output
     assert "full *" in result.output
     assert "warning: +overlong-filter and +clip-higher will train identically" in result.output
+    assert "warning: with 3 seeds and 5 comparisons, no arm is called better or worse unless" in result.output
     assert not (tmp_path / "out").exists()
 
 

@@ -16,6 +16,7 @@ from dapo.ablation.records import Status, read_runs, read_status
 from dapo.ablation.session import recorded_base
 from dapo.ablation.task import Task
 from dapo.ablation.trainer import ArmTrainer, BudgetReporter
+from dapo.ablation.warnings import warnings
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Reporter
 from dapo.types import EventKind
@@ -68,6 +69,30 @@ def test_with_an_importance_correction_a_clip_changes_no_weight_even_of_groups_c
     ours, theirs = (train(task(plan, number)).policy.model.state_dict() for number in (0, 1))
     assert sum(step["groups/carried"] for step in metrics(plan.runs[0].folder)) > 0
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("arm", "options", "is_exact"),
+    [
+        ("algorithm.max_staleness=3", ["algorithm.filter_groups.enable=false", "data.gen_batch_size=4"], True),
+        ("algorithm.max_staleness=0", ["algorithm.filter_groups.enable=false", "data.gen_batch_size=4"], True),
+        ("algorithm.filter_groups.max_num_gen_batches=3", ["algorithm.filter_groups.enable=false"], True),
+        ("optim.ppo_mini_batch_size=4", ["optim.ppo_mini_batch_size=0"], True),
+        ("data.gen_batch_size=4", ["data.gen_batch_size=0", "algorithm.max_staleness=0"], True),
+        ("algorithm.importance_correction=token-truncated", ["algorithm.max_staleness=0"], False),
+        ("algorithm.importance_correction=sequence-masked", ["algorithm.max_staleness=0"], False),
+        ("optim.max_tokens_per_micro_batch=64", [], False),
+    ],
+)
+def test_arms_that_are_said_to_train_identically_do(tmp_path: Path, arm: str, options: list[str], is_exact: bool):
+    recipe = write_recipe(tmp_path, optim={"lr": 0.01}, eval={"every": 0})
+    plan = plan_of(recipe, f"a: {arm}", overrides=options, budget=Budget("steps", 3))
+    said = "\n".join(warnings(plan))
+    assert f"a and recipe will train identically{'' if is_exact else ' up to rounding'}: " in said
+    ours, theirs = (train(task(plan, number)).policy.model.state_dict() for number in (0, 1))
+    # AdamW makes a whole step of a tiny gradient, so single weights may differ by more than rounding.
+    most = 0.0 if is_exact else 1e-5
+    assert all((values - theirs[name]).abs().mean() <= most for name, values in ours.items())
 
 
 @pytest.mark.parametrize("budget", [Budget("seconds", 1000.0), Budget("tokens", 4000), Budget("steps", 2)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dapo.algorithm.crossed import contrast, holm, student_within
+from dapo.algorithm.crossed import clearest_needed, contrast, holm, student_within
 
 
 def cells(table: np.ndarray) -> dict[tuple[int, str], float]:
@@ -25,6 +25,17 @@ def difference(table: np.ndarray):
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.96, 4.3, 12.7, 40.0])
 def test_students_t_is_that_of_scipy(freedom, t):
     assert student_within(t, freedom) == pytest.approx(1 - 2 * stats.t.sf(t, freedom), abs=1e-9)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 30])
+@pytest.mark.parametrize("comparisons", [1, 5, 300])
+def test_the_clearest_difference_must_be_that_of_students_t_at_the_level_of_one_comparison(seeds, comparisons):
+    needed = clearest_needed(seeds, comparisons, 0.05)
+    assert needed == pytest.approx(stats.t.isf(0.05 / comparisons / 2, seeds - 1), rel=1e-6)
+    others = [1.0] * (comparisons - 1)
+    for factor, is_found in ((1.001, True), (0.999, False)):
+        p = 1 - student_within(factor * needed, seeds - 1)
+        assert (holm([p, *others])[0] < 0.05) == is_found
 
 
 def test_the_interval_is_that_of_the_variance_summed_over_pairs_of_dependent_cells():
