@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dapo.errors import ClusterError, ConfigError, NotReady, TrainingStopped, one_line
+from dapo.errors import ClusterError, ConfigError, DapoError, NotReady, TrainingStopped, one_line
 
 if TYPE_CHECKING:
     from dapo.ablation.plan import Budget, Plan, PlannedRun
