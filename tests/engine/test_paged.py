@@ -124,7 +124,7 @@ def test_the_prompt_of_preempted_responses_gives_its_pages_back():
 
 
 def test_a_prompt_whose_responses_all_wait_gives_its_pages_to_one_that_needs_them():
-    """The cache holds the longest sequence, but not next to the prompt of another group with no response in progress."""
+    """The cache holds the longest sequence, but not next to another prompt whose responses wait."""
     model = tiny_llama()
     long = Request(0, prompt(2), 1, SamplingParams(max_tokens=4 * PAGE - 1))
     short = Request(1, prompt(2 * PAGE + 1, seed=1), 2, SamplingParams(max_tokens=PAGE - 4))

@@ -412,7 +412,7 @@ def test_steps_that_only_carry_what_an_earlier_one_found_count_as_empty(tmp_path
     rule = "{on_exhausted: skip, min_batch_ratio: 1, max_num_gen_batches: 1}"
     config = runs.load(tmp_path, f"algorithm.filter_groups={rule}", "run.steps=12")
     calls = count()  # 24 responses per step: one group of the first step, and one of the third, teach something
-    with pytest.raises(NothingToLearn, match="3 steps in a row.*in each of them all responses were wrong"):
+    with pytest.raises(NothingToLearn, match=r"3 steps in a row.*in each of them all responses were wrong"):
         train(config, reward_funcs=lambda completion, answer: {"score": 0.0, "acc": next(calls) in (0, 48)})
     assert [step["groups/carried"] for step in runs.metrics(config.run_dir)] == [1, 1, 2, 2, 2, 2]
 
