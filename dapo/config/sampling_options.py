@@ -132,8 +132,8 @@ class RolloutConfig(Section):
     stop: Annotated[tuple[str, ...], FromList] = Field(
         default=(),
         max_length=64,
-        description="Texts that end a response, besides the model's stop tokens, in training and evaluation. The token "
-        "that completes one of them is the response's last.",
+        description="Strings that end a response, besides the model's stop tokens, in training and evaluation. The "
+        "token that completes one of them is the response's last.",
     )
     max_concurrent: int = Field(
         default=0,
@@ -243,7 +243,7 @@ class RewardConfig(Section):
     )
     think_tags: Annotated[tuple[str, ...], FromList] | None = Field(
         default=("<think>", "</think>"),
-        description="The texts that open and close a thought. Rules read only what follows the last thought, and a "
+        description="The tags that open and close a thought. Rules read only what follows the last thought, and a "
         "thought that does not end holds no answer. null: responses have no thoughts.",
     )
     threshold: float = Field(default=1.0, gt=0, description="For `gym`: the lowest score of a right answer.")

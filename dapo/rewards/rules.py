@@ -183,7 +183,7 @@ def _read_choice(text: str) -> str | None:
 
 def _read_text_gold(answer: Any) -> str:
     if answer is None or isinstance(answer, list | dict | tuple) or not str(answer).strip():
-        raise ValueError(f"the gold answer is {answer!r}; expected a text or a number")
+        raise ValueError(f"the gold answer is {answer!r}; expected text or a number")
     return str(answer).strip()
 
 
