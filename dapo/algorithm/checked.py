@@ -96,7 +96,9 @@ def checked_loss(function: Function, config: LossConfig) -> Loss:
     ) -> tuple[Tensor, Metrics]:
         nonlocal names
         arguments = logprobs_T, old_logprobs_T, advantages_T
-        loss_T, metrics = _split(function, function(*arguments, responses_T, config))
+        # Copies, because some of the tensors share memory with those of the batch, or with `logprobs_T`.
+        constants = old_logprobs_T.clone(), advantages_T.clone(), responses_T.clone()
+        loss_T, metrics = _split(function, function(logprobs_T, *constants, config))
         for name, values in {"the loss": loss_T, **metrics}.items():
             if not isinstance(values, Tensor) or values.shape != logprobs_T.shape:
                 found = f"shape {list(values.shape)}" if isinstance(values, Tensor) else _kind(values)

@@ -88,6 +88,19 @@ def test_a_user_s_loss_gets_what_a_built_in_one_gets():
     assert torch.equal(found[1]["loss/ratio"], expected[1]["ratio"])
 
 
+def test_a_loss_cannot_change_the_tensors_of_the_batch():
+    def spoil(new, old, advantages, responses, _):
+        return (new - old.clamp_(min=-1.0)).exp() * advantages.neg_() * responses.sub_(1)
+
+    new = torch.tensor([-1.5, -2.0, -0.2], requires_grad=True)
+    old = new.detach()  # as with an importance correction, where they share their memory
+    advantages, responses = torch.tensor([1.0, 1.0, -1.0]), torch.tensor([1, 1, 2])
+    checked_loss(spoil, LossConfig()).function(new, old, advantages, responses, LossConfig())
+    assert new.tolist() == pytest.approx([-1.5, -2.0, -0.2])
+    assert advantages.tolist() == [1.0, 1.0, -1.0]
+    assert responses.tolist() == [1, 1, 2]
+
+
 def test_arguments_that_are_not_finite_are_not_the_user_s_fault():
     loss = checked_loss(lambda new, *_: new * 2, LossConfig()).function
     new = torch.tensor([float("nan")], requires_grad=True)
