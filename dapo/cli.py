@@ -1,4 +1,4 @@
-"""The command line: dapo train | resume | eval | ablate | judge | data | metrics | view | report | plan | ..."""
+"""The command line: the list of commands, and errors as one sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dapo.commands import ablate, convert, data, judging, runs, training
 from dapo.errors import DISK_FAULTS, DapoError, NotReady, StorageError
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}  # subcommands inherit it
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__, context_settings=_SETTINGS)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_SETTINGS)
 app.command()(training.train)
 app.command("resume")(training.resume_run)
 app.command()(runs.metrics)
@@ -46,7 +46,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Reinforcement learning of language models from verifiable rewards with DAPO."""
+    """Train language models by reinforcement learning from verifiable rewards, with DAPO."""
 
 
 @app.command()

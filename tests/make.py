@@ -35,7 +35,7 @@ def group(
     *,
     serial: int = 0,
     rules: GroupRules | None = None,
-    accs: Sequence[bool | None] | None = None,
+    accs: Sequence[float | None] | None = None,
     cut_off: Sequence[bool] | None = None,
     extras: Sequence[dict[str, object]] | None = None,
     ref_logprobs: Sequence[np.ndarray] | None = None,

@@ -241,7 +241,7 @@ def test_a_run_and_its_base_model_are_evaluated_together_and_every_sample_is_sto
     options = ["--data", folder / "data.jsonl", "--k", "4", "--out", tmp_path / "eval", "--json", tmp_path / "all.json"]
     done = dapo("eval", base, run, f"{run}@2", *options, "eval.temperature=0.7")
     assert done.returncode == 0, done.stderr
-    assert "data: 6 problems x 4 samples" in done.stdout
+    assert "data: 6 questions x 4 samples" in done.stdout
     assert "difference from model" in done.stdout
     models = json.loads((tmp_path / "all.json").read_text())["sets"]["data"]["models"]
     assert [model["model"] for model in models] == ["model", "recipe@2", "recipe@2-2"]

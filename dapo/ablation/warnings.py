@@ -1,4 +1,4 @@
-"""What is said of an ablation before its first run: arms that train identically, and results that could mislead."""
+"""Warnings about an ablation before its first run: arms that train identically, and results that could mislead."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _FEW_SEEDS, _ENOUGH_SEEDS = 3, 5
 
 
 def warnings(plan: Plan) -> Iterator[str]:
-    """Yield what can be said before the first run: arms that train identically, and seeds too few to show anything."""
+    """Yield warnings before the first run: arms that train identically, and seeds too few to show anything."""
     configs = {run.arm: run.config for run in plan.runs if run.seed == plan.runs[0].seed}
     first = {arm.name: configs[arm.name] for arm in plan.arms}
     for (one, config), (other, changed) in combinations(first.items(), 2):

@@ -28,6 +28,7 @@ from dapo.types import FLAT, Group, Verdict
 Function = Callable[..., Any]
 
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_UNRELATED = "returned a loss that does not depend on the log-probabilities"
 _OUR_VERDICTS = {verdict.value for verdict in Verdict} - {*FLAT, Verdict.KEPT}
 
 
@@ -36,7 +37,7 @@ def checked_advantage(function: Function, group_size: int) -> Advantage:
         found = function(rewards_G.copy())
         try:
             advantages_G = np.asarray(found, dtype=np.float64)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one: a tensor with a gradient
             raise PartError(f"{function} returned {_kind(found)}; expected one number per reward") from None
         if advantages_G.shape != rewards_G.shape:
             shape = list(advantages_G.shape)
@@ -96,14 +97,16 @@ def checked_loss(function: Function, config: LossConfig) -> Loss:
     ) -> tuple[Tensor, Metrics]:
         nonlocal names
         arguments = logprobs_T, old_logprobs_T, advantages_T
-        loss_T, metrics = _split(function, function(*arguments, responses_T, config))
+        # Copies, because some of the tensors share memory with those of the batch, or with `logprobs_T`.
+        constants = old_logprobs_T.clone(), advantages_T.clone(), responses_T.clone()
+        loss_T, metrics = _split(function, function(logprobs_T, *constants, config))
         for name, values in {"the loss": loss_T, **metrics}.items():
             if not isinstance(values, Tensor) or values.shape != logprobs_T.shape:
                 found = f"shape {list(values.shape)}" if isinstance(values, Tensor) else _kind(values)
                 expected = f"one value per token, shape {list(logprobs_T.shape)}"
                 raise PartError(f"{function} returned {name} as {found}; expected {expected}")
         if not loss_T.requires_grad:
-            raise PartError(f"{function} returned a loss that does not depend on the log-probabilities")
+            raise PartError(f"{function} {_UNRELATED}")
         if not loss_T.isfinite().all() and all(each.isfinite().all() for each in arguments):
             raise PartError(f"{function} returned a loss that is not finite for finite arguments")
         found, names = sorted(metrics), sorted(metrics) if names is None else names
@@ -113,7 +116,14 @@ def checked_loss(function: Function, config: LossConfig) -> Loss:
 
     old_T = torch.tensor([-1.0, -0.5, -2.0, -1.0, -3.0])
     advantages_T, responses_T = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0]), torch.tensor([1, 1, 2, 2, 2])
-    loss((old_T + 0.1).requires_grad_(), old_T, advantages_T, responses_T, config)
+    new_T = (old_T + 0.1).requires_grad_()
+    loss_T, _ = loss(new_T, old_T, advantages_T, responses_T, config)
+    try:
+        (grad_T,) = torch.autograd.grad(loss_T.sum(), new_T, allow_unused=True)
+    except RuntimeError as error:  # complex numbers, or `backward` was called
+        raise PartError(f"{function} returned a loss that has no gradient: {' '.join(str(error).split())}") from error
+    if grad_T is None:  # it was put into a new tensor
+        raise PartError(f"{function} {_UNRELATED}")
     return Loss(loss, per_token=False)
 
 
@@ -123,15 +133,21 @@ def _split(function: Function, found: Any) -> tuple[Any, dict[str, Any]]:
         return found, {}
     if len(found) != 2 or not isinstance(found[1], dict):
         raise PartError(f"{function} returned a tuple; expected the loss, or the loss and a dictionary of metrics")
+    if unnamed := [name for name in found[1] if not isinstance(name, str)]:
+        raise PartError(f"{function} returned a metric named {unnamed[0]!r}; expected names that are text")
     return found
 
 
 def _number(function: Function, found: Any, what: str) -> float:
     value = found.item() if getattr(found, "ndim", None) == 0 else found
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         shown = value if isinstance(value, float) else _kind(value)
         raise PartError(f"{function} returned {shown} for {what}; expected a finite number")
-    return float(value)
+    return number
 
 
 def _kind(value: Any) -> str:

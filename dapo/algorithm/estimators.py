@@ -44,7 +44,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
     """Return 1.0 if the most common answer to one problem is right, 0.0 if it is wrong; tied answers share the vote.
 
-    Answers are compared as text, ignoring case and surrounding white space: 0.5 and 1/2 are different answers. A sample
+    Answers are compared as text, ignoring case and surrounding whitespace: 0.5 and 1/2 are different answers. A sample
     without an answer does not vote. A problem without votes is wrong.
     """
     votes: dict[str, list[bool]] = {}

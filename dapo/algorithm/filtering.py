@@ -91,7 +91,7 @@ def _verdict_by_metric(group: Group, shaped: np.ndarray, rules: GroupRules) -> V
         metric, values = _metric_values(group.scores, shaped, group.rewards, rules.filter_metric)
         # Compare exactly: the floating-point std of equal values need not be zero.
         if all(_is_same(value, values[0]) for value in values):
-            if metric == "acc":
+            if metric == "acc" and values[0] in (0, 1):  # it can also be a share between wrong and right
                 return Verdict.ALL_RIGHT if values[0] else Verdict.ALL_WRONG
             return Verdict.NO_VARIANCE
     return Verdict.KEPT

@@ -98,7 +98,7 @@ def _loading(base: str) -> str:
         f"base = AutoModelForCausalLM.from_pretrained(resolve_path({base!r}))\n"
         'model = PeftModel.from_pretrained(base, "adapters")  # this directory\n'
     )
-    why = "PEFT's Auto classes cannot find this base model, because dapo converts it from a .gguf file. Load it so:"
+    why = "PEFT's Auto classes cannot find this base model, because dapo converts it from a .gguf file. Load it with:"
     return f"## Use\n\n{why}\n\n{_fenced(code, 'python')}"
 
 
@@ -127,12 +127,12 @@ def _evaluations(evals: Sequence[Mapping[str, Any]]) -> str:
             title = f"`{metric}`" if "@" in metric else heading(metric)
             rows.append((title, *(with_interval(evaluation["metrics"], metric) for evaluation in shown)))
         problems = shown[-1]["metrics"].get("problems")
-        title = f"`{_cell(name)}`" + (f", {problems:.0f} problems" if problems else "")
+        title = f"`{_cell(name)}`" + (f", {problems:.0f} questions" if problems else "")
         columns = ["before training" if e["step"] == 0 else f"after step {e['step']}" for e in shown]
         unjudged = sum(e["metrics"].get("unjudged", 0) for e in shown)
         note = f"\n{unjudged:.0f} responses could not be judged and are left out.\n" if unjudged else ""
         parts.append(f"{title}:\n\n{_table(('metric', *columns), rows)}{note}")
-    return "\n".join(parts) + "\nIn brackets: 95 % bootstrap intervals over the problems.\n"
+    return "\n".join(parts) + "\nIn brackets: 95 % bootstrap intervals over the questions.\n"
 
 
 def _curves(steps: Sequence[Mapping[str, float]]) -> str:

@@ -29,7 +29,7 @@ class HostMemory:
         self._slots: list[Tensor] = []
 
     def shortage(self, files: TensorFiles) -> str | None:
-        """Return None if a copy of all tensors fits into memory, else the words for how much is missing."""
+        """Return None if a copy of all tensors fits into memory, else a phrase that says what is missing."""
         needed = _layout(files)[1]
         total, available = memory()
         free = available if available is not None else total or 0

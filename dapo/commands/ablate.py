@@ -35,15 +35,15 @@ def ablate(
         list[str] | None, typer.Option("--arm", help="'NAME: KEY=VALUE ...', or one arm of ladder or leave-one-out.")
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Runs per arm, from run.seed on.")] = 3,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps per run; default: as the recipe.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps per run; default: the recipe's.")] = None,
     seconds: Annotated[float | None, typer.Option("--seconds", min=0.001, help="Training seconds per run.")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Generated tokens per run.")] = None,
     reach: Annotated[
         list[float] | None,
         typer.Option(
             "--reach",
-            help="Also show when each arm reached this accuracy, in %, above 0 and at most 100 (or mean reward, if "
-            "answers have no accuracy); can be repeated.",
+            help="Also show when each arm reached this accuracy in % (or mean reward, if answers have no accuracy); "
+            "can be repeated.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of all runs; default: ablations/RECIPE.")] = None,
@@ -66,8 +66,8 @@ def ablate(
     """Find out which techniques help on your task: train arms of a recipe with several seeds, and compare them.
 
     The ladder starts from plain GRPO and adds overlong filtering, clip-higher, soft overlong punishment, token-level
-    loss and dynamic sampling, as the paper's table does. leave-one-out takes one of them away from all. Each run is an
-    ordinary run directory in OUT/runs. The result is printed and written to OUT/ablation.html and OUT/ablation.json.
+    loss and dynamic sampling, as the paper's table does. leave-one-out compares all five with all but one. Each run is
+    an ordinary run directory in OUT/runs. The result is printed and written to OUT/ablation.html and OUT/ablation.json.
     """
     from dapo.ablation.plan import make_plan
 

@@ -15,7 +15,7 @@ def convert(
 ) -> None:
     """Write a recipe from a verl or TRL configuration, and list what differs and what has no counterpart.
 
-    Nothing is run: variables of a script that it does not set itself are taken from the environment.
+    Nothing is run. Variables that a script does not set are taken from the environment.
     """
     from dapo.config.migration.recipe import convert as convert_settings
     from dapo.config.migration.sources import read_settings

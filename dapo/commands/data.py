@@ -16,12 +16,12 @@ def check(
         list[str] | None, typer.Argument(help="Options, for example data.columns='{prompt: question, answer: final}'.")
     ] = None,
     reward: Annotated[
-        str, typer.Option("--reward", help="The judge, as reward.use: a rule, file.py:function, a mapping to weights.")
+        str, typer.Option("--reward", help="The judge, any value of reward.use: a rule, file.py:function, ...")
     ] = "math",
-    template: Annotated[str | None, typer.Option("--template", help="As data.prompt_template.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Count tokens as this model does, not words.")] = None,
+    template: Annotated[str | None, typer.Option("--template", help="Any value of data.prompt_template.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Show lengths in this model's tokens.")] = None,
 ) -> None:
-    """Count rows, repeats, bad rows and lengths, and try the judge on the gold answers. Exit code 1: bad rows.
+    """Count rows, repeats, bad rows and lengths, and try the judge on the gold answers. Exit with 1 if rows are bad.
 
     A rule says how many gold answers it can read. Any other judge scores them as if they were responses.
     """
@@ -47,8 +47,8 @@ def check(
 
 def prepare(
     name: Annotated[str, typer.Argument(help="dapo-math-17k, aime-2024, gsm8k or math.")],
-    source: Annotated[str | None, typer.Option("--from", help="A local file instead of the hub.")] = None,
-    to: Annotated[Path, typer.Option("--to", help="The folder that the parquet file is written to.")] = Path("data"),
+    source: Annotated[str | None, typer.Option("--from", help="A local file to read instead of the hub.")] = None,
+    to: Annotated[Path, typer.Option("--to", help="Folder for the parquet file.")] = Path("data"),
 ) -> None:
     """Fetch a dataset, or read a file, and write it as the recipes expect it: each question once, with its answer."""
     from dapo.data.prepare import prepare as prepare_dataset

@@ -15,11 +15,11 @@ def evaluate(
     models: Annotated[
         list[str], typer.Argument(help="Runs (RUN, RUN@STEP, RUN@best, RUN@last) or models, then KEY=VALUE options.")
     ],
-    data: Annotated[str | None, typer.Option("--data", help="Questions: a file, a hub id, or as eval.data.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="Questions: any value of eval.data.")] = None,
     k: Annotated[int | None, typer.Option("--k", min=1, help="Samples per question.")] = None,
     preset: Annotated[str | None, typer.Option("--preset", help="aime: 32 samples, temperature 1, top_p 0.7.")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Also write all metrics to this file.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Where samples go; default: runs/eval-SET-TIME.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for samples; default: runs/eval-SET-TIME.")] = None,
 ) -> None:
     """Evaluate runs or models: avg@k, pass@k, maj@k with 95 % intervals, and the differences from the first one."""
     if as_json is not None and not as_json.parent.is_dir():
@@ -41,10 +41,10 @@ def judge(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Options to change, for example reward.timeout=60.")
     ] = None,
-    use: Annotated[str, typer.Option("--use", help="The judge, as reward.use.")] = "auto",
-    answer: Annotated[str | None, typer.Option("--answer", help="The gold answer, where a row has none.")] = None,
+    use: Annotated[str, typer.Option("--use", help="The judge, any value of reward.use.")] = "auto",
+    answer: Annotated[str | None, typer.Option("--answer", help="The gold answer of rows that have none.")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="The question, for judges that read it.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Count tokens as this model does.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model whose tokenizer makes completion_ids.")] = None,
 ) -> None:
     """Judge a response, or a file of responses, without a run: score, verdict, extracted answer and reason."""
     from dapo.data.formats import SUFFIXES

@@ -16,7 +16,7 @@ from dapo.system.install import install_hint
 
 def metrics(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per step and line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per step.")] = False,
 ) -> None:
     """Print the metrics of every step of a run, its evaluations and its newest events."""
     from dapo.terminal.history import json_lines, print_history
@@ -38,11 +38,11 @@ def view(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free port.")] = 8080,
     token: Annotated[
         str | None,
-        typer.Option("--token", envvar="DAPO_VIEW_TOKEN", help="Required of visitors; default: random."),
+        typer.Option("--token", envvar="DAPO_VIEW_TOKEN", help="Token that visitors need; default: random."),
     ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")] = False,
 ) -> None:
-    """Show runs in the browser, also while they train: curves, groups, tokens, prompts, warnings."""
+    """Show runs in the browser, even while they train: curves, groups, tokens, prompts, warnings."""
     try:
         from dapo.view.page.server import address, serve
     except ModuleNotFoundError as error:
@@ -75,7 +75,7 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run directory, for example runs/guess_five.")],
     to: Annotated[Path, typer.Option("--to", help="Where to write the Hugging Face directory.")],
     which: Annotated[
-        str | None, typer.Option("--which", help="best, last or a step; default: the best if one is marked.")
+        str | None, typer.Option("--which", help="best, last or a step; default: best if one is marked, else last.")
     ] = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="Write the LoRA adapters alone, not merged.")] = False,
 ) -> None:

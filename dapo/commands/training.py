@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dapo.terminal.console import Verbosity
 
 QUIET = typer.Option("--quiet", "-q", help="Print only warnings, errors and the result.")
-VERBOSE = typer.Option("--verbose", "-v", help="Print also the resolved options and the timings of each step.")
+VERBOSE = typer.Option("--verbose", "-v", help="Also print the resolved options and the timings of each step.")
 
 
 def train(
@@ -25,7 +25,7 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example optim.lr=1e-5.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue this run from its newest checkpoint.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check all that the run needs, print the plan, and exit: 2 if not ready.")
+        bool, typer.Option("--dry-run", help="Check what the run needs, print the plan, and exit (code 2: not ready).")
     ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print all options as YAML, usable as a recipe, and exit.")
@@ -35,8 +35,8 @@ def train(
 ) -> None:
     """Train a model as a recipe says.
 
-    The same recipe again starts another run, NAME-2, unless run.name=NAME is given. --resume continues a run with its
-    own options; of the recipe only run.dir and run.name are used then.
+    Training the same recipe again starts another run, NAME-2, unless run.name=NAME is given. --resume continues a run
+    with its own options, and reads only run.dir and run.name from the recipe.
     """
     verbosity = _verbosity(quiet, verbose)
     config = Config.load(recipe, overrides or ())
@@ -64,7 +64,7 @@ def resume_run(
     quiet: Annotated[bool, QUIET] = False,
     verbose: Annotated[bool, VERBOSE] = False,
 ) -> None:
-    """Continue a run from its newest checkpoint, with its own options except those that are given."""
+    """Continue a run from its newest checkpoint, with its own options except those given here."""
     from dapo.store.configuration import ablation_of, recorded_config
     from dapo.terminal.output import log_console
 
@@ -89,13 +89,13 @@ def plan(
     overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example rollout.n=8.")] = None,
     gpus: Annotated[
         str | None,
-        typer.Option("--gpus", help="Number of GPUs, or several: 8,128,1024; default: as in cluster."),
+        typer.Option("--gpus", help="Number of GPUs, or several: 8,128,1024; default: those in the recipe."),
     ] = None,
     gpu: Annotated[str, typer.Option("--gpu", help="h200, h100, h800, h20, b200, a100, l40s, rtx4090, ...")] = "h200",
     rollout_share: Annotated[
         float | None,
         typer.Option(
-            "--rollout-share", help="Share of GPUs that only sample; 0: all take turns; default: as in cluster."
+            "--rollout-share", help="Share of GPUs that only sample; 0: all take turns; default: as in the recipe."
         ),
     ] = None,
     tensor_parallel: Annotated[
@@ -110,7 +110,7 @@ def plan(
     ] = None,
     judge_seconds: Annotated[
         float | None,
-        typer.Option("--judge-seconds", help="Seconds per response and worker; default: 0.00025, as math."),
+        typer.Option("--judge-seconds", help="Seconds per response and worker; default: 0.00025, that of math."),
     ] = None,
     network: Annotated[
         float | None, typer.Option("--network", help="GB/s per GPU between nodes; default: that of the GPU's type.")
@@ -133,7 +133,7 @@ def profile(
     recipe: Annotated[Path, typer.Argument(help="A YAML file, for example recipes/guess_five.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Options to change, for example optim.lr=1e-5.")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to profile, after two to warm up.")] = 1,
-    out: Annotated[Path, typer.Option("--out", help="The folder that the Chrome traces go to.")] = Path("profile"),
+    out: Annotated[Path, typer.Option("--out", help="Folder for the Chrome traces.")] = Path("profile"),
 ) -> None:
     """Train a few steps in a temporary directory, and show the kernels that take the most time."""
     config = Config.load(recipe, overrides or ())

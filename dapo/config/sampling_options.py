@@ -66,7 +66,7 @@ class DataConfig(Section):
     )
     columns: dict[str, str] = Field(
         default={},
-        description="The columns of the files by the names that they get, such as {prompt: question, answer: final}; "
+        description="Columns to rename, as {new name: name in the file}, such as {prompt: question, answer: final}; "
         "for data.train and eval.data, except sources with `columns` of their own.",
         json_schema_extra=FIXED,
     )
@@ -75,7 +75,7 @@ class DataConfig(Section):
         default=0,
         ge=0,
         le=MOST_PROMPTS,
-        description="Prompts sampled per round, at most; 0: as many as the batch is expected to need, up to 4 times "
+        description="Most prompts per sampling round; 0: as many as the batch is expected to need, up to 4 times "
         "train_batch_size, or train_batch_size if max_staleness is 0.",
     )
     max_prompt_length: int = Field(
@@ -95,8 +95,8 @@ class DataConfig(Section):
     )
     prompt_template: str | None = Field(
         default=None,
-        description="Text with {question}, into which bare questions are put, or the name of a template: `dapo` is "
-        "the published one, which asks for a last line `Answer:`.",
+        description="Text with {question}, into which bare questions are put; or `dapo`: a template that asks for a "
+        "last line `Answer:`, in other words than the published one.",
         json_schema_extra=FIXED,
     )
     system_prompt: str | None = Field(
@@ -132,8 +132,8 @@ class RolloutConfig(Section):
     stop: Annotated[tuple[str, ...], FromList] = Field(
         default=(),
         max_length=64,
-        description="Texts that end a response, besides the model's stop tokens, also in evaluations. The token that "
-        "completes one of them is the response's last.",
+        description="Strings that end a response, besides the model's stop tokens, in training and evaluation. The "
+        "token that completes one of them is the response's last.",
     )
     max_concurrent: int = Field(
         default=0,
@@ -243,7 +243,7 @@ class RewardConfig(Section):
     )
     think_tags: Annotated[tuple[str, ...], FromList] | None = Field(
         default=("<think>", "</think>"),
-        description="The texts that open and close a thought. Rules read only what follows the last thought, and a "
+        description="The tags that open and close a thought. Rules read only what follows the last thought, and a "
         "thought that does not end holds no answer. null: responses have no thoughts.",
     )
     threshold: float = Field(default=1.0, gt=0, description="For `gym`: the lowest score of a right answer.")
@@ -271,6 +271,7 @@ class RewardConfig(Section):
         default=0,
         ge=0,
         le=MOST_TOKENS,
-        description="For `target`: the reward falls from 1.5 times this many tokens on, to half at 2 times.",
+        description="For `target`: a response loses reward from 1.5 times this many tokens on, and half of it at 2 "
+        "times.",
     )
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()

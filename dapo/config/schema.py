@@ -183,8 +183,8 @@ class Config(Section):
         tags = self.reward.think_tags
         if tags and (len(tags) != 2 or not all(tags) or tags[0] in tags[1] or tags[1] in tags[0]):
             raise ValueError(
-                f"reward.think_tags is {list(tags)}, but must be two texts, neither of which contains the other, such "
-                "as [<think>, </think>]; null turns thoughts off"
+                f"reward.think_tags is {list(tags)}, but must be two strings, neither of which contains the other, "
+                "such as [<think>, </think>]; null turns thoughts off"
             )
         if self.reward.use == {}:
             raise ValueError("reward.use is an empty mapping; name at least one judge")
@@ -217,7 +217,7 @@ class Config(Section):
             name = "vllm" if self.rollout.vllm else "tensor_parallel"
             raise ValueError(f"rollout.{name} is for vLLM only: set rollout.engine to vllm, or leave it out")
         if "" in self.rollout.stop:
-            raise ValueError("rollout.stop holds an empty text, which would end every response; leave it out")
+            raise ValueError("rollout.stop holds an empty string, which would end every response; leave it out")
         if self.cluster.offload and self.cluster.learners == 1:
             raise ValueError(
                 "cluster.offload needs weights that several processes share: set cluster.learners to at least 2"

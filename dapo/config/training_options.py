@@ -42,7 +42,8 @@ class FilterGroupsConfig(Section):
     )
     on_exhausted: Literal["train_partial", "skip", "pad", "raise"] = Field(
         default="train_partial",
-        description="What to do when a step may sample no more prompts and its batch is not full.",
+        description="What to do when a step may sample no more prompts and its batch is not full: train on the groups "
+        "there are, skip the update, pad the batch with dropped groups, or stop the run.",
     )
     min_batch_ratio: float = Field(
         default=0.5,
@@ -67,8 +68,8 @@ class LedgerConfig(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Largest fraction of draws that go back to prompts whose latest group was kept, the longest ago "
-        "first and rather those with a pass rate near one half, instead of on in the data.",
+        description="Largest fraction of draws that revisit prompts whose latest group was kept, instead of taking the "
+        "next ones in the data; the oldest first, and more likely those with a pass rate near one half.",
     )
     lookahead: int = Field(
         default=1,
@@ -81,7 +82,7 @@ class LedgerConfig(Section):
     correct: bool = Field(
         default=False,
         description="Weight each group by the inverse of its prompt's chance to be drawn, so that the expected "
-        "gradient is that without the ledger. Not with revisit or lookahead.",
+        "gradient is the same as without the ledger. Not with revisit or lookahead.",
     )
 
 
@@ -138,7 +139,7 @@ class AlgorithmConfig(Section):
         description="path/to/file.py:function from a group's rewards to advantages; default: (R - mean) / std.",
     )
     adv_norm: Literal["std", "none"] = Field(
-        default="std", description="Divide advantages by the group's standard deviation."
+        default="std", description="std: divide advantages by the group's standard deviation; none: do not (Dr. GRPO)."
     )
     clip_ratio_low: float = Field(
         default=0.2, ge=0, le=1, description="Lower clip: the ratio stays above 1 - this; 1: no lower clip."
@@ -161,7 +162,8 @@ class AlgorithmConfig(Section):
         default=1,
         ge=0,
         le=10**6,
-        description="Steps a surplus group may wait for its batch; 0 drops surplus groups, as published.",
+        description="Steps that kept groups beyond the batch may wait to be trained on; 0 drops them, as published. In "
+        "flight: largest age of a token that is trained on, in steps.",
     )
     importance_correction: Literal[
         "auto", "none", "token-truncated", "token-masked", "sequence-truncated", "sequence-masked"
@@ -247,7 +249,7 @@ class RunConfig(Section):
         gt=0,
         le=MOST_STEPS,
         description="Passes over the training questions, in place of run.steps. The run ends after the step that "
-        "completes them. Each prompt counts when it is drawn, also if its group is dropped or the ledger skips it.",
+        "completes them. Each prompt counts when it is drawn, even if its group is dropped or the ledger skips it.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="The seed of all randomness.", json_schema_extra=FIXED)
     save_every: int = Field(
@@ -261,14 +263,14 @@ class RunConfig(Section):
     )
     trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], FromList] = Field(
         default=(),
-        description="Trackers that get the metrics, too; nothing leaves the machine unless their own settings say so.",
+        description="Trackers that also get the metrics; nothing leaves the machine unless their own settings say so.",
     )
     show_samples: int = Field(
         default=0,
         ge=0,
         le=100,
-        description="Responses to print per step, with question, score and verdict; the first two are one of the best "
-        "and one of the worst.",
+        description="Responses to print per step, with question, score and verdict; the first is one of the best, the "
+        "second one of the worst.",
     )
 
     @model_validator(mode="before")

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def question_key(messages: Iterable[Mapping[str, str]]) -> bytes:
-    """Return a key that ignores white space and Unicode compatibility forms (NFKC)."""
+    """Return a key that ignores whitespace and Unicode compatibility forms (NFKC)."""
     return _hash("\n".join(message["content"] for message in messages))
 
 

@@ -48,8 +48,8 @@ def encode(
 
 
 def _ends_with(tokens: Sequence[int], tag: str, tokenizer: Any) -> bool:
-    """Return whether the text of the tokens ends with the tag, apart from white space."""
-    tail = tokens[-len(tag.encode()) - 32 :]  # a token may be as little as a byte, and white space takes some more
+    """Return whether the text of the tokens ends with the tag, apart from whitespace."""
+    tail = tokens[-len(tag.encode()) - 32 :]  # a token may be as little as a byte, and whitespace takes some more
     return tokenizer.decode(tail).rstrip().endswith(tag)
 
 

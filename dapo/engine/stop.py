@@ -15,7 +15,7 @@ from dapo.model.tokens import token_bytes
 
 
 class StopStrings:
-    """Finds the token that completes one of the texts."""
+    """Finds the token that completes one of the strings."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         self.token_bytes = [*token_bytes(tokenizer), b""]  # the last entry is for ids beyond the vocabulary
@@ -28,18 +28,18 @@ class StopStrings:
         )
 
     def candidates(self, tokens: np.ndarray) -> np.ndarray:
-        """Return which tokens can complete a text after suitable other tokens."""
+        """Return which tokens can complete a string after suitable other tokens."""
         return self.may_end[np.minimum(tokens, len(self.may_end) - 1)]
 
     def length(self, tokens: Sequence[int] | np.ndarray, start: int = 0) -> int | None:
-        """Return the length at which the response ends, if one of its tokens from `start` on completes a text."""
+        """Return the length at which the response ends, if one of its tokens from `start` on completes a string."""
         for index in np.flatnonzero(self.candidates(np.asarray(tokens[start:], dtype=np.int64))):
             if self._is_complete(tokens, start + int(index)):
                 return start + int(index) + 1
         return None
 
     def _is_complete(self, tokens: Sequence[int] | np.ndarray, index: int) -> bool:
-        """Return whether a text ends in the token at `index`."""
+        """Return whether a string ends in the token at `index`."""
         tail = self._bytes(tokens[index])
         wanted = len(tail) + self.longest - 1
         while len(tail) < wanted and index > 0:

@@ -82,7 +82,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         rows = [EvalRow(result.subject.label, result.report.metrics, result.seconds) for result in results]
         console.print(
             models_table(
-                f"{name}: {problems} problem{'s' * (problems != 1)} x {k} sample{'s' * (k != 1)}", rows, console.width
+                f"{name}: {problems} question{'s' * (problems != 1)} x {k} sample{'s' * (k != 1)}", rows, console.width
             )
         )
         if len(results) > 1:

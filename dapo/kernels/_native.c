@@ -368,6 +368,12 @@ typedef struct {
     int64_t token_stride, head_stride;
 } Source;
 
+// Load 32 numbers from place 32 * i of a head, or the last 16 of a head of an odd multiple of 16, followed by zeros.
+static inline __attribute__((always_inline)) __m512bh load_pairs(const bf16 *head, int i, const int dim) {
+    if (32 * i + 32 <= dim) return (__m512bh)_mm512_loadu_si512(head + 32 * i);
+    return (__m512bh)_mm512_maskz_loadu_epi16(0xffff, head + 32 * i);
+}
+
 // scores[g, t] = query[g] . keys[t]
 static inline __attribute__((always_inline)) void score(
     const bf16 *query, const bf16 *keys, int64_t stride, int64_t count, float *scores, int64_t width, int64_t groups,
@@ -375,11 +381,11 @@ static inline __attribute__((always_inline)) void score(
 ) {
     for (int64_t g = 0; g < groups; g++) {
         __m512bh q[8];
-        for (int i = 0; i < dim / 32; i++) q[i] = (__m512bh)_mm512_loadu_si512(query + g * dim + 32 * i);
+        for (int i = 0; 32 * i < dim; i++) q[i] = load_pairs(query + g * dim, i, dim);
         for (int64_t t = 0; t < count; t++) {
             __m512 sum = _mm512_setzero_ps();
-            for (int i = 0; i < dim / 32; i++)
-                sum = _mm512_dpbf16_ps(sum, q[i], (__m512bh)_mm512_loadu_si512(keys + t * stride + 32 * i));
+            for (int i = 0; 32 * i < dim; i++)
+                sum = _mm512_dpbf16_ps(sum, q[i], load_pairs(keys + t * stride, i, dim));
             scores[g * width + t] = _mm512_reduce_add_ps(sum);
         }
     }
@@ -436,7 +442,7 @@ static inline __attribute__((always_inline)) void attend(
 
 #define ATTEND(size)                                                                             \
     case size: {                                                                                 \
-        _Static_assert(size % 32 == 0 && size <= 256, "`attend` has registers for 256 numbers"); \
+        _Static_assert(size % 16 == 0 && size <= 256, "`attend` has registers for 256 numbers"); \
         attend(q, sources, t, head, scale, groups, scores, result, size);                        \
         break;                                                                                   \
     }

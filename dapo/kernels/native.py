@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("_native.c")
 INSTRUCTIONS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
-HEAD_SIZES = (32, 64, 96, 128, 256)  # multiples of 32, up to 256
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 256)  # multiples of 16, up to 256
 # OpenMP is not linked: its functions are found in the library that PyTorch has loaded, so both use the same threads.
 _COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
 _LIBRARY, _DIGEST = "native.so", "digest"  # files of a folder in the cache

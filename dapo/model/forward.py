@@ -62,9 +62,22 @@ def has_native_attention(causal_lm: Any) -> bool:
 def is_faster_in_bfloat16(causal_lm: Any) -> bool:
     """Return whether this float32 model on a CPU could use the kernels in C, which need bfloat16."""
     weight = head_weight(causal_lm)
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not can_fuse(causal_lm):
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
         return False
-    return native.missing() is None and head_size(causal_lm.config.get_text_config()) in native.HEAD_SIZES
+    return native.missing() is None and _without_kernels(causal_lm) is None
+
+
+def bfloat16_obstacle(causal_lm: Any) -> str | None:
+    """Return why the kernels in C do not compute all of this bfloat16 model on a CPU, or None if they do."""
+    return native.obstacle() or _without_kernels(causal_lm)
+
+
+def _without_kernels(causal_lm: Any) -> str | None:
+    """Return which part of the model has no kernel in C on any machine, or None."""
+    if not can_fuse(causal_lm):
+        return f"there are none for all of {type(causal_lm).__name__}, as it is configured"
+    size = head_size(causal_lm.config.get_text_config())
+    return None if size in native.HEAD_SIZES else f"there is none for attention heads of size {size}"
 
 
 def free_memory(device: torch.device) -> int:

@@ -33,7 +33,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
     else:
         raise ModelError(
             "rollout.stop: the model's tokenizer is neither a byte-level nor a SentencePiece one, so its tokens cannot "
-            "be compared with a text; leave rollout.stop out"
+            "be compared with a string; leave rollout.stop out"
         )
     vocabulary = tokenizer.get_vocab()
     found = [b""] * (max(vocabulary.values(), default=-1) + 1)

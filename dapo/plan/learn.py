@@ -99,7 +99,7 @@ def device_seconds(learner: Learner, operations: float, tokens: float) -> float:
 
 
 def _load(shape: Shape, work: Workload, responses: float, prompts: float) -> tuple[float, float]:
-    """Return the FLOPs and tokens of so many average responses and computed prompts."""
+    """Return the FLOPs and tokens of these numbers of average responses and computed prompts."""
     mean, square, prompt = work.lengths.mean, work.lengths.mean_square, work.prompt
     # Attention pairs: causal within a response, each response token with the whole prompt, causal within a prompt.
     pairs = responses * (square / 2 + prompt * mean) + prompts * prompt**2 / 2
@@ -108,7 +108,7 @@ def _load(shape: Shape, work: Workload, responses: float, prompts: float) -> tup
 
 
 def _longest_load(shape: Shape, work: Workload, responses: float) -> tuple[float, float]:
-    """Return the FLOPs and tokens of the longest of so many responses, with its prompt."""
+    """Return the FLOPs and tokens of the longest of this number of responses, with its prompt."""
     length = work.lengths.longest_of(responses)
     tokens = work.prompt + length
     return training_operations(shape, tokens, length, tokens**2 / 2), tokens

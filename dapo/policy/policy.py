@@ -20,10 +20,16 @@ from dapo.checkpoint import weights as files
 from dapo.config import Config
 from dapo.config.functions import CustomParts
 from dapo.errors import ModelError
-from dapo.kernels import native
 from dapo.model.attention import AttentionPlan
 from dapo.model.features import prompt_features
-from dapo.model.forward import free_memory, head_weight, hidden_states, is_faster_in_bfloat16, packed_plan
+from dapo.model.forward import (
+    bfloat16_obstacle,
+    free_memory,
+    head_weight,
+    hidden_states,
+    is_faster_in_bfloat16,
+    packed_plan,
+)
 from dapo.model.joined import merge, separate_bases
 from dapo.model.lora import causal_lm, merged, reference_mode
 from dapo.model.meter import peak_flops, training_flops
@@ -124,7 +130,7 @@ class Policy:
             return [(EventKind.PLAN, self._memory_plan(cache_bytes))]
         if is_faster_in_bfloat16(self.causal_lm):
             return [(EventKind.PLAN, FASTER)]
-        if self.weight.dtype == torch.bfloat16 and (reason := native.obstacle()) is not None:
+        if self.weight.dtype == torch.bfloat16 and (reason := bfloat16_obstacle(self.causal_lm)) is not None:
             return [(EventKind.KERNELS, WITHOUT_KERNELS.format(reason))]
         return []
 

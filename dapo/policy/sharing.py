@@ -82,7 +82,7 @@ def by_prompt(items: Iterable[Item]) -> list[list[Item]]:
 
 
 def divide(prompt: int, responses: Sequence[np.ndarray]) -> list[tuple[int, list[int]]]:
-    """Divide responses to a prompt of so many tokens into parts that compute the fewest tokens.
+    """Divide responses to a prompt of `prompt` tokens into parts that compute the fewest tokens.
 
     Return for each part how many tokens at their beginning its responses share, and the responses. A part computes the
     prompt, the shared tokens, and the rest of each of its responses.
@@ -110,10 +110,10 @@ def divide(prompt: int, responses: Sequence[np.ndarray]) -> list[tuple[int, list
 class _Node:
     """A node of the tree of token sequences: a response, or a prefix of several, `depth` tokens from the beginning.
 
-    To compute a prefix costs `depth` tokens, and spares each response that continues it so many. A response continues
+    Computing a prefix costs `depth` tokens, and saves as many for each response that continues it. A response continues
     the deepest prefix above it that is computed. So what is best below a node depends only on the depth d of the one
     that is computed above it (0: none). It saves the sum over `steps` (from, count) of count * max(0, d - from),
-    compared with d = 0: beyond that depth, so many more responses continue the prefix above. The node's own prefix is
+    compared with d = 0: beyond depth `from`, `count` more responses continue the prefix above. The node's own prefix is
     computed if d < `until`.
     """
 
@@ -148,7 +148,7 @@ def _reaching(steps: list[tuple[float, int]], total: float) -> tuple[float, int,
 
 
 def _tree(leaves: list[_Node], common: list[int]) -> _Node:
-    """Return the root of the solved tree of sorted leaves. Neighbors share so many tokens, prompt included."""
+    """Return the root of the solved tree of sorted leaves. Neighbors share `common` tokens, prompt included."""
     path: list[_Node] = []  # from the root to the last prefix, not solved yet
     for leaf, depth in zip(leaves, [*common, 0], strict=True):
         leaf.solve()

@@ -161,7 +161,7 @@ def find_program(text: str) -> str | None:
 
 
 def is_same_output(output: str, expected: str) -> bool:
-    """Compare line by line, ignoring white space at the ends of lines and empty lines at the end."""
+    """Compare line by line, ignoring whitespace at the ends of lines and empty lines at the end."""
     lines, expected_lines = (
         [line.rstrip() for line in text.rstrip().replace("\r\n", "\n").split("\n")] for text in (output, expected)
     )

@@ -27,8 +27,8 @@ RULES = ("math", "math_dapo", "exact", "integer", "choice", "regex", "gym", "cod
 def make_rule(name: str, options: RewardConfig) -> Rule:
     """Return the named rule as `reward(completion, answer, **row)` with its options bound.
 
-    A response without an answer is wrong, also one whose thought does not end. A gold answer that the rule cannot read
-    raises ValueError: the response is unjudged.
+    A response without an answer is wrong, and so is one whose thought does not end. A gold answer that the rule cannot
+    read raises ValueError: the response is unjudged.
     """
     return _OnReply(_rule(name, options), options.think_tags)
 
@@ -103,7 +103,7 @@ def can_read_gold(name: str, answer: Any, options: RewardConfig) -> bool:
 
 
 def _exact_reward(completion: str, answer: Any, policies: Sequence[Extraction]) -> dict[str, Any]:
-    """Compare as text, ignoring surrounding white space."""
+    """Compare as text, ignoring surrounding whitespace."""
     gold = _read_text_gold(answer)
     found = extract(completion, policies)
     return _outcome(found is not None and found.strip() == gold, found)
@@ -183,7 +183,7 @@ def _read_choice(text: str) -> str | None:
 
 def _read_text_gold(answer: Any) -> str:
     if answer is None or isinstance(answer, list | dict | tuple) or not str(answer).strip():
-        raise ValueError(f"the gold answer is {answer!r}; expected a text or a number")
+        raise ValueError(f"the gold answer is {answer!r}; expected text or a number")
     return str(answer).strip()
 
 

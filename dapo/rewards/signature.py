@@ -125,7 +125,7 @@ class Kind:
 
 
 def kind_of(function: Callable[..., Any], signature: Signature, *, is_rule: bool = False) -> Kind:
-    """Describe a function. A rule ignores the columns that it does not name, also where it takes `**row`."""
+    """Describe a function. A rule ignores the columns that it does not name, even if it takes `**row`."""
     convention = signature.convention
     names = sorted({*signature.names, *getattr(function, "columns", ())})
     if not convention.takes_columns:

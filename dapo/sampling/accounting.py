@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapo.rewards.thought import REPLY_START
-from dapo.types import METRIC, TERM, Ending, Event, Group, Score, Verdict
+from dapo.types import FLAT, METRIC, TERM, Ending, Event, Group, Score, Verdict
 
 MAX_COMPONENTS = 50  # metrics about components of scores, per step
 
@@ -131,9 +131,9 @@ def mean_histogram(groups: Iterable[Group]) -> str:
 
 
 def differing_scores(dropped: Iterable[Group]) -> str:
-    """Return a sentence about groups that were dropped for equal acc although their scores differ; empty if none."""
-    by_acc = [group for group in dropped if group.verdict in (Verdict.ALL_RIGHT, Verdict.ALL_WRONG)]
-    count = sum(len({score.value for score in group.scores if score.judged}) > 1 for group in by_acc)
+    """Return a sentence about groups that the filter dropped although their scores differ; empty if there are none."""
+    flat = [group for group in dropped if group.verdict in FLAT]
+    count = sum(len({score.value for score in group.scores if score.judged}) > 1 for group in flat)
     if not count:
         return ""
     return f"; {count} of the dropped groups differ in score: set algorithm.filter_groups.metric to score to keep them"

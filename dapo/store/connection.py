@@ -125,7 +125,7 @@ def close(connection: Connection) -> None:
 
 
 def open_for_reading(path: Path, seconds: float | None = None) -> Connection:
-    """Open a run's database, also while a run writes to it; create no files and change nothing."""
+    """Open a run's database, even while a run writes to it; create no files and change nothing."""
     for _ in range(_ATTEMPTS - 1):
         with suppress(DatabaseChanged):
             return _open_once(path, seconds)

@@ -25,7 +25,7 @@ _ROW_BYTES = 400  # per response: its row, the row of its tokens, and their entr
 
 
 def response_bytes(tokens: int, *, has_tokens: bool, is_trained: bool) -> int:
-    """Estimate the bytes that a response of so many tokens takes in the database."""
+    """Estimate the bytes that a response of this many tokens takes in the database."""
     # Token ids and the sampler's log-probabilities; of trained ones also the policy's log-probabilities and entropies.
     values = (4 if is_trained else 2) if has_tokens else 0
     return _ROW_BYTES + tokens * (_TEXT_BYTES + 4 * values)

@@ -34,7 +34,7 @@ class RunReader:
 
     @classmethod
     def open_readonly(cls, path: str | Path) -> Self:
-        """Open for reading, also while the run is training."""
+        """Open for reading, even while the run is training."""
         return cls(open_for_reading(Path(path)))
 
     def close(self) -> None:

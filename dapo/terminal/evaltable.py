@@ -43,7 +43,7 @@ class DifferenceRow:
     @property
     def verdict(self) -> str:
         if math.isnan(self.low):
-            return "too few problems in common"
+            return "too few questions in common"
         return "better" if self.low > 0 else "worse" if self.high < 0 else "no difference shown"
 
 
@@ -126,10 +126,10 @@ def with_sign(row: DifferenceRow) -> str:
 
 
 def differences_table(first: str, rows: Sequence[DifferenceRow]) -> Table:
-    table = _table(f"difference from {first}, over the problems judged for both")
+    table = _table(f"difference from {first}, over the questions judged for both")
     table.add_column("metric")
     table.add_column(escape("difference [95 %]"), justify="right", no_wrap=True)
-    table.add_column("problems", justify="right")
+    table.add_column("questions", justify="right")
     table.add_column("")
     for row in rows:
         cells = (escape(row.model), heading(row.figure), escape(with_sign(row)), str(row.problems))

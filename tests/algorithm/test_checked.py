@@ -38,6 +38,8 @@ def sentence(check, function, *arguments):
         (lambda rewards: rewards.mean(), r"returned shape \[\] for 4 rewards"),
         (lambda rewards: None, r"returned shape \[\] for 4 rewards"),
         (lambda rewards: "no", "returned a str; expected one number per reward"),
+        (lambda rewards: [10**400] * len(rewards), "returned a list; expected one number per reward"),
+        (lambda rewards: torch.tensor(rewards, requires_grad=True), "returned a Tensor; expected one number per"),
         (lambda rewards: rewards / 0, "returned .*(nan|inf).* for the rewards"),
         (lambda rewards: rewards.missing, r"raised AttributeError: .* \(test_checked.py:\d+\)"),
         (lambda rewards, more: rewards, "raised TypeError: .*missing 1 required positional argument: 'more'$"),
@@ -65,6 +67,12 @@ def test_an_advantage_cannot_change_the_rewards():
         (lambda new, *_: 3.0, "returned the loss as a float"),
         (lambda new, *_: None, "returned the loss as None"),
         (lambda new, *_: new.detach(), "returned a loss that does not depend on the log-probabilities"),
+        (
+            lambda new, *_: torch.ones(5, requires_grad=True) * 2,
+            "returned a loss that does not depend on the log-probabilities",
+        ),
+        (lambda new, *_: new * 1j, "returned a loss that has no gradient: "),
+        (lambda new, *_: (new, {1: new}), "returned a metric named 1; expected names that are text"),
         (lambda new, *_: (new, [1]), "returned a tuple; expected the loss, or the loss and a dictionary of metrics"),
         (lambda new, *_: (new, {"x": 1}), "returned x as a int; expected one value per token"),
         (lambda new, *_: new * float("nan"), "returned a loss that is not finite for finite arguments"),
@@ -86,6 +94,19 @@ def test_a_user_s_loss_gets_what_a_built_in_one_gets():
     assert torch.equal(found[0], expected[0])
     assert [*found[1]] == ["loss/ratio"]
     assert torch.equal(found[1]["loss/ratio"], expected[1]["ratio"])
+
+
+def test_a_loss_cannot_change_the_tensors_of_the_batch():
+    def spoil(new, old, advantages, responses, _):
+        return (new - old.clamp_(min=-1.0)).exp() * advantages.neg_() * responses.sub_(1)
+
+    new = torch.tensor([-1.5, -2.0, -0.2], requires_grad=True)
+    old = new.detach()  # as with an importance correction, where they share their memory
+    advantages, responses = torch.tensor([1.0, 1.0, -1.0]), torch.tensor([1, 1, 2])
+    checked_loss(spoil, LossConfig()).function(new, old, advantages, responses, LossConfig())
+    assert new.tolist() == pytest.approx([-1.5, -2.0, -0.2])
+    assert advantages.tolist() == [1.0, 1.0, -1.0]
+    assert responses.tolist() == [1, 1, 2]
 
 
 def test_arguments_that_are_not_finite_are_not_the_user_s_fault():
@@ -131,6 +152,8 @@ def test_a_filter_may_keep_drop_for_a_reason_of_its_own_or_call_a_group_flat(ver
     [
         (None, "returned None for a response of 1 tokens with reward 1.0; expected a finite number"),
         (float("nan"), "returned nan for"),
+        (float("-inf"), "returned -inf for"),
+        pytest.param(10**400, "returned a int for", id="huge"),
         ("1", "returned a str for"),
     ],
 )

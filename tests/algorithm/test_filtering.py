@@ -27,6 +27,11 @@ def test_accuracy_is_the_default_metric_where_every_judged_score_has_it():
     assert verdict([1.0, 0.5], accs=[True, None]) == "kept"  # not all have it: the score decides
 
 
+def test_responses_that_are_equally_right_in_part_are_neither_all_right_nor_all_wrong():
+    assert verdict([1.0, 0.5], accs=[0.5, 0.5]) == "no_variance"
+    assert verdict([1.0, 0.5], accs=[0.5, 1.0]) == "kept"
+
+
 def test_the_filter_compares_exactly_and_not_by_floating_point_std():
     assert verdict([0.1] * 10) == "no_variance"
     assert verdict([0.3, 0.1 + 0.2]) == "kept"  # these differ in the last bit

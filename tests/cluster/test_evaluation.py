@@ -107,7 +107,7 @@ def test_the_command_joins_the_cluster_of_its_address(run, cluster, tmp_path):
         cwd=ROOT, env=environment | {"RAY_ADDRESS": cluster.address}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "questions: 6 problems x 3 samples" in done.stdout
+    assert "questions: 6 questions x 3 samples" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,22 @@ def test_recorded_log_probabilities_are_those_of_plain_transformers(engine_for, 
         np.testing.assert_allclose(rollout.logprobs, expected.numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen2, tiny_qwen3])
-@pytest.mark.parametrize("way", [pytest.param("native", marks=needs_native), "torch"])
-def test_in_bfloat16_on_a_cpu_sampler_and_trainer_agree_and_sampling_is_repeatable(build, way, monkeypatch):
+@pytest.mark.parametrize(
+    ("build", "size", "way"),
+    [
+        *((build, 32, "torch") for build in (tiny_llama, tiny_qwen2, tiny_qwen3)),
+        *(
+            pytest.param(build, size, "native", marks=needs_native)
+            for build, size in zip(
+                (tiny_llama, tiny_qwen2, tiny_qwen3, tiny_mistral, tiny_smollm3), (32, 64, 128, 80, 112), strict=True
+            )
+        ),
+    ],
+)
+def test_in_bfloat16_on_a_cpu_sampler_and_trainer_agree_and_sampling_is_repeatable(build, size, way, monkeypatch):
     if way == "torch":
         monkeypatch.setattr(native, "library", lambda: None)
-    model = build(hidden_size=128, head_dim=32).bfloat16()
+    model = build(hidden_size=128, head_dim=size).bfloat16()
     model.set_attn_implementation(ATTENTION_NAME)
     questions = prompts(4, seed=1)
     requests = [Request(i, p, 8, SamplingParams(max_tokens=12)) for i, p in enumerate(questions)]

@@ -175,7 +175,7 @@ def test_all_models_get_the_same_questions_and_every_sample_is_stored(run, quest
     print_comparison(console, found)
     text = console.file.getvalue()
     for expected in (
-        "questions: 6 problems x 4 samples",
+        "questions: 6 questions x 4 samples",
         "difference from run@1",
         "points",
         "no difference shown",

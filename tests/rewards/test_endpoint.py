@@ -334,7 +334,7 @@ TOKEN = "tok-3f9c1b7e5a"
 
 
 def test_the_token_is_sent_and_masked_where_the_endpoint_echoes_it(monkeypatch):
-    monkeypatch.setenv("DAPO_REWARD_TOKEN", f" {TOKEN}\n")  # white space around it, as from a file
+    monkeypatch.setenv("DAPO_REWARD_TOKEN", f" {TOKEN}\n")  # whitespace around it, as from a file
     seen = []
 
     def answer(handler, _):

@@ -254,9 +254,10 @@ def test_on_exhausted_train_partial_trains_on_the_kept_groups_and_records_an_eve
     assert "2 rounds gave 1 of 4 groups" in event.message
 
 
-def test_groups_dropped_for_equal_acc_although_their_scores_differ_are_named_in_the_event():
+@pytest.mark.parametrize("acc", [False, 0.5, True])
+def test_groups_dropped_for_equal_acc_although_their_scores_differ_are_named_in_the_event(acc):
     def judge(prompt, rollout):
-        return Score(rollout.index * float(rollout.serial % 2), acc=False)
+        return Score(rollout.index * float(rollout.serial % 2), acc=acc)
 
     limit = "algorithm.filter_groups.max_num_gen_batches=1"
     (event,) = sampler_for(judge, limit).fill(1, version=0).events

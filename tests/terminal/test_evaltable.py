@@ -74,13 +74,13 @@ def test_a_difference_counts_only_if_its_interval_excludes_zero():
     assert verdict(-0.2, -0.01) == "worse"
     assert verdict(-0.01, 0.2) == "no difference shown"
     assert verdict(0.0, 0.0) == "no difference shown"
-    assert verdict(NAN, NAN) == "too few problems in common"
+    assert verdict(NAN, NAN) == "too few questions in common"
 
 
 def test_differences_of_rates_are_in_percentage_points_and_those_of_rewards_are_not_scaled():
     rows = [DifferenceRow("m", "avg@4", 0.125, 0.05, 0.2, 30), DifferenceRow("m", "reward/mean", -0.5, -1.0, 0.5, 30)]
     text = shown(differences_table("base", rows))
-    assert "difference from base, over the problems judged for both" in text
+    assert "difference from base, over the questions judged for both" in text
     assert "+12.5 points [+5.0, +20.0]" in text
     assert "-0.500 [-1.000, +0.500]" in text
     assert [line.split()[-1] for line in text.splitlines() if "points" in line] == ["better"]

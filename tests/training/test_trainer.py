@@ -140,6 +140,18 @@ def test_a_run_in_bfloat16_without_the_kernels_says_that_it_is_less_exact(tmp_pa
     assert len(said) == 1 and "without the kernels in C: the C compiler cc was not found. " in said[0]
 
 
+@pytest.mark.parametrize(("shape", "is_said"), [({"head_dim": 8}, True), ({"head_dim": 32}, False)])
+@needs_native
+def test_a_run_in_bfloat16_says_where_the_kernels_do_not_compute_the_whole_model(tmp_path, shape, is_said):
+    save_tiny(tmp_path / "model", **shape)
+    config = runs.load(tmp_path, "run.steps=1", "model.dtype=bfloat16", "algorithm.max_logprob_gap=1.0")
+    train(config)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        said = [event["message"] for event in database.events() if event["kind"] == "kernels"]
+    assert len(said) == is_said
+    assert all("kernels in C: there is none for attention heads of size 8. " in message for message in said)
+
+
 def test_a_lora_run_resumes_bit_for_bit_too(tmp_path):
     lora = {"rank": 4, "alpha": 8.0}
     whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", model={"lora": lora})

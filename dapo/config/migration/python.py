@@ -107,8 +107,8 @@ class PythonFile:
         if node.id in self.assigned:
             return self.values[node.id]
         note = (
-            f"reward.use points at {self.source}: dapo imports that file to load the function, so what stands at its "
-            "top level runs; move the function into a file of its own"
+            f"reward.use points at {self.source}: dapo imports that file to load the function, so its top-level "
+            "code runs; move the function into a file of its own"
         )
         if note not in self.notes:
             self.notes.append(note)

@@ -1,4 +1,4 @@
-"""The tables of verl's and TRL's options, and the answer to somebody who uses such a name in a recipe."""
+"""The tables of verl's and TRL's options, and the error message for a recipe that uses one of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Row:
         return [_scalar(text) for text in self.conversion.removeprefix("off ").split(", ")]
 
     def answer(self) -> str:
-        """Return the answer to somebody who has used the name in a recipe: our option, and what differs."""
+        """Return the error message for a recipe that uses this name: our option, and what differs."""
         place = f"in dapo it is '{self.ours}'" if self.ours else "dapo has no such option"
         return f"{place}: {self.plain_note}"
 

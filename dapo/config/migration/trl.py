@@ -215,6 +215,11 @@ def _kl_correction(value: Any, theirs: Theirs) -> Any:
     return SKIP
 
 
+def _weight_decay(value: Any, theirs: Theirs) -> Any:
+    is_other = value and not theirs["use_peft"]  # adapters have neither biases nor norms
+    return Written(value, "biases and norms decay, too; in TRL they do not") if is_other else value
+
+
 def _optimizer(value: Any, theirs: Theirs) -> Any:
     if value not in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla"):
         raise NoCounterpart
@@ -289,6 +294,7 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "warmup": _warmup,
     "warmup_ratio": _warmup,
     "betas": lambda value, theirs: [value, theirs["adam_beta2"]],
+    "weight_decay": _weight_decay,
     "optimizer": _optimizer,
     "recompute": lambda value, theirs: "auto" if value else "never",
     "output_dir": lambda value, theirs: SKIP if theirs.get("run_name") else run_name(value, theirs),

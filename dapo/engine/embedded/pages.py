@@ -16,7 +16,7 @@ _PROGRAMS = 132  # processors of a large GPU; with fewer programs than that, sev
 
 
 def pages_for(tokens: int) -> int:
-    """Return the number of pages that hold so many tokens."""
+    """Return the number of pages that hold this number of tokens."""
     return -(-tokens // PAGE)
 
 

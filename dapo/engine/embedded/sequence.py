@@ -96,7 +96,7 @@ class Decoder(Protocol):
         ...
 
     def start(self, newcomers: Sequence[Response]) -> list[Finished]:
-        """Add responses to the batch. Called after every `advance`, also without newcomers.
+        """Add responses to the batch. Called after every `advance`, even without newcomers.
 
         For an episode that goes on, compute those of its fixed tokens that are not in a kept cache.
         """

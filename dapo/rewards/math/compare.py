@@ -77,7 +77,7 @@ def math_reward(completion: str, answer: Any, policies: Sequence[Extraction] = P
 def read_gold(answer: Any) -> str:
     """Return the gold answer in its normal spelling. Raise ValueError if no response could match it."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise ValueError(f"the gold answer is {answer!r}; math expects a number or a text")
+        raise ValueError(f"the gold answer is {answer!r}; math expects a number or text")
     text = str(answer).rpartition("####")[2]  # a GSM8K row holds the whole solution; the answer follows this
     gold = _gold_spelling(text)
     if not gold or len(text) > MAX_LENGTH:

@@ -53,7 +53,7 @@ def math_dapo_reward(completion: str, answer: Any, **row: Any) -> dict[str, Any]
 
 def gold_text(answer: Any) -> str:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-        raise ValueError(f"the gold answer is {answer!r}; math_dapo expects a number or a text that is not empty")
+        raise ValueError(f"the gold answer is {answer!r}; math_dapo expects a number or text that is not empty")
     return str(answer)
 
 

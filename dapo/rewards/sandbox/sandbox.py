@@ -224,7 +224,7 @@ class Children:
         return child
 
     def attend(self, until: Sequence[int], max_output: int, wall: float) -> None:
-        """Pass data to and fro until the descriptors `until` have ended, or a limit is reached."""
+        """Pass data both ways until the descriptors `until` have ended, or a limit is reached."""
         deadline, waiting = time.monotonic() + wall, set(until)
         with selectors.DefaultSelector() as selector:
             for child in self.children:

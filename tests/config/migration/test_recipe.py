@@ -218,6 +218,12 @@ def test_a_comment_says_whether_a_value_is_a_default_or_comes_from_what_was_give
     assert comments["algorithm.clip_ratio_high"] == "TRL's default"
 
 
+def test_weight_decay_of_all_weights_is_a_difference_where_trl_leaves_some_out():
+    assert "biases and norms decay, too" in converted("trl", {"weight_decay": 0.1}).differing["weight_decay"]
+    for given in ({"weight_decay": 0.0}, {"weight_decay": 0.1, "use_peft": True}):
+        assert "weight_decay" not in converted("trl", given).differing
+
+
 def test_dropout_of_zero_is_no_difference():
     recipe = converted("verl", {f"{M}.override_config.attention_dropout": 0.0, "trainer.total_training_steps": 5})
     assert not recipe.missing
