@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -49,7 +49,10 @@ class PromptDrawer:
         self.uses_ledger, self.share = options.enable, options.revisit
         self.ledger = Ledger(options.explore, config.run.seed, options.lookahead)
         self.least_known = MIN_BATCHES * config.data.train_batch_size
-        self.known: deque[Prompt] = deque()  # prompts whose latest group was kept, longest ago first
+        # Prompts whose latest group was kept, by uid, longest ago first: those that may be visited, and the
+        # `least_known` latest (all of them if they are fewer), which may not.
+        self.known: OrderedDict[str, Prompt] = OrderedDict()
+        self.latest: OrderedDict[str, Prompt] = OrderedDict()
         self.drawn = self.revisited = 0  # prompts drawn so far, and how many of them were revisits
         self.skipped = 0  # prompts that the ledger did not admit, since `take_skipped`
 
@@ -75,8 +78,8 @@ class PromptDrawer:
             self.forecast.record(outlook.features_K, rate)
             if outlook.forecast is not None:
                 self.forecast_errors[group.prompt.uid] = rate - outlook.forecast
-        if self.share > 0 and group.kept:
-            self.known.append(group.prompt)
+        if self.share > 0:
+            self._remember(group)
 
     def take_skipped(self) -> int:
         skipped, self.skipped = self.skipped, 0
@@ -88,7 +91,7 @@ class PromptDrawer:
             data_digest=self.stream.digest,
             considered=self.ledger.considered,
             ledger=self.ledger.state(),
-            known=list(self.known),
+            known=[*self.known.values(), *self.latest.values()],
             drawn=self.drawn,
             revisited=self.revisited,
             forecast=self.forecast.state(),
@@ -98,23 +101,47 @@ class PromptDrawer:
     def restore(self, state: DrawerState) -> None:
         self.stream.restore(state.positions, state.data_digest)
         self.ledger.restore(state.ledger, state.considered)
-        self.known = deque(state.known)
+        self.known, self.latest = OrderedDict(), OrderedDict()
+        for prompt in state.known:
+            self.latest[prompt.uid] = prompt
+            self.latest.move_to_end(prompt.uid)  # earlier versions saved a prompt once for each of its kept groups
+        self._divide()
         self.drawn, self.revisited = state.drawn, state.revisited
         self.forecast = Forecast.of(state.forecast)
         self.forecast_errors = dict(state.forecast_errors)
         self.skipped = 0
 
+    def _remember(self, group: Group) -> None:
+        """Put the prompt of a kept group last, and forget one that became flat; its next kept group brings it back."""
+        uid, is_flat = group.prompt.uid, self.ledger.history(group.prompt.uid).flat_in_a_row > 0
+        if group.kept or is_flat:
+            self.known.pop(uid, None)
+            self.latest.pop(uid, None)
+        if group.kept and not is_flat:
+            self.latest[uid] = group.prompt
+        self._divide()
+
+    def _divide(self) -> None:
+        """Move prompts between `known` and `latest`, until the latter has `least_known` or all."""
+        while len(self.latest) > self.least_known:
+            uid, prompt = self.latest.popitem(last=False)
+            self.known[uid] = prompt
+        while self.known and len(self.latest) < self.least_known:
+            uid, prompt = self.known.popitem()
+            self.latest[uid] = prompt
+            self.latest.move_to_end(uid, last=False)
+
     def _revisit(self) -> Drawn | None:
         """Return a prompt to revisit, or None if no revisit is due or no prompt is worth one."""
         if self.revisited >= self.share * self.drawn:
             return None
-        for _ in range(len(self.known) - self.least_known):
-            prompt = self.known.popleft()
-            if self.ledger.is_worth_a_visit(prompt.uid):
+        for _ in range(len(self.known)):
+            uid, prompt = self.known.popitem(last=False)
+            if self.ledger.is_worth_a_visit(uid):
                 self.drawn += 1
                 self.revisited += 1
                 return Drawn(prompt)
-            self.known.insert(len(self.known) - self.least_known, prompt)  # in front of those visited too recently
+            self.known[uid] = prompt
         return None
 
     def _next(self, taken: Counter[str], missing: int, window: deque[_Ahead]) -> Drawn:

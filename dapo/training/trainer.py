@@ -200,9 +200,10 @@ class Trainer:
         report = StepReport(step, metrics, sampled.groups, update.token_stats, (*sampled.events, *notes))
         self.recorder.step(report)
         self.step, self.seconds = step, self.seconds + end - start
-        found_nothing = not sampled.batch and not self.sampler.carried
+        # Groups that `on_exhausted: skip` carries count in the step that found them.
+        found_nothing = not sampled.batch and not any(g.serial in sampled.fresh for g in self.sampler.carried)
         self.empty_in_a_row = self.empty_in_a_row + 1 if found_nothing else 0
-        verdicts = Counter(group.verdict for group in sampled.groups)
+        verdicts = Counter(group.verdict for group in sampled.groups if group.verdict != Verdict.CARRIED)
         self.empty_verdicts = self.empty_verdicts + verdicts if found_nothing else Counter()
         self.last_state = self.state()
         self._stop_if_pointless(sampled.stop or update.stop)

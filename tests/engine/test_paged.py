@@ -123,6 +123,25 @@ def test_the_prompt_of_preempted_responses_gives_its_pages_back():
     assert len(engine.decoder.store.free) == 7
 
 
+def test_a_prompt_whose_responses_all_wait_gives_its_pages_to_one_that_needs_them():
+    """The cache holds the longest sequence, but not next to another prompt whose responses wait."""
+    model = tiny_llama()
+    long = Request(0, prompt(2), 1, SamplingParams(max_tokens=4 * PAGE - 1))
+    short = Request(1, prompt(2 * PAGE + 1, seed=1), 2, SamplingParams(max_tokens=PAGE - 4))
+    roomy = drain(paged_engine(model, stop=()), long, short)
+    engine = paged_engine(model, stop=(), max_concurrent=2, max_length=4 * PAGE, pages=1 + 6)
+    expect_short(engine)
+    engine.submit([long, short])
+    first = engine.poll()
+    assert (len(first), len(engine.active), len(engine.waiting)) == (1, 1, 1)
+    assert engine.waiting[0].prompt.cached, "this test needs a prompt that is cached only for a waiting response"
+    tight = {(rollout.serial, rollout.index): rollout for rollout in [*first, *drain(engine).values()]}
+    assert tight.keys() == roomy.keys()
+    for key, rollout in roomy.items():
+        assert np.array_equal(tight[key].tokens, rollout.tokens)
+    assert len(engine.decoder.store.free) == 6
+
+
 def test_a_single_response_that_just_fits_is_decoded_to_its_end():
     model = tiny_llama()
     engine = paged_engine(model, stop=(), max_length=PAGE + 40, pages=1 + 3)

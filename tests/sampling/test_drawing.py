@@ -50,7 +50,7 @@ def test_a_share_of_the_draws_goes_back_to_kept_prompts_and_visits_are_far_apart
     assert len(pauses) == drawer.revisited
     assert drawer.revisited / drawer.drawn == pytest.approx(0.4, abs=0.01)
     assert min(pauses) >= MIN_BATCHES * BATCH
-    assert not any(prompt.answer % 9 in (0, 8) for prompt in drawer.known)  # none or all of 8 right: dropped
+    assert not any(prompt.answer % 9 in (0, 8) for prompt in drawer.state().known)  # none or all of 8 right: dropped
 
 
 def test_prompts_with_a_pass_rate_near_one_half_are_revisited_most():
@@ -76,6 +76,35 @@ def test_a_prompt_that_became_flat_is_not_visited_again():
     assert all(history.groups <= 2 for history in drawer.ledger.histories.values())
 
 
+@pytest.mark.parametrize("revisit", [0.25, 0.6])
+def test_over_many_epochs_each_prompt_is_known_once_and_its_visits_stay_far_apart(revisit):
+    """The stream repeats prompts, too, and a prompt may become flat and teach again."""
+    drawer, random = drawer_for(prompts=150, revisit=revisit), np.random.default_rng(0)
+    kept, latest, visits = 0, {}, 0
+    for _ in range(3000):
+        visits = drawer.revisited
+        (drawn,) = drawer.draw(1)
+        uid = drawn.prompt.uid
+        if drawer.revisited > visits:
+            assert kept - latest[uid] >= MIN_BATCHES * BATCH
+        group = outcome(drawn.prompt, right=int(random.choice([0, 2, 4, 8])))
+        drawer.record(group)
+        kept += group.kept
+        latest[uid] = kept if group.kept else latest.get(uid, 0)
+        known = [prompt.uid for prompt in drawer.state().known]
+        assert sorted(known) == sorted(u for u, h in drawer.ledger.histories.items() if h.flat_in_a_row == 0)
+    assert drawer.revisited > 100
+
+
+def test_a_checkpoint_that_holds_a_prompt_several_times_counts_its_latest_visit():
+    drawer = drawer_for(revisit=0.5)
+    prompts = [drawn.prompt for drawn in drawer.draw(MIN_BATCHES * BATCH + 1)]
+    drawer.restore(replace(drawer.state(), known=[prompts[0], *prompts]))
+    assert drawer.state().known == prompts
+    drawer.restore(replace(drawer.state(), known=[*prompts, prompts[0]]))
+    assert drawer.state().known == [*prompts[1:], prompts[0]]
+
+
 def test_without_right_and_wrong_every_kept_prompt_is_worth_a_visit():
     drawer = drawer_for(revisit=0.5)
     for _ in range(200):
@@ -91,7 +120,7 @@ def test_without_revisits_nothing_is_kept_for_them():
         (drawn,) = drawer.draw(1)
         prompt = drawn.prompt
         drawer.record(outcome(prompt, right=4))
-    assert (len(drawer.known), drawer.revisited) == (0, 0)
+    assert (len(drawer.state().known), drawer.revisited) == (0, 0)
 
 
 def test_the_weights_undo_what_the_ledger_does_to_the_mix_of_prompts():

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from random import random
 
@@ -418,6 +418,15 @@ def test_three_steps_without_anything_to_learn_are_saved_and_stop_the_run(tmp_pa
     assert checkpoint.read_state(config.run_dir / "checkpoints" / "step_3").step == 3
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
         assert [event["kind"] for event in database.events()][-1] == "stopped"
+
+
+def test_steps_that_only_carry_what_an_earlier_one_found_count_as_empty(tmp_path):
+    rule = "{on_exhausted: skip, min_batch_ratio: 1, max_num_gen_batches: 1}"
+    config = runs.load(tmp_path, f"algorithm.filter_groups={rule}", "run.steps=12")
+    calls = count()  # 24 responses per step: one group of the first step, and one of the third, teach something
+    with pytest.raises(NothingToLearn, match=r"3 steps in a row.*in each of them all responses were wrong"):
+        train(config, reward_funcs=lambda completion, answer: {"score": 0.0, "acc": next(calls) in (0, 48)})
+    assert [step["groups/carried"] for step in runs.metrics(config.run_dir)] == [1, 1, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ class PagedDecoder:
         rows = max_concurrent + 1  # with the padding row
         self.active: dict[Response, _Row] = {}
         self.parked: dict[Response, list[int]] = {}  # the pages of finished episodes
+        self.prompts: dict[SharedPrompt, None] = {}  # that have pages
         self.free_rows = list(range(rows - 1, PADDING_ROW, -1))
         self.preempted: list[Response] = []
         # The host's copy of what the device knows of each row. `status` is refreshed after every burst.
@@ -152,6 +153,7 @@ class PagedDecoder:
         prompts = [prompt for prompt in dict.fromkeys(r.prompt for r in newcomers) if prompt.cached is None]
         for prompt in prompts:
             prompt.cached = self._take(pages_for(prompt.length - 1))
+            self.prompts[prompt] = None
         self.prefill(prompts)
         for response in newcomers:
             pages = self.active[response].pages
@@ -253,6 +255,7 @@ class PagedDecoder:
     def free_prompt(self, prompt: SharedPrompt) -> None:
         self.store.give_back(prompt.cached or ())
         prompt.cached = None
+        self.prompts.pop(prompt, None)
 
     def take_preempted(self) -> list[Response]:
         preempted, self.preempted = self.preempted, []
@@ -304,9 +307,15 @@ class PagedDecoder:
         return OwnSpan(own[start : response.fixed], start, response.prompt.length - 1, pages)
 
     def _make_room(self, count: int) -> None:
-        """Let the episodes that finished last give up their pages, until `count` pages are free."""
+        """Let the episodes that finished last give up their pages, until `count` pages are free.
+
+        If that is too little, prompts give theirs up whose responses all wait.
+        """
         while count > len(self.store.free) and self.parked:
             self.unpark([next(reversed(self.parked))])
+        if count > len(self.store.free):
+            for prompt in [*self.prompts]:
+                self._free_unused_prompt(prompt)
 
     def _take(self, count: int) -> list[int]:
         self._make_room(count)
