@@ -137,8 +137,8 @@ def _status(database: RunReader) -> tuple[Status, str | None]:
 def early_end(database: RunReader, step: int) -> str | None:
     """Return why nothing was left to learn after `step`, or None if training did not end for that reason.
 
-    Such a run records why it stops and is then evaluated, so the same process also records that it finished or was
-    interrupted. After a failure the process records nothing more.
+    Such a run records why it stops, and at once that it is interrupted, because it is still to be evaluated. After a
+    failure the process records nothing more.
     """
     events = [event for event in database.endings() if event["step"] == step]
     for event, following in pairwise(events):

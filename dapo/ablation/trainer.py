@@ -55,6 +55,8 @@ class ArmTrainer(Trainer):
             super()._stop_if_pointless(stop)
         except NothingToLearn:
             self.early_end = self.step
+            # Now, so that a process killed in the evaluation leaves the mark that `early_end` reads.
+            self.recorder.event(EventKind.INTERRUPTED, f"after step {self.step}, before its evaluation")
 
     def _evaluate_first(self) -> None:
         if self.step == 0 and not self.recorder.evaluations(0) and (shared := self._shared_reports()):
