@@ -17,11 +17,12 @@ from dapo.ablation.session import recorded_base
 from dapo.ablation.task import Task
 from dapo.ablation.trainer import ArmTrainer, BudgetReporter
 from dapo.ablation.warnings import warnings
+from dapo.errors import RewardError
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Reporter
 from dapo.types import EventKind
 from tests.ablation.recipes import plan_of, write_recipe
-from tests.runs import Interrupts, eval_sets, metrics
+from tests.runs import REWARD, Interrupts, eval_sets, metrics
 from tests.training.test_faults import Losses
 
 
