@@ -303,6 +303,11 @@ class EvalReport:
     metrics: Mapping[str, float]
     samples: tuple[EvalSample, ...] = field(repr=False)
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether any response could be judged."""
+        return any(sample.score.judged for sample in self.samples)
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

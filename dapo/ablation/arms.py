@@ -258,12 +258,16 @@ def _check_names(own: Iterable[Arm]) -> None:
                 f"arm '{RECIPE}': this is the name of the unchanged recipe; give the arm with "
                 f"{arm.overrides[0].partition('=')[0]} another one"
             )
+        try:
+            length = len(arm.name.encode())
+        except UnicodeEncodeError:  # from the command line, where bytes that are not UTF-8 become half surrogates
+            raise ConfigError(f"arm {arm.name!a}: the name is not valid UTF-8; choose another name") from None
         if not arm.name or arm.name.startswith(".") or set(arm.name) & set("/\\\0"):
             raise ConfigError(
                 f"arm '{arm.name}': the name becomes that of a folder, so it cannot be empty, start with a dot or "
                 "contain a slash; choose another name"
             )
-        if (length := len(arm.name.encode())) > _LONGEST_NAME:
+        if length > _LONGEST_NAME:
             raise ConfigError(
                 f"arm '{arm.name[:40]}...': the name becomes that of a folder, but has {length} bytes; choose one of "
                 f"at most {_LONGEST_NAME}"

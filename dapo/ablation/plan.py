@@ -15,7 +15,7 @@ from dapo.config import Config
 from dapo.config.loading import Dumper, parse_yaml, read_text
 from dapo.errors import CheckpointError, ConfigError, NotReady
 from dapo.store.configuration import ABLATION_FILE, ABLATION_RUNS
-from dapo.system.files import write_text
+from dapo.system.files import draft, write_text
 
 _SEEDS = 2**63  # run.seed is below this
 _NO_LIMIT = 10**6  # run.steps of a run whose budget is in seconds or tokens
@@ -107,7 +107,7 @@ class Plan:
                 )
         elif resume:
             raise CheckpointError(f"{self.out}: there is no ablation to resume; leave out --resume to start one")
-        elif self.out.exists() and any(self.out.iterdir()):
+        elif self.out.exists() and any(path.name != draft(file).name for path in self.out.iterdir()):
             raise CheckpointError(f"{self.out}: holds something else, not an ablation; choose another --out")
 
     def obstacle(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Evaluation:
     seconds: float
     tokens: float
     values: Mapping[str, float]
+    unjudged: float = 0.0  # share of its responses
 
     @property
     def mean(self) -> float:
@@ -137,8 +139,8 @@ def _status(database: RunReader) -> tuple[Status, str | None]:
 def early_end(database: RunReader, step: int) -> str | None:
     """Return why nothing was left to learn after `step`, or None if training did not end for that reason.
 
-    Such a run records why it stops and is then evaluated, so the same process also records that it finished or was
-    interrupted. After a failure the process records nothing more.
+    Such a run records why it stops, and at once that it is interrupted, because it is still to be evaluated. After a
+    failure the process records nothing more.
     """
     events = [event for event in database.endings() if event["step"] == step]
     for event, following in pairwise(events):
@@ -152,20 +154,31 @@ def _evaluations(
 ) -> tuple[dict[str, str], dict[str, list[Evaluation]]]:
     spent = {name: np.cumsum([0.0, *(step.get(name, 0.0) for step in steps)]) for name in _AXES}
     numbers = [0, *(step["step"] for step in steps)]
-    metrics: dict[str, str] = {}
+    rows = list(database.evals())
+    metrics = _main_metrics(rows)
     found: dict[str, list[Evaluation]] = {}
-    for step in sorted({row["step"] for row in database.evals()} & set(numbers)):
+    for step in sorted({row["step"] for row in rows} & set(numbers)):
         place = numbers.index(step)
         for report in database.eval_reports(step):
-            metric = metrics.setdefault(report.name, headline(report.metrics)[0])
             k = max(Counter(sample.prompt.uid for sample in report.samples).values())
-            values = metrics_by_problem(report.samples, k).get(metric, {})
+            values = metrics_by_problem(report.samples, k).get(metrics[report.name], {})
             seconds, tokens = (float(spent[name][place]) for name in _AXES)
-            found.setdefault(report.name, []).append(Evaluation(step, seconds, tokens, values))
+            unjudged = float(np.mean([not sample.score.judged for sample in report.samples]))
+            found.setdefault(report.name, []).append(Evaluation(step, seconds, tokens, values, unjudged))
     return metrics, found
 
 
 _AXES = ("timing_s/step", "tokens/generated")
+
+
+def _main_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the main metric of each set: the one that all its evaluations have, apart from wholly unjudged ones."""
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        members = found.setdefault(row["name"], set())
+        if not math.isnan(row["metrics"].get("reward/mean", math.nan)):
+            members.add(headline(row["metrics"])[0])
+    return {name: members.pop() if len(members) == 1 else "reward/mean" for name, members in found.items()}
 
 
 def _training(steps: Sequence[Mapping[str, Any]]) -> Training:

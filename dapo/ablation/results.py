@@ -93,7 +93,8 @@ def compare(plan: Plan, runs: list[RunRecord], levels: Sequence[float] = ()) -> 
     sets = [found for name in names if (found := _compare_set(plan, name, done, levels))]
     by_arm = {arm.name: [run.training for run in done if run.arm == arm.name and run.training] for arm in plan.arms}
     trainings = {arm: _mean_training(members) for arm, members in by_arm.items() if members}
-    return Result(plan, runs, sets, trainings, [*_other_metrics(sets, done), *_notes(plan, trainings)])
+    notes = [*_other_metrics(sets, done), *_unjudged(sets, done), *_notes(plan, trainings)]
+    return Result(plan, runs, sets, trainings, notes)
 
 
 def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Sequence[float]) -> SetResult | None:
@@ -200,12 +201,13 @@ def values_at(evaluations: Sequence[Evaluation], axis: Where, at: float) -> Mapp
     last, first = evaluations[after], evaluations[max(after - 1, 0)]
     reach = amount(last, axis) - amount(first, axis)
     share = min((at - amount(first, axis)) / reach, 1.0) if reach > 0 else 1.0
-    common = first.values.keys() & last.values.keys()
     if share == 1.0:
-        return {key: last.values[key] for key in last.values if key in common}
+        return last.values
     # In this form equal values stay as they are: rounding must not make a difference between two arms.
     return {
-        key: first.values[key] + share * (last.values[key] - first.values[key]) for key in last.values if key in common
+        key: first.values[key] + share * (value - first.values[key])
+        for key, value in last.values.items()
+        if key in first.values
     }
 
 
@@ -227,6 +229,20 @@ def _other_metrics(sets: Sequence[SetResult], runs: Sequence[RunRecord]) -> Iter
         for other in sorted({run.metric.get(found.name, found.metric) for run in runs} - {found.metric}):
             names = [run.name for run in runs if run.metric.get(found.name) == other]
             yield f"{found.name}: {', '.join(names)} left out, with {other} in place of {found.metric}"
+
+
+def _unjudged(sets: Sequence[SetResult], runs: Sequence[RunRecord]) -> Iterator[str]:
+    """Yield a note for each set with the arms of whose last responses some could not be judged."""
+    for found in sets:
+        last = {run: evaluations[-1] for run in runs if (evaluations := run.evaluations.get(found.name))}
+        shares = {
+            arm.arm: _mean([each.unjudged for run, each in last.items() if run.arm == arm.arm]) for arm in found.arms
+        }
+        if parts := [f"{100 * share:.1f} % of {arm}" for arm, share in shares.items() if share > 0]:
+            yield (
+                f"{found.name}: responses that could not be judged are left out; in the last evaluations these were "
+                f"{', '.join(parts)}"
+            )
 
 
 def _notes(plan: Plan, trainings: Mapping[str, Training]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from dapo.errors import DapoError
 from dapo.store.configuration import CHECKPOINTS, DATABASE_FILE
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Verbosity
+from dapo.training.run_directory import is_locked
 from dapo.types import Event, EventKind
 
 
@@ -93,9 +94,9 @@ def recorded_base(run: PlannedRun, plan: Plan) -> Base | None:
 
 
 def _record_failure(folder: Path, failure: str) -> None:
-    """Add the failure to the run's events, unless the trainer has done so."""
+    """Add the failure to the run's events, unless the trainer has done so, or another process is training the run."""
     with suppress(DapoError, OSError):  # a run that failed before it began has no database
-        if not RunDatabase.exists(folder / DATABASE_FILE):
+        if is_locked(folder) or not RunDatabase.exists(folder / DATABASE_FILE):
             return
         with RunDatabase.open(folder / DATABASE_FILE) as database:
             # An attempt that resumed the run has recorded that, so an earlier failure is not the last event.

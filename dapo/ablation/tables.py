@@ -182,9 +182,18 @@ def explanation(result: Result) -> list[str]:
         lines.append("Finishing the responses in flight before an evaluation is not counted in the seconds.")
     for found in result.sets:
         asked = {(run.arm, frozenset(last.values)) for run in result.runs if run.status.is_done
-                 for last in run.evaluations.get(found.name, ())[-1:]}  # fmt: skip
+                 for last in run.evaluations.get(found.name, ())[-1:] if last.unjudged == 0}  # fmt: skip
         if len(asked) > len({arm for arm, _ in asked}):
             lines.append(f"{found.name}: the questions differ between seeds; {found.questions} counts all of them.")
+    for found in result.sets:
+        seeds = {arm.arm: set(arm.seeds) for arm in found.arms}
+        lines += [
+            f"{found.name}: {arm.arm} and {plan.reference} have no judged question in common, so they cannot be "
+            "compared."
+            for arm in found.arms
+            if (each := arm.differences.get("end")) and math.isnan(each.value)
+            and seeds[arm.arm] & seeds[plan.reference]
+        ]  # fmt: skip
     if len(plan.seeds) > 1:
         for found in result.sets:
             seeds = {arm.arm: set(arm.seeds) for arm in found.arms}

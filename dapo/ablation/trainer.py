@@ -55,6 +55,8 @@ class ArmTrainer(Trainer):
             super()._stop_if_pointless(stop)
         except NothingToLearn:
             self.early_end = self.step
+            # Now, so that a process killed in the evaluation leaves the mark that `early_end` reads.
+            self.recorder.event(EventKind.INTERRUPTED, f"after step {self.step}, before its evaluation")
 
     def _evaluate_first(self) -> None:
         if self.step == 0 and not self.recorder.evaluations(0) and (shared := self._shared_reports()):
@@ -70,7 +72,10 @@ class ArmTrainer(Trainer):
             self.on_base(Base(self.config.run.name, reports))
 
     def _shared_reports(self) -> list[EvalReport]:
-        """Return the first evaluation of the base run, with this run's prompts. Empty if the questions differ."""
+        """Return the first evaluation of the base run, with this run's prompts.
+
+        Empty if the questions differ, or if none of a set could be judged: the judge may work again.
+        """
         if self.task.base is None:
             return []
         recorded = {report.name: report for report in self.task.base.reports}
@@ -78,7 +83,7 @@ class ArmTrainer(Trainer):
         for name, prompts in self.data.eval_sets.items():
             by_uid = {prompt.uid: prompt for prompt in prompts}
             found = recorded.get(name)
-            if found is None or by_uid.keys() != {sample.prompt.uid for sample in found.samples}:
+            if found is None or not found.is_judged or by_uid.keys() != {sample.prompt.uid for sample in found.samples}:
                 return []
             samples = tuple(replace(sample, prompt=by_uid[sample.prompt.uid]) for sample in found.samples)
             reports.append(replace(found, samples=samples))

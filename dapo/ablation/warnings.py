@@ -10,6 +10,7 @@ from dapo.ablation.arms import PUBLISHED
 from dapo.ablation.plan import Plan, by_arms
 from dapo.ablation.results import LEVEL
 from dapo.algorithm.crossed import clearest_needed
+from dapo.algorithm.loss import LOSSES
 from dapo.config import Config
 from dapo.config.training_options import LOSS_SETTINGS
 
@@ -26,12 +27,15 @@ _READ_IF: dict[str, Callable[[Config], bool]] = {
         _may_fall_short(config) and config.algorithm.filter_groups.on_exhausted in ("skip", "pad")
     ),
     "environment.": lambda config: config.environment.use is not None,
+    "model.lora.alpha": lambda config: config.model.lora.rank > 0,
+    "model.lora.target_modules": lambda config: config.model.lora.rank > 0,
     "reward.overlong_buffer.": lambda config: config.reward.length_shaping == "buffer",
     "reward.target_length": lambda config: config.reward.length_shaping == "target",
 }
 # Options of which different values can stand for the same: what each value stands for.
 _MEANINGS: dict[str, Callable[[Config], object]] = {
     "algorithm.importance_correction": lambda config: _correction(config),
+    "algorithm.loss": lambda config: LOSSES.get(config.algorithm.loss, config.algorithm.loss),
     "data.gen_batch_size": lambda config: (
         config.gen_batch_size,
         config.largest_round if config.algorithm.max_staleness > 0 else None,

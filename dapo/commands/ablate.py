@@ -260,7 +260,8 @@ def _unplaceable(config: Config) -> str | None:
 def _data_options(config: Config) -> Any:
     """Return the options that decide how the data is read."""
     data = config.data.model_copy(update={"train_batch_size": 1, "gen_batch_size": 0})
-    return data, config.eval.data, config.model, config.reward.use, config.reward.think_tags, config.run.seed
+    reward = config.reward.use, config.reward.think_tags
+    return data, config.eval.data, config.model, config.environment, reward, config.run.seed
 
 
 def _join(undo: ExitStack, plan: Plan, address: str, runs_per_gpu: int, console: Console) -> Site:

@@ -63,23 +63,28 @@ def _remove_leftovers(final: Path) -> None:
                     shutil.rmtree(path, ignore_errors=True)
 
 
+def draft(path: Path) -> Path:
+    """Return the file that `write_text` writes before it renames it to `path`. A killed process leaves it behind."""
+    return path.with_name(f".{path.name}")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: a reader finds the old content or the new one, even after a power failure."""
-    draft = path.with_name(f".{path.name}")
+    unfinished = draft(path)
     try:
         with _disk_faults_explained(path):
-            with draft.open("w", encoding="utf-8") as file:
+            with unfinished.open("w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            draft.replace(path)
+            unfinished.replace(path)
             fsync(path.parent)
     except OSError as error:
         error.filename = str(path)  # the caller knows this name, not the draft's
         raise
     finally:
         with suppress(OSError):
-            draft.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
 
 def sync_tree(folder: Path) -> None:

@@ -80,9 +80,10 @@ class Evaluator:
     def recorded(self, step: int | None = None) -> tuple[EvalReport, ...]:
         """Return the recorded evaluation of a step (default: the newest), in the order in which `run` evaluates.
 
-        Sets whose questions have changed since, because a resume changed eval.data, are left out.
+        Sets whose questions have changed since, because a resume changed eval.data, are left out. So are those of
+        which no response could be judged: the judge may work again.
         """
-        found = {report.name: report for report in self.recorder.evaluations(step)}
+        found = {report.name: report for report in self.recorder.evaluations(step) if report.is_judged}
         return tuple(found[name] for name in self.sets if name in found and self._has_questions(found[name]))
 
     def has_evaluated(self, step: int) -> bool:

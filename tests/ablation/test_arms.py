@@ -131,6 +131,7 @@ def test_a_published_arm_can_be_named_alone_and_again(times):
         ([], ["gpro"], r"did you mean 'grpo'\?$"),
         ([], ["full: optim.lr=1e-5"], "arm 'full': a published arm has this name"),
         ([], ["x/y: optim.lr=1e-5"], "arm 'x/y': the name becomes that of a folder"),
+        ([], ["\udcff: optim.lr=1e-5"], r"arm '\\udcff': the name is not valid UTF-8; choose another name"),
         ([], ["a: eval.k=3"], "arm 'a': eval.k is the same for all arms"),
         ([], ["a: run.seed=3"], "arm 'a': run.seed is the same for all arms"),
         ([], ["a: rollout.stop='[x"], "cannot be split into options"),

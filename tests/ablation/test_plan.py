@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,19 @@ def test_a_damaged_plan_is_refused(tmp_path: Path, text: str):
     (plan.out / "ablation.yaml").write_text(text, encoding="utf-8")
     with pytest.raises((CheckpointError, ConfigError), match=r"ablation\.yaml: "):
         plan.check_folder(resume=True)
+
+
+def test_an_ablation_killed_while_its_plan_is_written_can_start_again(tmp_path: Path, monkeypatch):
+    plan = plan_of(write_recipe(tmp_path), "a: optim.lr=0.1", out=tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: os.abort())
+        if (child := os.fork()) == 0:
+            plan.write()
+        assert os.waitpid(child, 0)[1] != 0
+    assert len(list(plan.out.iterdir())) == 1
+    plan.check_folder(resume=False)
+    plan.write()
+    plan.check_folder(resume=True)
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path):

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from dapo.ablation.plan import Budget, Plan
-from dapo.ablation.records import Evaluation, RunRecord, Status, Training, _training
+from dapo.ablation.records import Evaluation, RunRecord, Status, Training, _main_metrics, _training
 from dapo.ablation.report import _charts, band
 from dapo.ablation.results import Difference, compare, values_at
 from dapo.ablation.tables import difference_text, explanation, print_result, result_json, value_text
@@ -322,6 +322,50 @@ def test_the_json_has_what_the_report_shows(tmp_path: Path):
     assert found["runs"][1]["evaluations"]["held_out"][1] == pytest.approx(point)
 
 
+def test_arms_without_a_common_question_are_told_why_they_have_no_verdict(plan: Plan):
+    """An environment can begin its episodes with other messages, which makes other questions."""
+    runs = fast_and_slow(plan)
+    sentence = "held_out: fast and recipe have no judged question in common, so they cannot be compared."
+    assert sentence not in explanation(compare(plan, runs))
+    for run in runs[::2]:
+        found = [replace(e, values={f"own {q}": v for q, v in e.values.items()}) for e in run.evaluations["held_out"]]
+        run.evaluations["held_out"][:] = found  # pyright: ignore[reportIndexIssue]
+    result = compare(plan, runs)
+    assert result.sets[0].arms[0].differences["end"].verdict == "too few results"
+    assert sentence in explanation(result)
+
+
+def test_responses_that_could_not_be_judged_are_named_with_their_arms(plan: Plan):
+    runs = fast_and_slow(plan)
+    assert not any("judged" in note for note in compare(plan, runs).notes)
+    evaluations = runs[0].evaluations["held_out"]
+    runs[0] = record("fast", 5, [*evaluations[:-1], replace(evaluations[-1], unjudged=0.25)])
+    assert (
+        "held_out: responses that could not be judged are left out; in the last evaluations these were 12.5 % of fast"
+        in compare(plan, runs).notes
+    )
+
+
+def test_a_question_counts_where_it_was_judged_even_if_it_was_not_before():
+    first, last = points((0, 0, 0, 0.0), (2, 3, 50, 0.2))
+    first = replace(first, values={})
+    assert values_at([first, last], "seconds", 3.0) == last.values
+    assert values_at([first, last], "seconds", 2.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "main"),
+    [
+        ([{"reward/mean": 0.1, "avg@2": 0.1}, {"reward/mean": 0.3, "avg@2": 0.2}], "avg@2"),
+        ([{"reward/mean": math.nan}, {"reward/mean": 0.3, "avg@2": 0.2}], "avg@2"),
+        ([{"reward/mean": 0.1, "avg@2": 0.1}, {"reward/mean": 0.3}], "reward/mean"),
+        ([{"reward/mean": math.nan}], "reward/mean"),
+    ],
+)
+def test_the_main_metric_is_one_that_all_judged_evaluations_have(metrics, main):
+    assert _main_metrics([{"name": "held_out", "metrics": each} for each in metrics]) == {"held_out": main}
+
+
 def test_questions_that_differ_between_seeds_are_mentioned(plan: Plan):
     runs = fast_and_slow(plan)
     assert not any("questions differ" in line for line in explanation(compare(plan, runs)))
@@ -329,6 +373,14 @@ def test_questions_that_differ_between_seeds_are_mentioned(plan: Plan):
         found = [replace(e, values={f"own {q}": v for q, v in e.values.items()}) for e in run.evaluations["held_out"]]
         run.evaluations["held_out"][:] = found  # pyright: ignore[reportIndexIssue]
     assert "held_out: the questions differ between seeds; 120 counts all of them." in explanation(compare(plan, runs))
+
+
+def test_a_question_that_could_not_be_judged_is_not_taken_for_seeds_that_differ(plan: Plan):
+    runs = fast_and_slow(plan)
+    *_, last = runs[0].evaluations["held_out"]
+    judged = replace(last, values={q: v for q, v in last.values.items() if q != "q0"}, unjudged=1 / 60)
+    runs[0] = record("fast", 5, [*runs[0].evaluations["held_out"][:-1], judged])
+    assert not any("questions differ" in line for line in explanation(compare(plan, runs)))
 
 
 def test_an_arm_that_leaves_out_a_question_is_not_taken_for_seeds_that_differ(plan: Plan):
@@ -371,3 +423,12 @@ def test_a_band_covers_the_seeds_up_to_where_the_first_one_ends():
                                (np.array([0.0, 3.0]), np.array([0.0, 3.0]))])  # fmt: skip
     assert x.tolist() == [0, 2, 3]
     assert (low.tolist(), high.tolist(), mean.tolist()) == ([0, 2, 1], [0, 2, 3], [0, 2, 2])
+
+
+def test_a_band_shows_the_other_seeds_where_one_has_no_value():
+    """The entropy of a step whose batch was empty is not a number."""
+    x = np.arange(1.0, 5.0)
+    none, some = np.array([1.0, math.nan, 3.0, math.nan]), np.array([2.0, 2.0, 2.0, math.nan])
+    _, mean, low, high = band([(x, none), (x, some)])
+    assert mean.tolist()[:3] == [1.5, 2.0, 2.5] and math.isnan(mean[3])
+    assert (low.tolist()[:3], high.tolist()[:3]) == ([1.0, 2.0, 2.0], [2.0, 2.0, 3.0])

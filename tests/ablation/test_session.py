@@ -26,6 +26,7 @@ from dapo.ablation.task import Outcome
 from dapo.cli import app
 from dapo.errors import CheckpointError, ConfigError, DapoError, NotReady, TrainingStopped
 from dapo.store.database import RunDatabase
+from dapo.training.run_directory import RunDirectory
 from dapo.types import Event, EventKind
 from tests.ablation.recipes import plan_of, write_recipe
 from tests.runs import REWARD, metrics
@@ -162,6 +163,19 @@ def test_a_run_that_fails_twice_for_the_same_reason_has_failed(tmp_path: Path):
         assert [event["kind"] for event in database.endings()] == [EventKind.RESUMED, EventKind.STOPPED] * 2
 
 
+def test_a_run_that_another_process_trains_gets_no_failure(tmp_path: Path):
+    """Recorded during the last evaluation, it would make a finished run one that ended early."""
+    plan = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.01")
+    run = plan.runs[0]
+    directory = RunDirectory(run.config, resume=False)
+    RunDatabase.create(run.folder / "run.db", run.config.to_yaml(), {}).close()
+    session = Session(plan, False, "quiet", on_run=lambda *_: None)
+    assert session.end(1, run, Outcome(failure="another process is training this run")) == Status.FAILED
+    assert list(session.failures) == ["recipe-s5"]
+    assert read_status(run.folder) == Status.UNFINISHED
+    directory.close()
+
+
 def test_a_process_that_dies_after_its_run_has_finished_does_not_undo_that(tmp_path: Path):
     plan = plan_of(write_recipe(tmp_path), "hot: optim.lr=0.01")
     run = plan.runs[0]
@@ -275,6 +289,15 @@ def test_nothing_starts_if_an_arm_cannot_run(tmp_path: Path):
     assert (
         str(twice.exception) == "override 'run.steps=3': the budget of a run is 2 steps already; give only one of them"
     )
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_environment_that_the_rows_do_not_fit_is_found_before_the_first_arm_is_trained(tmp_path: Path):
+    """The arm reads the same data as the reference, which has no environment."""
+    result = ablate(write_recipe(tmp_path), "--arm", "game: environment.use=guess", "--out", tmp_path / "out")
+    assert isinstance(result.exception, NotReady), result.output
+    assert all(sentence.startswith("arm 'game': ") for sentence in result.exception.sentences)
+    assert "guess needs a whole number from 1 to 16" in result.exception.sentences[0]
     assert not (tmp_path / "out").exists()
 
 

@@ -17,11 +17,12 @@ from dapo.ablation.session import recorded_base
 from dapo.ablation.task import Task
 from dapo.ablation.trainer import ArmTrainer, BudgetReporter
 from dapo.ablation.warnings import warnings
+from dapo.errors import RewardError
 from dapo.store.database import RunDatabase
 from dapo.terminal.console import Reporter
 from dapo.types import EventKind
 from tests.ablation.recipes import plan_of, write_recipe
-from tests.runs import Interrupts, eval_sets, metrics
+from tests.runs import REWARD, Interrupts, eval_sets, metrics
 from tests.training.test_faults import Losses
 
 
@@ -228,6 +229,55 @@ def test_a_run_that_ended_early_makes_up_only_an_interrupted_evaluation_when_res
     assert [each.step for each in record.evaluations["held_out"]] == [0, 3]
     assert record.status == read_status(folder) == Status.ENDED_EARLY
     assert record.reason is not None and "all responses had the same score" in record.reason
+
+
+class Killed(Exception):
+    """Stands for the end of a process: nothing is recorded after it."""
+
+
+class DiesInEvaluation(Reporter):
+    """Ends the run in the evaluation after `step`."""
+
+    def __init__(self, step: int) -> None:
+        self.at, self.step_now = step, 0
+
+    def step(self, report) -> None:
+        self.step_now = report.step
+
+    def phase(self, name: str) -> None:
+        if name.startswith("evaluating") and self.step_now == self.at:
+            raise Killed
+
+
+def test_a_run_that_ended_early_and_was_killed_in_its_evaluation_takes_no_further_step(tmp_path: Path):
+    (tmp_path / "solved.py").write_text("def reward(completion, answer):\n    return 1.0\n", encoding="utf-8")
+    once = {"filter_groups": {"max_num_gen_batches": 1}}
+    recipe = write_recipe(tmp_path, eval={"every": 0}, algorithm=once)
+    plan = plan_of(recipe, f"solved: reward.use={tmp_path / 'solved.py'}:reward", budget=Budget("steps", 9))
+    folder = plan.runs[1].folder
+    with pytest.raises(Killed):
+        ArmTrainer(task(plan, 1), DiesInEvaluation(3)).train()
+    assert read_status(folder) == Status.UNFINISHED
+    train(task(plan, 1, resume=True))
+    assert len(metrics(folder)) == 3
+    assert read_status(folder) == Status.ENDED_EARLY
+
+
+def test_a_first_evaluation_that_the_judge_missed_is_made_again_and_not_shared(tmp_path: Path):
+    recipe, judge = write_recipe(tmp_path, eval={"every": 0}), tmp_path / "reward.py"
+    down = "def reward(completion, answer):\n    raise ConnectionError('the judge is down')\n"
+    judge.write_text(down, encoding="utf-8")
+    plan = plan_of(recipe, "a: optim.lr=0.1", budget=Budget("steps", 1))
+    with pytest.raises(RewardError, match="the judge is down"):
+        train(task(plan, 0))
+    judge.write_text(REWARD, encoding="utf-8")
+    base = recorded_base(plan.runs[1], plan)
+    assert base is not None
+    train(task(plan, 1, base=base))
+    train(task(plan, 0, resume=True))
+    for record in read_runs(plan, {}):
+        assert record.metric == {"held_out": "avg@2"}
+        assert [len(each.values) for each in record.evaluations["held_out"]] == [8, 8]
 
 
 def test_a_run_that_failed_trains_on_when_resumed_also_if_interrupted(tmp_path: Path):

@@ -115,6 +115,22 @@ def test_values_that_mean_the_same_are_told(tmp_path: Path, change, other):
     assert sentence not in found_warnings(recipe, f"a: {other}", overrides=given)
 
 
+def test_losses_of_two_names_and_one_function_are_told(tmp_path: Path):
+    recipe, arm = write_recipe(tmp_path), "a: algorithm.loss=grpo"
+    given = ["algorithm.clip_ratio_high=0.2", "algorithm.clip_ratio_c=null"]
+    grpo = [*given, "algorithm.loss_agg_mode=seq-mean-token-mean"]
+    sentence = f"a and recipe {IDENTICAL}: they differ only in algorithm.loss, whose values mean the same here"
+    assert sentence in found_warnings(recipe, arm, overrides=grpo)
+    assert IDENTICAL not in found_warnings(recipe, arm, overrides=given)
+
+
+def test_options_of_adapters_without_adapters_are_told(tmp_path: Path):
+    recipe, arm = write_recipe(tmp_path), "a: model.lora.alpha=7"
+    sentence = f"a and recipe {IDENTICAL}: they differ only in model.lora.alpha, which neither reads"
+    assert sentence in found_warnings(recipe, arm)
+    assert IDENTICAL not in found_warnings(recipe, arm, overrides=["model.lora.rank=2"])
+
+
 def test_a_batch_as_round_differs_from_rounds_that_follow_the_keep_rate(tmp_path: Path):
     given = ["data.gen_batch_size=0", "algorithm.max_staleness=1"]
     assert IDENTICAL not in found_warnings(write_recipe(tmp_path), "a: data.gen_batch_size=4", overrides=given)
