@@ -57,6 +57,8 @@ MAX_DEPTH = 20  # of nested brackets; parsing is recursive
 MAX_ITEMS = 40  # of a set or list; each is compared with each
 _ROUNDED_DIGITS = 6
 _FLOAT_DIGITS = 15  # significant digits from which a decimal may be a printed floating-point number
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+_INVERSE = re.compile(r"(?:[A-Z]|⟦[A-Z]⟧)\s?\^\s?(?:\d|T|\{(?:-1|[\dnT]+)\})")  # as the name of a matrix: A^{-1}
 _FLOAT_ERROR = Fraction(1, 2**51)
 
 
@@ -108,9 +110,15 @@ def is_equal(gold: str, found: str) -> bool:
     given: Form | None = read(answer) if answer else None
     if isinstance(form, Number) and not isinstance(given, Number):
         given = read_sentence(answer) or given
+    if not isinstance(form, Group) and isinstance(given, Group) and given.opening == "":
+        given = read(_without_thousands(answer))  # the comma of x = 1,034 is not that of a list
     if isinstance(form, Group) and isinstance(given, Number):  # "100,200" is two numbers if the gold answer is a list
         given = read_list(answer)
     return given is not None and _same(form, given)
+
+
+def _without_thousands(text: str) -> str:
+    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
 
 def _same(gold: Form, answer: Form) -> bool:
@@ -208,7 +216,7 @@ def _same_group(gold: Group, answer: Group) -> bool:
         return _same_in_some_order(gold.items, answer.items)
     if kinds == {"", "("} and _is_tuple(gold) and _is_tuple(answer):  # a tuple's brackets may be omitted or added
         # `x = 1, y = 2` is (1, 2), but `y = 1, x = 2` is not: the names must be in order.
-        names = [item.sides[0] for item in answer.items if isinstance(item, Equation)]
+        names = [item.sides[0].lstrip("\\") for item in answer.items if isinstance(item, Equation)]
         return names == sorted(names) and all(map(_same, gold.items, answer.items))
     alike = (gold.opening, gold.closing) == (answer.opening, answer.closing)
     return alike and all(map(_same, gold.items, answer.items))
@@ -236,12 +244,13 @@ def _names_or_computes(side: str, value: Form) -> bool:
     """Return whether a side of an equation names the value (x, f(3), AB) or computes it (17 \\cdot 2)."""
     number = read_number(side)
     if number is not None:
-        is_computed = isinstance(value, Number) and (number.value, number.mark) == (value.value, value.mark)
+        same = {(number.value, number.mark)} | ({(number.value * 100, "%")} if not number.mark else set())  # 0.5 = 50%
+        is_computed = isinstance(value, Number) and (value.value, value.mark) in same
         return is_computed or _same(value, number)
     if names_value(side):
         return True
     if not isinstance(value, Number | Expression):
-        return False
+        return isinstance(value, Group) and value.opening == "&" and _INVERSE.fullmatch(side) is not None
     computed, expected = parse(side), _tree(value)
     return computed is not None and expected is not None and is_same_value(expected, computed)
 
