@@ -10,7 +10,8 @@ Training exploits every ambiguity of a judge, so these choices are deliberate:
 - A decimal equals a number without a finite expansion if it is that number rounded to six or more digits, and any
   number that is not whole if it is the floating-point form of that number: 0.8333333333333334 is 5/6.
 - Percent signs and number bases must match, but may be omitted where the gold answer has them: 50 for 50%, 1010 for
-  1010_2. They may not be added or changed: 10% is wrong for 10, and 0.5 for 50%.
+  1010_2. They may not be added or changed: 10% is wrong for 0.1, and 0.5 for 50%. But 25% is 25: datasets leave the
+  sign out where the question asks for a percentage.
 - Units and currencies may be omitted or added, but two different ones (7 hours, 7 days) do not match. 45° equals 45 and
   π/4. Multiples count: 5 dozens is 60, and 5 sevenths is 5/7. Ratios and times (3:30) are compared as text.
 - In `a = b = c` the last side counts. The other sides must name it (x, f(3), AB, m + n) or have the same value, so
@@ -128,9 +129,12 @@ def _same(gold: Form, answer: Form) -> bool:
         return _same_equation(gold, answer)
     if isinstance(gold, Group) or isinstance(answer, Group):
         return isinstance(gold, Group) and isinstance(answer, Group) and _same_group(gold, answer)
-    # A percent sign or number base may be omitted but not added, except base ten.
+    # A percent sign or number base may be omitted but not added, except base ten, and a percent sign where the gold
+    # answer can be a percentage: datasets write 25 for "What percentage ...?"
     if answer.mark not in (gold.mark, "") and (answer.mark, gold.mark) != ("_10", ""):
-        return False
+        is_percentage = isinstance(gold, Number) and gold.kind != "fraction" and gold.value >= 1
+        if answer.mark != "%" or gold.mark or gold.unit or not is_percentage:
+            return False
     turned = _in_the_same_angle_unit(gold, answer)
     if turned is not None:
         return is_same_value(*turned)
