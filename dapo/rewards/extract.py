@@ -32,12 +32,14 @@ def without_invisible(text: str) -> str:
 # is a mention: prompts say `after "Answer:"`, and responses repeat that.
 _LABEL = re.compile(r"(?:answer|答案)[ \t]{0,3}(?:is[ \t]{0,3})?[*_]{0,3}[ \t]{0,3}[:：]", re.IGNORECASE)
 _BEFORE_LABEL = re.compile(
-    r"(?:^|[\n.!?。！？;,)\]}$*]|\b(?:so|thus|hence|therefore|the))[\s>#*_\-]{0,8}"
+    r"(?:^|<answer>|[\n.!?。！？;,)\]}$*]|\b(?:so|thus|hence|therefore|the))[\s>#*_\-]{0,8}"
     r"(?:(?:the|my|final|correct|最终)[ ]?){0,3}$",
     re.IGNORECASE,
 )
 _PROMPTED_SUFFIX = " I hope it is correct."  # a widely used few-shot prompt makes models append this
 _LABEL_CONTEXT = 40  # characters before a label that are checked
+_MAX_OPEN_LINES = 20  # of an answer whose box or matrix has several lines
+_BOX = "\\boxed"
 _MAX_SKIPPED_LINES = 3  # an answer on its own line may come after a blank line and an opening $$ or \[
 _OPENERS = re.compile(r"(?:[\s*_`]|\$\$|\\\[|\$(?=\s*$))*")
 _CLOSERS = " \t\r*_`"
@@ -46,7 +48,7 @@ _CLOSERS = " \t\r*_`"
 def _answer_line(text: str) -> str | None:
     """Return the text after the last label that has any, or the content of the box in that text.
 
-    The label may stand on a line of its own, with the answer on one of the next lines.
+    The label may stand on a line of its own, as a heading. Then the answer is the last box below it, or the next line.
     """
     text = without_invisible(text)
     for label in reversed(list(_LABEL.finditer(text))):
@@ -57,14 +59,32 @@ def _answer_line(text: str) -> str | None:
         for _ in range(1 + _MAX_SKIPPED_LINES):
             end = text.find("\n", start)
             line = text[start : len(text) if end < 0 else end]
-            line = line.removesuffix(_PROMPTED_SUFFIX)
+            line = _TAG.sub(" ", line.removesuffix(_PROMPTED_SUFFIX))
             rest = line[_match_end(_OPENERS, line) :].rstrip(_CLOSERS)
             if rest.strip("\"'.”"):
-                return _boxed(rest) or _without_half_delimiters(rest)
+                is_heading = start > label.end()
+                box = _boxed(text[start:]) if is_heading else _boxed(rest)
+                return box or _without_half_delimiters(_with_next_lines(text, start, rest))
             if end < 0:
                 break
             start = end + 1
     return None
+
+
+def _with_next_lines(text: str, start: int, line: str) -> str:
+    """Return the line, or the content of its box, with the next lines if a box or an environment is open at its end."""
+    end = text.find("\n", start)
+    for _ in range(_MAX_OPEN_LINES):
+        shown = text[start : len(text) if end < 0 else end]
+        has_open_box = _BOX in shown and _boxed(shown) is None
+        if not has_open_box and shown.count("\\begin") <= shown.count("\\end"):
+            if "\n" not in shown:
+                return line
+            return _boxed(shown) or shown[_match_end(_OPENERS, shown) :].rstrip(_CLOSERS + "\n")
+        if end < 0:
+            break
+        end = text.find("\n", end + 1)
+    return line
 
 
 def _match_end(pattern: re.Pattern[str], text: str) -> int:
@@ -91,7 +111,7 @@ def _boxed(text: str) -> str | None:
     """
     open_braces: list[int] = []  # per open brace: where the content of its box starts, or -1 for a plain brace
     last_start, last_content = -1, None
-    if "\\boxed" not in text and "\\fbox" not in text:
+    if _BOX not in text and "\\fbox" not in text:
         return None
     for token in _BOX_TOKEN.finditer(text):
         word = token.group()

@@ -274,6 +274,14 @@ def numbers():
 """
 
 
+def test_numbers_and_truth_values_of_numpy_are_plain(rule: CodeRule) -> None:
+    program = "import numpy as np\ndef make(value): return np.array([value])[0]"
+    tests = ["assert not make(False)", "assert make(True) == True", "assert make(3) == 3", "assert make(0.5) == 0.5"]
+    outcome = judge(rule, program, tests)
+    assert outcome["acc"], outcome["detail"]
+    assert not judge(rule, program, ["assert make(False)"])["acc"]
+
+
 def test_values_of_all_plain_types_cross_between_program_and_tests(rule: CodeRule) -> None:
     values = [
         "None",

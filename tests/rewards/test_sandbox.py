@@ -65,6 +65,12 @@ def test_a_program_reads_its_input_and_computes_with_the_standard_library(sandbo
     assert run(sandbox, source, "1 2\n3") == Ending(b"6 0.125\n", pytest.approx(0, abs=20))
 
 
+@pytest.mark.parametrize("end", ["exit()", "quit()", "exit(0)"])
+def test_a_script_may_end_itself(sandbox: Sandbox, end: str) -> None:
+    ending = run(sandbox, f"print(1)\n{end}\nprint(2)")
+    assert (ending.output, ending.reason) == (b"1\n", None)
+
+
 def test_a_large_input_and_one_that_is_not_read_are_both_fine(sandbox: Sandbox) -> None:
     text = "x" * 3_000_000
     assert run(sandbox, "print(len(input()))", text).output == b"3000000\n"

@@ -10,7 +10,8 @@ Training exploits every ambiguity of a judge, so these choices are deliberate:
 - A decimal equals a number without a finite expansion if it is that number rounded to six or more digits, and any
   number that is not whole if it is the floating-point form of that number: 0.8333333333333334 is 5/6.
 - Percent signs and number bases must match, but may be omitted where the gold answer has them: 50 for 50%, 1010 for
-  1010_2. They may not be added or changed: 10% is wrong for 10, and 0.5 for 50%.
+  1010_2. They may not be added or changed: 10% is wrong for 0.1, and 0.5 for 50%. But 25% is 25: datasets leave the
+  sign out where the question asks for a percentage.
 - Units and currencies may be omitted or added, but two different ones (7 hours, 7 days) do not match. 45° equals 45 and
   π/4. Multiples count: 5 dozens is 60, and 5 sevenths is 5/7. Ratios and times (3:30) are compared as text.
 - In `a = b = c` the last side counts. The other sides must name it (x, f(3), AB, m + n) or have the same value, so
@@ -57,6 +58,8 @@ MAX_DEPTH = 20  # of nested brackets; parsing is recursive
 MAX_ITEMS = 40  # of a set or list; each is compared with each
 _ROUNDED_DIGITS = 6
 _FLOAT_DIGITS = 15  # significant digits from which a decimal may be a printed floating-point number
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+_INVERSE = re.compile(r"(?:[A-Z]|⟦[A-Z]⟧)\s?\^\s?(?:\d|T|\{(?:-1|[\dnT]+)\})")  # as the name of a matrix: A^{-1}
 _FLOAT_ERROR = Fraction(1, 2**51)
 
 
@@ -108,9 +111,15 @@ def is_equal(gold: str, found: str) -> bool:
     given: Form | None = read(answer) if answer else None
     if isinstance(form, Number) and not isinstance(given, Number):
         given = read_sentence(answer) or given
+    if not isinstance(form, Group) and isinstance(given, Group) and given.opening == "":
+        given = read(_without_thousands(answer))  # the comma of x = 1,034 is not that of a list
     if isinstance(form, Group) and isinstance(given, Number):  # "100,200" is two numbers if the gold answer is a list
         given = read_list(answer)
     return given is not None and _same(form, given)
+
+
+def _without_thousands(text: str) -> str:
+    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
 
 def _same(gold: Form, answer: Form) -> bool:
@@ -120,9 +129,12 @@ def _same(gold: Form, answer: Form) -> bool:
         return _same_equation(gold, answer)
     if isinstance(gold, Group) or isinstance(answer, Group):
         return isinstance(gold, Group) and isinstance(answer, Group) and _same_group(gold, answer)
-    # A percent sign or number base may be omitted but not added, except base ten.
+    # A percent sign or number base may be omitted but not added, except base ten, and a percent sign where the gold
+    # answer can be a percentage: datasets write 25 for "What percentage ...?"
     if answer.mark not in (gold.mark, "") and (answer.mark, gold.mark) != ("_10", ""):
-        return False
+        is_percentage = isinstance(gold, Number) and gold.kind != "fraction" and gold.value >= 1
+        if answer.mark != "%" or gold.mark or gold.unit or not is_percentage:
+            return False
     turned = _in_the_same_angle_unit(gold, answer)
     if turned is not None:
         return is_same_value(*turned)
@@ -208,7 +220,7 @@ def _same_group(gold: Group, answer: Group) -> bool:
         return _same_in_some_order(gold.items, answer.items)
     if kinds == {"", "("} and _is_tuple(gold) and _is_tuple(answer):  # a tuple's brackets may be omitted or added
         # `x = 1, y = 2` is (1, 2), but `y = 1, x = 2` is not: the names must be in order.
-        names = [item.sides[0] for item in answer.items if isinstance(item, Equation)]
+        names = [item.sides[0].lstrip("\\") for item in answer.items if isinstance(item, Equation)]
         return names == sorted(names) and all(map(_same, gold.items, answer.items))
     alike = (gold.opening, gold.closing) == (answer.opening, answer.closing)
     return alike and all(map(_same, gold.items, answer.items))
@@ -236,12 +248,13 @@ def _names_or_computes(side: str, value: Form) -> bool:
     """Return whether a side of an equation names the value (x, f(3), AB) or computes it (17 \\cdot 2)."""
     number = read_number(side)
     if number is not None:
-        is_computed = isinstance(value, Number) and (number.value, number.mark) == (value.value, value.mark)
+        same = {(number.value, number.mark)} | ({(number.value * 100, "%")} if not number.mark else set())  # 0.5 = 50%
+        is_computed = isinstance(value, Number) and (value.value, value.mark) in same
         return is_computed or _same(value, number)
     if names_value(side):
         return True
     if not isinstance(value, Number | Expression):
-        return False
+        return isinstance(value, Group) and value.opening == "&" and _INVERSE.fullmatch(side) is not None
     computed, expected = parse(side), _tree(value)
     return computed is not None and expected is not None and is_same_value(expected, computed)
 

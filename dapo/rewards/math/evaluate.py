@@ -213,7 +213,10 @@ class _Evaluation:
         elif len(operands) == 2:
             result = self._binary(operator, *map(self.value, operands))
         else:
-            result = self._function(operator, self.value(operands[0]))
+            operand = self.value(operands[0])
+            if operator == "!" and not variables(operands[0]) and operand != context.nint(operand):
+                raise _Undefined  # `_factorial` differs from the gamma function there
+            result = self._function(operator, operand)
         if result and abs(self._magnitude(result)) > _MAX_BITS:
             raise GaveUp("size")
         return result

@@ -112,13 +112,13 @@ def _read_members(parts: list[str]) -> tuple[Form, ...]:
 
 
 _SIGNS = re.compile(r"[<>≤≥≠=≈]")
-_VARIABLE = re.compile(r"([a-zA-Z]|\\[a-zA-Z]+)(?:_\{?\w+\}?)?'*")
+_VARIABLE = re.compile(r"([a-zA-Z]|\\[a-zA-Z]+)(?:_\{?(?:[\w,]+|\\(?:max|min))\}?)?'*")
 _CALL = re.compile(r"(?:([a-zA-Z])(?:_\{?\w+\}?)?'*(?:\^\{-1\})?|\\(?:gcd|lcm|det|max|min)|⟦[^⟧]*⟧)\s?[(\[](.*)[)\]]")
 _NEVER_CALLED = frozenset("ektuvwxyznmi")  # n(n+1) is a product
 _LABEL = re.compile(
     r"(?:the |its |our )*(?:⟦[^⟧]*⟧|[a-zA-Z]{4,}|sum|ans|max|min|lcm|gcd|[A-Z]{1,5}\d?)(?: [a-zA-Z]+| ?⟦[^⟧]*⟧)*"
     r"|m?\s?\\(?:angle|measuredangle|triangle|overline|overrightarrow|widehat)\s?\{?\s?[A-Z]{1,5}\s?\}?"
-    r"|[|\[]\s?[A-Z]{2,6}\s?[|\]]"
+    r"|[|\[]\s?[A-Z]{2,6}\s?[|\]]|\\(?:vec|hat)\s?\{?\s?[a-zA-Z]\s?\}?|\\(?:max|min)(?: ?[a-zA-Z])?"
     r"|\\(?:int|sum|prod|lim)(?![a-zA-Z]).*",
     re.DOTALL,
 )

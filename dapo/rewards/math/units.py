@@ -119,6 +119,9 @@ def split_tail(text: str, *, after_number: bool = False) -> tuple[str, Fraction,
     bare = re.findall(r"[a-zA-Z.]+", re.sub(r"⟦[^⟧]*⟧", " ", tail.group()))
     bare = bare[1:] if multiple and bare and bare[0].lower() == words[0] else bare
     bare = [word for word in bare if len(bare) == 1 or word not in _FILLERS]
+    # "34 more apples" and "34 times", but not "34 more than" and "34 times ten".
+    if after_number and rest and (rest[0] in ("more", "fewer", "less") or rest == ["times"]):
+        rest = rest[1:]
     if any(map(_changes_number, rest)) or not all(_is_unit_word(word, after_number) for word in bare):
         return text, one, "", ""
     return text[: tail.start()].strip(), multiple or one, "", _canonical_unit(rest)
@@ -140,10 +143,14 @@ def _known(word: str) -> str | None:
 def _is_unit_word(word: str, after_number: bool) -> bool:
     """Return whether a word outside \\text{} is a unit rather than a product of variables."""
     if len(word) == 1:
-        return after_number and word in _LETTERS.values()
+        return after_number and (word in _LETTERS.values() or word == "L")
     if re.fullmatch(r"st|nd|rd|th", word):
         return after_number
-    return _known(word.lower()) is not None or (after_number and len(word.replace(".", "")) > 2)
+    return (
+        _known(word.lower()) is not None
+        or word.lower() in _POWER_WORDS
+        or (after_number and len(word.replace(".", "")) > 2)
+    )
 
 
 _POWER_WORDS = {"sq": "^2", "sq.": "^2", "square": "^2", "cubic": "^3", "cu": "^3", "cu.": "^3"}

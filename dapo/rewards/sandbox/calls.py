@@ -156,6 +156,8 @@ def _run(source: str, namespace: dict[str, Any], program: Program | None) -> lis
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
     """Return a JSON form of plain values. What is not plain goes to `keep`, which returns a number for it."""
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 and hasattr(value, "item"):
+        value = value.item()  # numpy's False must not become an object, which is true
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Integral):

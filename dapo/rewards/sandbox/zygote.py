@@ -13,6 +13,7 @@ a program does later cannot look like a failure of the sandbox.
 from __future__ import annotations
 
 import atexit
+import builtins
 import gc
 import importlib
 import json
@@ -45,6 +46,7 @@ def main() -> None:
         importlib.import_module(name)
     sys.path[:] = [*(path for path in sys.path if path != os.path.dirname(__file__)), packages]
     sys.set_int_max_str_digits(0)
+    builtins.exit = builtins.quit = sys.exit  # of `site`, which is not imported; many scripts end with exit()
     try:
         confinement = Confinement(kind, readable, int(memory))
     except OSError as error:

@@ -20,7 +20,18 @@ CASES = r"""
   - 30-40 ¦ 33-35 ¦ 34-35 ¦ 34/35 ¦ \pm 34 ¦ 34 \pm 0 ¦ 33 < x < 35 ¦ x \ge 34 ¦ [34, 34] ¦ 34 not 35
 34
   - 17 \cdot 2 ¦ 17*2 ¦ 68/2 ¦ \frac{68}{2} ¦ 30+4 ¦ \sqrt{1156} ¦ \int_0^{34} 1 dx ¦ \sum_{i=1}^{34} 1 ¦ 34^1
-  - \lim_{x \to 34} x ¦ \binom{34}{1} ¦ 34\% ¦ 34% ¦ 34 percent ¦ 34_8 ¦ What is 17*2?
+  - \lim_{x \to 34} x ¦ \binom{34}{1} ¦ 34_8 ¦ What is 17*2?
+34
+  + \boldsymbol{34} ¦ \bm{34} ¦ {\bf 34} ¦ \mathbf{34} ¦ \color{blue}{34} ¦ \textcolor{red}{34} ¦ \underline{34}
+  + \text{\textbf{34}} ¦ \text{34.}
+  + 34\; ¦ 34\, ¦ 34 \quad \blacksquare ¦ 34 ✓ ¦ 34 ✅ ¦ = 34 ¦ \text{The answer is } 34 ¦ \text{Answer: } 34
+  + \vec{v} = 34 ¦ \max f = 34 ¦ x_{\max} = 34 ¦ <answer>34</answer> ¦ 34</answer>
+  - \boldsymbol{35} ¦ \text{35} = 34 ¦ \textbf{35 or 34} ¦ 34 \\ [-9, 9] ¦ 34\\[-9,9]
+  - \text{Twice: } 34 ¦ \text{not: } 34 ¦ = 35
+34
+  + 34 °C ¦ 34^\circ\text{C} ¦ 34℃ ¦ 34°F ¦ 34 sq. cm ¦ 34 sq ft ¦ 34 L ¦ 34 more apples ¦ 34 fewer ¦ 34 times
+  + It rang 34 times.
+  - 34 more than 5 ¦ 34 less than x ¦ 34 times ten ¦ 34 times as many ¦ 34 more or less ¦ 3 times 34
 -7
   + -7 ¦ −7 ¦ x = -7 ¦ $-7$ ¦ -7.0 ¦ - 7 ¦ minus seven ¦ negative seven
   - 7 ¦ --7 ¦ -\frac{7}{2} ¦ x-7 ¦ 0-7
@@ -33,6 +44,14 @@ CASES = r"""
 1,000,000
   + 1000000 ¦ 1,000,000 ¦ 10^6 = 1000000 ¦ 1 million ¦ 1 \times 10^6 ¦ 1e6 ¦ 1.0 \times 10^{6}
   - 1,000 ¦ 100,000 ¦ 1,000,00 ¦ 1e5 ¦ 10^6
+22500
+  + x = 22,500 ¦ \boxed{x = 22{,}500} ¦ N = 22,\!500 ¦ 100 \times 225 = 22,500 ¦ 10,000 + 12,500 = 22,500
+  + \approx 22,500 ¦ Total = $22,500 ¦ S = 22,500 square meters ¦ \text{Total cost: } \$22,500
+  + \text{Cost} = \$22{,}500.00
+  - x = 22,501 ¦ x = 22, 500 ¦ x = 22,50 ¦ x = 22,500, y = 3 ¦ 22,500, 22,501 ¦ (22,500) ¦ \{22,500\} ¦ x = 22,500 or 3
+  - 10,000 + 12,501 = 22,500 ¦ x = 0,022,500
+22, 500
+  + 22,500 ¦ x = 22,500 ¦ x = 22, x = 500
 123456789012345678901234567890
   + 123456789012345678901234567890 ¦ 123,456,789,012,345,678,901,234,567,890
   - 123456789012345678901234567891 ¦ 1.2345678901234568e29 ¦ 123456789012345680000000000000
@@ -84,13 +103,25 @@ CASES = r"""
 \frac{2469}{20,000}
   + 2469/20000 ¦ 0.12345
   - 2469/20
+2\frac{1}{3}
+  + 2.\overline{3} ¦ 2.\bar{3} ¦ 2.\overline3 ¦ 2.333333\ldots ¦ \mathbf{2\frac{1}{3}} ¦ \boldsymbol{\frac73}
+  - 2.\bar{4} ¦ 2.333\ldots
 # percents
+50\%
+  + 0.5 = 50\% ¦ \frac{1}{2} = 50\%
+  - 0.4 = 50\% ¦ 50\% = 0.5 ¦ 5 = 50\%
 50\%
   + 50\% ¦ 50% ¦ 50 percent ¦ 50 \text{ percent} ¦ 50 ¦ 50.0\%
   - 0.5 ¦ 5\% ¦ 50.5\% ¦ 1/2 ¦ 500\%
 10
-  + 10
-  - 10% ¦ 10\% ¦ 10 percent ¦ 0.1 ¦ 1000\%
+  + 10 ¦ 10% ¦ 10\% ¦ 10 percent ¦ 10.0\% ¦ x = 10\%
+  - 0.1 ¦ 1000\% ¦ 0.1\% ¦ -10\% ¦ 11\%
+\frac{7}{2}
+  - \frac{7}{2}\%
+-5
+  - -5\%
+5 \text{ dollars}
+  - 5\%
 0.1
   + 0.1 ¦ 1/10
   - 10\% ¦ 10 ¦ 0.1\%
@@ -142,6 +173,12 @@ CASES = r"""
 (-\infty, 5)
   + (-\infty, 5) ¦ x < 5 ¦ (-\infty,5) ¦ 5 > x ¦ \left( -\infty, 5 \right)
   - (-\infty, 5] ¦ x \le 5 ¦ x > 5 ¦ (5, \infty) ¦ (\infty, 5) ¦ 5
+(-\infty, 5)
+  + \{x : x < 5\} ¦ \{ x \mid x < 5 \} ¦ \text{Domain: } (-\infty, 5)
+  - \{x : x > 5\} ¦ \{x | x < 5 | x < 6\}
+(-\infty, 2) \cup (3, \infty)
+  + (-\infty, 2) U (3, \infty) ¦ x < 2 \lor x > 3 ¦ (-\infty, 2) \bigcup (3, \infty) ¦ \{x | x < 2 \text{ or } x > 3\}
+  - x < 2 \land x > 3 ¦ (-\infty, 2) U (4, \infty)
 (-\infty,5)\cup (5,\infty)
   + (5,\infty) \cup (-\infty,5) ¦ x \ne 5 ¦ x < 5 or x > 5 ¦ x \neq 5 ¦ (-∞,5)∪(5,∞)
   - (-\infty,\infty) ¦ x = 5 ¦ 5 ¦ (-\infty,5]\cup[5,\infty) ¦ (-\infty,5)
@@ -186,10 +223,15 @@ CASES = r"""
 \left( 2, \frac{11 \pi}{8} \right)
   + (2, 11\pi/8) ¦ (2, \frac{11\pi}{8})
   - (2, \frac{8\pi}{11}) ¦ (3, \frac{11\pi}{8}) ¦ \frac{11\pi}{8}
+\left( 3, \frac{\pi}{2} \right)
+  + r = 3, \theta = \frac{\pi}{2}
+  - \theta = \frac{\pi}{2}, r = 3 ¦ \theta = 3, r = \frac{\pi}{2}
 # matrices
 \begin{pmatrix} 1 & 0 \\ 0 & 3 \end{pmatrix}
   + \begin{pmatrix}1&0\\0&3\end{pmatrix} ¦ \begin{bmatrix} 1 & 0 \\ 0 & 3 \end{bmatrix}
-  + A = \begin{pmatrix} 1 & 0 \\ 0 & 3.0 \end{pmatrix}
+  + A = \begin{pmatrix} 1 & 0 \\ 0 & 3.0 \end{pmatrix} ¦ A^{-1} = \begin{pmatrix} 1 & 0 \\ 0 & 3 \end{pmatrix}
+  + \left(\begin{array}{cc} 1 & 0 \\ 0 & 3 \end{array}\right) ¦ \left[\begin{array}{cc}1&0\\0&3\end{array}\right]
+  - \left|\begin{array}{cc} 1 & 0 \\ 0 & 3 \end{array}\right| ¦ \left(\begin{array}{c} 1 \\ 3 \end{array}\right)
   - \begin{pmatrix} 1 & 0 \\ 3 & 0 \end{pmatrix} ¦ \begin{pmatrix} 1 & 0 & 0 & 3 \end{pmatrix} ¦ 3
   - \begin{vmatrix} 1 & 0 \\ 0 & 3 \end{vmatrix} ¦ \begin{pmatrix} 1 \\ 3 \end{pmatrix}
 \begin{pmatrix} 4/9 \\ 4/3 \end{pmatrix}
@@ -214,6 +256,12 @@ AB
 3x_2
   + 3x_2 ¦ 3x_{2}
   - 3x ¦ 3x_3 ¦ 3 ¦ 2x_3
+\binom{n}{2}
+  + \dbinom{n}{2} ¦ \tbinom{n}{2}
+  - \dbinom{2}{n}
+\text{Evelyn}
+  + \text{Evelyn.} ¦ \texttt{Evelyn} ¦ \emph{Evelyn} ¦ \text{\textbf{Evelyn}} ¦ \text{The answer is Evelyn}
+  - \text{not Evelyn}
 \text{even}
   + even ¦ Even ¦ \text{even}
   - odd ¦ neither ¦ eve
@@ -294,9 +342,14 @@ e^2
 3+4i
   + 3+4i ¦ 4i+3 ¦ 3 + 4 i
   - 3-4i ¦ 4+3i ¦ 7 ¦ 5 ¦ 3, 4
+1+2i
+  + 1+2\mathrm{i} ¦ 1 + 2\text{i}
+  - 1+2\text{j}
 -i
   + -i ¦ - i
   - i ¦ 1 ¦ -1 ¦ -x
+\sqrt{2}
+  - \sqrt{2}! ¦ (\sqrt{2})!
 n!
   + n!
   - n ¦ (n-1)! ¦ n+1
@@ -309,6 +362,8 @@ n!
 # number bases
 1010_2
   + 1010_2 ¦ 1010_{2} ¦ 1010 ¦ 1010_{\text{two}}
+  + (1010)_2 ¦ 1010 base 2 ¦ 1010 (base 2) ¦ 1010\text{ (base 2)} ¦ \text{1010}_2 ¦ 1010 \text{ in base } 2
+  - 1010 base 3 ¦ (1010)_3 ¦ 1011 base 2
   - 10 ¦ 1010_3 ¦ 1011_2 ¦ 1010_{10} ¦ 1010\%
 10
   - 1010_2 ¦ 10_2 ¦ A_{16}
