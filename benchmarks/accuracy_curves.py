@@ -92,7 +92,7 @@ def svg(curves: dict[str, list[Point]]) -> str:
     for tenth in range(0, 11, 2):
         height = _TOP + _HEIGHT * (1 - tenth / 10)
         parts.append(f'<path d="M{_LEFT} {height}h{_WIDTH}" stroke="#ddd"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{height + 4}" text-anchor="end">{tenth * 10} %</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{height + 4}" text-anchor="end">{tenth * 10}%</text>')
     for quarter in range(5):
         across = _LEFT + _WIDTH * quarter / 4
         parts.append(
@@ -114,11 +114,11 @@ def print_curves(console: Console, curves: dict[str, list[Point]]) -> None:
             table.add_column(heading, justify="right")
         for p in points:
             table.add_row(
-                f"{p.seconds:.1f}", str(p.step), f"{100 * p.accuracy:.1f} %", f"{100 * p.greedy:.1f} %",
+                f"{p.seconds:.1f}", str(p.step), f"{100 * p.accuracy:.1f}%", f"{100 * p.greedy:.1f}%",
                 f"{p.tokens_generated:,}", f"{p.groups_generated:,}", f"{p.groups_kept:,}",
             )  # fmt: skip
         console.print(table)
     for goal in GOALS:
         verdict = "reached" if goal.is_met(curves.get("ours", [])) else "missed"
-        console.print(f"{goal.kind}: {100 * goal.accuracy:.0f} % within {goal.seconds:.0f} s: {verdict}")
+        console.print(f"{goal.kind}: {100 * goal.accuracy:.0f}% within {goal.seconds:.0f} s: {verdict}")
     console.print(machine(), markup=False, highlight=False, soft_wrap=True)

@@ -85,7 +85,7 @@ def print_rows(title: str, rows: Iterable[Row]) -> None:
     for row in rows:
         line = f"{row.what}: {_number(row.measured)} {row.unit}; {row.note}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-        share = "" if row.share_of_floor is None else f"{100 * row.share_of_floor:.0f} %"
+        share = "" if row.share_of_floor is None else f"{100 * row.share_of_floor:.0f}%"
         cells = [_number(row.measured), row.unit, _number(row.must), _number(row.aim)]
         table.add_row(row.what, *cells, row.verdict, _number(row.floor), share)
     console.print(table)

@@ -96,7 +96,7 @@ def update_row(
     mfu, floor = workload.flops / timing.best / peak, workload.flops / peak
     note = (
         f"first update {timing.first:.1f} s, then {timing.best:.4g} s for {workload.computed_tokens:,} tokens "
-        f"({workload.flops:.3g} operations, MFU {100 * mfu:.1f} %), peak memory {peak_memory(device)}"
+        f"({workload.flops:.3g} operations, MFU {100 * mfu:.1f}%), peak memory {peak_memory(device)}"
     )
     if workload.share_prompts:
         return Row(workload.what, timing.best, "s", workload.must, workload.aim, floor, lower_is_better=True, note=note)

@@ -257,7 +257,7 @@ def transformers_accuracy(
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, list[Point]]]:
     def print_point(point: Point) -> None:
-        print(f"{point.seconds:7.1f} s  step {point.step:4d}  {100 * point.accuracy:5.1f} %", flush=True)
+        print(f"{point.seconds:7.1f} s  step {point.step:4d}  {100 * point.accuracy:5.1f}%", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         config = training_config(

@@ -90,7 +90,7 @@ def print_phase(console: Console, phase: Phase) -> None:
         share = 100 * kernel.seconds / total if total else 0.0
         # In a narrow terminal, shorten the name and not the numbers.
         name = Text(kernel.name[:_NAME_WIDTH], no_wrap=True, overflow="ellipsis")
-        table.add_row(name, f"{kernel.calls:,}", f"{1e3 * kernel.seconds:,.2f}", f"{share:.1f} %")
+        table.add_row(name, f"{kernel.calls:,}", f"{1e3 * kernel.seconds:,.2f}", f"{share:.1f}%")
     console.print(table)
     for trace in phase.traces:
         console.print(f"trace: {trace}", markup=False, highlight=False, soft_wrap=True)

@@ -57,7 +57,7 @@ def test_a_verdict_knows_which_way_is_better():
 def test_a_table_has_every_row_and_names_the_machine(capsys):
     gpu_common.print_rows("title", [Row("fast", 12_345, "tokens/s", 1, 2, 20_000, note="first run 3 s")])
     text = capsys.readouterr().out
-    assert all(part in text for part in ("fast", "12,345", "aim", "62 %", "first run 3 s", torch.__version__))
+    assert all(part in text for part in ("fast", "12,345", "aim", "62%", "first run 3 s", torch.__version__))
 
 
 def test_rollouts_are_measured_and_compared_with_their_floor():
@@ -225,7 +225,7 @@ def test_the_curve_is_written_as_a_table_and_a_plot(tmp_path, monkeypatch):
     console = Console(width=120, record=True)
     accuracy_curves.print_curves(console, {"ours": POINTS})
     text = console.export_text()
-    assert "61.0 %" in text and "60 % within 40 s: reached" in text and "80 % within 198 s: missed" in text
+    assert "61.0%" in text and "60% within 40 s: reached" in text and "80% within 198 s: missed" in text
 
 
 def test_training_within_a_limit_on_memory_is_measured_and_compared_with_the_plan():

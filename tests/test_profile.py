@@ -72,5 +72,5 @@ def test_the_table_is_sorted_by_time_and_shows_shares_of_all_kernels():
     console = Console(width=120, record=True)
     print_phase(console, phase)
     lines = [line for line in console.export_text().splitlines() if " %" in line]
-    assert "n" * 60 in lines[0] and "n" * 61 not in lines[0] and "60.0 %" in lines[0]
-    assert "200.00" in lines[1] and "40.0 %" in lines[1]
+    assert "n" * 60 in lines[0] and "n" * 61 not in lines[0] and "60.0%" in lines[0]
+    assert "200.00" in lines[1] and "40.0%" in lines[1]

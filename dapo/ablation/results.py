@@ -238,7 +238,7 @@ def _unjudged(sets: Sequence[SetResult], runs: Sequence[RunRecord]) -> Iterator[
         shares = {
             arm.arm: _mean([each.unjudged for run, each in last.items() if run.arm == arm.arm]) for arm in found.arms
         }
-        if parts := [f"{100 * share:.1f} % of {arm}" for arm, share in shares.items() if share > 0]:
+        if parts := [f"{100 * share:.1f}% of {arm}" for arm, share in shares.items() if share > 0]:
             yield (
                 f"{found.name}: responses that could not be judged are left out; in the last evaluations these were "
                 f"{', '.join(parts)}"

@@ -83,7 +83,7 @@ def _amount(arm: ArmResult, axis: Axis) -> str:
 def result_table(result: Result, found: SetResult) -> Table:
     unit = " in %" if is_rate(found.metric) else ""
     table = _table(f"{found.name}: {found.metric}{unit}, {found.questions} questions; differences from "
-                   f"{result.plan.reference} [95 %]")  # fmt: skip
+                   f"{result.plan.reference} [95%]")  # fmt: skip
     table.add_column("seeds", justify="right")
     places = columns(result, found)
     for _, heading in places:
@@ -148,7 +148,7 @@ def training_rows(result: Result) -> Iterator[list[str]]:
             arm, f"{each.steps:,.4g}", f"{each.seconds:,.4g}", amount_text(each.tokens),
             "-" if math.isnan(each.entropy) else f"{each.entropy:.3f}",
             "-" if math.isnan(each.length) else f"{each.length:,.1f}",
-            f"{100 * each.dropped:.1f} %", f"{100 * each.cut_off:.1f} %",
+            f"{100 * each.dropped:.1f}%", f"{100 * each.cut_off:.1f}%",
         ]  # fmt: skip
 
 

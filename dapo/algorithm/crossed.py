@@ -15,7 +15,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
 class Contrast(NamedTuple):
-    """Mean of (second - first) with its 95 % interval and two-sided p-value; NaN where they are undefined."""
+    """Mean of (second - first) with its 95% interval and two-sided p-value; NaN where they are undefined."""
 
     value: float
     low: float
@@ -33,7 +33,7 @@ def contrast(first: Cells, second: Cells) -> Contrast:
 
     The p-value is stricter than the interval. Three seeds can agree by chance, and Satterthwaite's formula then finds
     hundreds of degrees of freedom. A correction for many arms tests at small p-values, where inflated degrees of
-    freedom do the most harm: with nine arms, 15 to 23 % of simulated ablations called an arm different although none
+    freedom do the most harm: with nine arms, 15 to 23% of simulated ablations called an arm different although none
     was. So p has at most as many degrees of freedom as the seeds have.
     """
     common = [cell for cell in first if cell in second]
@@ -98,7 +98,7 @@ def student_within(t: float, freedom: float) -> float:
 
 def _student_quantile(freedom: float, share: float = _LEVEL) -> float:
     """Return t with P(|T| <= t) = share."""
-    low, high = 0.0, 20.0  # 12.7 for 95 % with one degree of freedom
+    low, high = 0.0, 20.0  # 12.7 for 95% with one degree of freedom
     while student_within(high, freedom) < share:
         high *= 2
     for _ in range(60):

@@ -13,7 +13,7 @@ _MAX_DRAWS_PER_BLOCK = 4_000_000  # resampled values in memory at a time (8 byte
 
 
 class Estimate(NamedTuple):
-    """A mean over problems and its 95 % confidence interval. Each field is NaN where it is undefined."""
+    """A mean over problems and its 95% confidence interval. Each field is NaN where it is undefined."""
 
     value: float
     low: float
@@ -21,7 +21,7 @@ class Estimate(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Mean of (second model - first model) over the problems that both have, with its 95 % confidence interval."""
+    """Mean of (second model - first model) over the problems that both have, with its 95% confidence interval."""
 
     value: float
     low: float
@@ -62,7 +62,7 @@ def ks(k: int) -> list[int]:
 
 
 def estimate(values_P: Sequence[float] | np.ndarray, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
-    """Return the mean over problems and its 95 % percentile-bootstrap interval, resampling problems.
+    """Return the mean over problems and its 95% percentile-bootstrap interval, resampling problems.
 
     A single problem has no interval. If all problems have the same value, the interval collapses to that value, which
     does not mean that the estimate is certain.

@@ -132,7 +132,7 @@ def _evaluations(evals: Sequence[Mapping[str, Any]]) -> str:
         unjudged = sum(e["metrics"].get("unjudged", 0) for e in shown)
         note = f"\n{unjudged:.0f} responses could not be judged and are left out.\n" if unjudged else ""
         parts.append(f"{title}:\n\n{_table(('metric', *columns), rows)}{note}")
-    return "\n".join(parts) + "\nIn brackets: 95 % bootstrap intervals over the questions.\n"
+    return "\n".join(parts) + "\nIn brackets: 95% bootstrap intervals over the questions.\n"
 
 
 def _curves(steps: Sequence[Mapping[str, float]]) -> str:

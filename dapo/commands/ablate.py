@@ -156,7 +156,7 @@ def _check_levels(plan: Plan, levels: list[float]) -> list[str]:
     if wrong and all(has_accuracy(run.config) for run in plan.runs):
         raise ConfigError(f"--reach is {wrong[0]:g}; expected an accuracy in %, above 0 and at most 100")
     return [
-        f"--reach {level:g} has a meaning only as a mean reward: accuracies are above 0 and at most 100 %"
+        f"--reach {level:g} has a meaning only as a mean reward: accuracies are above 0 and at most 100%"
         for level in wrong
     ]
 

@@ -21,7 +21,7 @@ def evaluate(
     as_json: Annotated[Path | None, typer.Option("--json", help="Also write all metrics to this file.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for samples; default: runs/eval-SET-TIME.")] = None,
 ) -> None:
-    """Evaluate runs or models: avg@k, pass@k, maj@k with 95 % intervals, and the differences from the first one."""
+    """Evaluate runs or models: avg@k, pass@k, maj@k with 95% intervals, and the differences from the first one."""
     if as_json is not None and not as_json.parent.is_dir():
         raise ConfigError(f"--json {as_json}: there is no folder {as_json.parent}")
     console = Console()

@@ -132,7 +132,7 @@ def differences(before: EvalReport, after: EvalReport, label: str = "after") -> 
 
 
 def _metrics(samples: Sequence[EvalSample], k: int) -> dict[str, float]:
-    """Return the means over problems, with their 95 % intervals if there are enough problems."""
+    """Return the means over problems, with their 95% intervals if there are enough problems."""
     metrics: dict[str, float] = {}
     by_problem = metrics_by_problem(samples, k)
     for name, values in by_problem.items():

@@ -11,7 +11,7 @@ from dapo.plan.learn import exchange_size
 def advice(plan: Plan) -> list[str]:
     """Return sentences: the bottleneck and its remedy first, then other ways in which GPUs are wasted."""
     share = 100 * plan.critical[plan.bottleneck] / plan.seconds
-    first = f"The bottleneck is {plan.bottleneck} ({share:.0f} %), bound by {plan.limit}: {_remedy(plan)}."
+    first = f"The bottleneck is {plan.bottleneck} ({share:.0f}%), bound by {plan.limit}: {_remedy(plan)}."
     return [first, *_host(plan), *_idle(plan)]
 
 
@@ -107,4 +107,4 @@ def _sides(plan: Plan) -> list[str]:
     sampling, training = plan.sampling.seconds + plan.rewards, plan.reference + plan.learning.seconds
     faster = "learners" if sampling > training else "engines"
     idle = 1 - min(sampling, training) / max(sampling, training)
-    return [f"The {faster} are idle {100 * idle:.0f} % of the time: --rollout-share balances the two sides."]
+    return [f"The {faster} are idle {100 * idle:.0f}% of the time: --rollout-share balances the two sides."]

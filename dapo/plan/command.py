@@ -81,7 +81,7 @@ def _assumed(config: Config, plans: list[Plan], options: PlanOptions) -> list[st
     if options.mean_prompt is None:
         assumed.append(f"prompts of {work.prompt:,.0f} (--mean-prompt)")
     if options.keep_rate is None and work.keep_rate < 1:
-        assumed.append(f"{100 * work.keep_rate:.0f} % of groups kept (--keep-rate)")
+        assumed.append(f"{100 * work.keep_rate:.0f}% of groups kept (--keep-rate)")
     if any(plan.sampling.driver > 0 for plan in plans):
         assumed.append(f"a driver that dispatches {CONTROLLER_GROUPS:.0f} groups per second to any number of engines")
     if config.model.lora.rank > 0:

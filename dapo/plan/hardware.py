@@ -60,10 +60,10 @@ READING = 0.835
 DECODE_PRODUCTS = 0.543
 LAYER_SECONDS = 28.8e-6
 # MEASURED, what a step of vLLM 0.24 took beyond that on the same three workloads, per step and per response; the fit
-# is within 20 % of each of them.
+# is within 20% of each of them.
 VLLM_STEP_SECONDS = 4e-3
 VLLM_ROW_SECONDS = 17e-6
-# MEASURED, updates of 135M (27 % MFU) and 1.5B (50 % MFU): the share of the peak at which matrix products run, and the
+# MEASURED, updates of 135M (27% MFU) and 1.5B (50% MFU): the share of the peak at which matrix products run, and the
 # bytes of other memory traffic for each token, layer and hidden unit.
 TRAIN_PRODUCTS = 0.662
 TRAIN_TRAFFIC = 513

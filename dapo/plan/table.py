@@ -120,7 +120,7 @@ def _step_line(plan: Plan, steps: int | None) -> str:
         f"{about}{_seconds(plan.seconds)} s per step of {rounds} {_plural(rounds, 'round')} and {updates} "
         f"{_plural(updates, 'update')}: {work.generated_tokens / plan.sampling.seconds:,.0f} tokens/s sampled "
         f"({busy:,.0f} while all slots are busy), {trained:,.0f} tokens/s trained "
-        f"(MFU {100 * plan.learning.mfu:.0f} %).{total}"
+        f"(MFU {100 * plan.learning.mfu:.0f}%).{total}"
     )
 
 
@@ -131,7 +131,7 @@ def _phase_table(plan: Plan) -> Table:
     notes = _phase_notes(plan)
     for name, seconds in plan.phases.items():
         if seconds > 0:
-            share = f"{100 * seconds / plan.seconds:.0f} %" if name in plan.critical else "overlapped"
+            share = f"{100 * seconds / plan.seconds:.0f}%" if name in plan.critical else "overlapped"
             style = "bold" if name == plan.bottleneck else None
             table.add_row(name, _seconds(seconds), share, notes.get(name, ""), style=style)
     return table

@@ -187,7 +187,7 @@ def before_after_table(before: EvalReport, after: EvalReport, differences: Seque
     each = len(after.samples) // max(len(problems), 1)
     asked = "1 question" if len(problems) == 1 else f"{len(problems)} questions"
     table = Table(title=f"{escape(after.name)}: {asked} x {each} fresh samples, before and after")
-    for column in ("", "before", "after", "difference [95 %]"):
+    for column in ("", "before", "after", "difference [95%]"):
         table.add_column(column)
     by_metric = {row.figure: row for row in differences}
     for name in dict.fromkeys(["reward/mean", *by_metric, "response_length/mean"]):

@@ -13,7 +13,7 @@ from rich.table import Table
 
 _RATES = re.compile(r"(avg|pass|maj)@\d+|parse_rate|response_length/clip_ratio")
 _WIDE = 110
-_LEGEND = " (rates in %, below them 95 % intervals)"
+_LEGEND = " (rates in %, below them 95% intervals)"
 _HEADINGS = {
     "parse_rate": "parsed", "response_length/clip_ratio": "cut off", "response_length/mean": "length",
     "reward/mean": "reward",
@@ -70,7 +70,7 @@ def heading(name: str) -> str:
 
 
 def with_interval(metrics: Mapping[str, float], name: str) -> str:
-    """Format a metric with its interval, such as `12.5 % [10.1, 15.0]`; rates are in percent."""
+    """Format a metric with its interval, such as `12.5% [10.1, 15.0]`; rates are in percent."""
     if name not in metrics:
         return ""
     text = number(name, metrics[name]) + (" %" if is_rate(name) and not math.isnan(metrics[name]) else "")
@@ -128,7 +128,7 @@ def with_sign(row: DifferenceRow) -> str:
 def differences_table(first: str, rows: Sequence[DifferenceRow]) -> Table:
     table = _table(f"difference from {first}, over the questions judged for both")
     table.add_column("metric")
-    table.add_column(escape("difference [95 %]"), justify="right", no_wrap=True)
+    table.add_column(escape("difference [95%]"), justify="right", no_wrap=True)
     table.add_column("questions", justify="right")
     table.add_column("")
     for row in rows:

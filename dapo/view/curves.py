@@ -63,7 +63,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvalCurve:
-    """One metric of one evaluation set with its 95 % interval; the bounds are NaN if none was recorded."""
+    """One metric of one evaluation set with its 95% interval; the bounds are NaN if none was recorded."""
 
     dataset: str
     metric: str

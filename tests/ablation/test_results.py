@@ -297,7 +297,7 @@ def test_the_result_is_printed_in_plain_words(plan: Plan):
     console = Console(width=120, record=True, file=StringIO())
     print_result(console, compare(plan, fast_and_slow(plan)))
     text = console.export_text()
-    assert "held_out: avg@2 in %, 60 questions; differences from recipe [95 %]" in text
+    assert "held_out: avg@2 in %, 60 questions; differences from recipe [95%]" in text
     assert "after 4 steps" in text and "at 10 s" in text and "at 4,000 tokens" in text
     assert "-30.0 [-30.0, -30.0]" in text
     assert "worse" in text and "better" in text
@@ -341,7 +341,7 @@ def test_responses_that_could_not_be_judged_are_named_with_their_arms(plan: Plan
     evaluations = runs[0].evaluations["held_out"]
     runs[0] = record("fast", 5, [*evaluations[:-1], replace(evaluations[-1], unjudged=0.25)])
     assert (
-        "held_out: responses that could not be judged are left out; in the last evaluations these were 12.5 % of fast"
+        "held_out: responses that could not be judged are left out; in the last evaluations these were 12.5% of fast"
         in compare(plan, runs).notes
     )
 

@@ -77,7 +77,7 @@ def test_three_seeds_cover_the_truth_about_as_often_as_promised(of_seed, of_ques
 
 @pytest.mark.parametrize(("seeds", "arms", "of_seed"), [(2, 5, 0.06), (3, 9, 0.06)])
 def test_arms_that_do_not_differ_are_rarely_said_to(seeds, arms, of_seed):
-    """With the interval's own degrees of freedom, 8 to 40 % of these ablations had a false finding."""
+    """With the interval's own degrees of freedom, 8 to 40% of these ablations had a false finding."""
     rng, false, trials = np.random.default_rng(7), 0, 60
 
     def arm() -> dict[tuple[int, str], float]:
@@ -87,7 +87,7 @@ def test_arms_that_do_not_differ_are_rarely_said_to(seeds, arms, of_seed):
     for _ in range(trials):
         reference = arm()
         false += min(holm([contrast(reference, arm()).p for _ in range(arms)])) < 0.05
-    assert false <= 0.05 * trials + 3  # binomial: exceeded once in 30 at exactly 5 %
+    assert false <= 0.05 * trials + 3  # binomial: exceeded once in 30 at exactly 5%
 
 
 def test_a_large_difference_is_found_with_three_seeds_and_nine_arms():

@@ -69,7 +69,7 @@ def test_the_interval_agrees_with_scipy_within_the_noise_of_resampling():
     reference = scipy.stats.bootstrap(
         (values,), np.mean, n_resamples=20_000, method="percentile", rng=np.random.default_rng(2)
     )
-    # The standard error of a 2.5 % quantile of a normal with this spread, for both sides of the comparison.
+    # The standard error of a 2.5% quantile of a normal with this spread, for both sides of the comparison.
     noise = reference.standard_error * math.sqrt(0.025 * 0.975 / 20_000) / 0.0584 * math.sqrt(2)
     assert found.value == values.mean()
     assert found.low == pytest.approx(reference.confidence_interval.low, abs=5 * noise)

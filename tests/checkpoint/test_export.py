@@ -195,7 +195,7 @@ def test_the_card_reports_only_what_was_measured_up_to_the_exported_step(full, t
     assert "| response tokens | 2,000, 1,200 trained on |" in card
     assert "`aime`, 30 questions:" in card
     assert "| metric | before training | after step 2 |" in card
-    assert "| `avg@4` | 25.0 % [12.5, 37.5] | 50.0 % [37.5, 62.5] |" in card
+    assert "| `avg@4` | 25.0% [12.5, 37.5] | 50.0% [37.5, 62.5] |" in card
     assert "| length | 12.0 | 12.0 |" in card
     assert "2 responses could not be judged" in card
     assert "| reward | 0.25 | `▁█` | 0.5 |" in card

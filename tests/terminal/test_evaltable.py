@@ -33,7 +33,7 @@ def shown(table) -> str:
 
 
 def test_rates_are_in_percent_with_their_intervals_and_other_metrics_are_not_scaled():
-    assert with_interval(METRICS, "avg@4") == "25.0 % [12.5, 37.5]"
+    assert with_interval(METRICS, "avg@4") == "25.0% [12.5, 37.5]"
     assert with_interval(METRICS, "reward/mean") == "0.310 [0.200, 0.400]"
     assert with_interval(METRICS, "response_length/mean") == "812.3"
     assert with_interval(METRICS, "avg@8") == ""
@@ -48,8 +48,8 @@ def test_the_headline_is_the_accuracy_if_there_is_one_else_the_reward():
 def test_the_summary_is_one_line_that_counts_unjudged_responses():
     line = summary({**METRICS, "unjudged": 3.0})
     assert line == (
-        "avg@4 25.0 % [12.5, 37.5]  pass@4 50.0 %  maj@4 30.0 %  reward 0.310 [0.200, 0.400]  length 812.3  "
-        "cut off 6.2 %  3 unjudged"
+        "avg@4 25.0% [12.5, 37.5]  pass@4 50.0%  maj@4 30.0%  reward 0.310 [0.200, 0.400]  length 812.3  "
+        "cut off 6.2%  3 unjudged"
     )
     assert summary({"reward/mean": 0.5, "unjudged": 0.0}) == "reward 0.500"
 

@@ -23,15 +23,15 @@ class Panel:
     title: str
     unit: str
     metrics: Mapping[str, str]  # metric name -> label
-    spread: str | None = None  # per-response column whose 10 to 90 % range is shaded around the first metric
+    spread: str | None = None  # per-response column whose 10 to 90% range is shaded around the first metric
 
 
 PANELS = (
-    Panel("Reward", "mean over responses; shaded: 10 to 90 %", {"reward/mean": "reward"}, "reward"),
+    Panel("Reward", "mean over responses; shaded: 10 to 90%", {"reward/mean": "reward"}, "reward"),
     Panel("Accuracy", "share of correct responses", {"acc/mean": "accuracy"}),
     Panel(
         "Response length",
-        "tokens; shaded: 10 to 90 %",
+        "tokens; shaded: 10 to 90%",
         {"response_length/mean": "mean", "response_length/max": "longest", "thought_length/mean": "thought"},
         "length",
     ),
@@ -148,7 +148,7 @@ def _evaluation(dataset: str, loaded: Sequence[Loaded], look: Look) -> dict[str,
             name = _label(each, found.metric, loaded)
             lines.append(Line(name, found.steps, found.values, color, dash, found.low, found.high))
     is_share = any("@" in found.metric for each in loaded for found in each.evaluations if found.dataset == dataset)
-    unit = f"{'share of correct responses' if is_share else 'mean reward'}; shaded: 95 % interval"
+    unit = f"{'share of correct responses' if is_share else 'mean reward'}; shaded: 95% interval"
     # Not smoothed: evaluations are few, each with its own interval, and a smoothed curve would leave the band.
     chart = line_chart(f"Evaluation: {dataset}", unit, lines, Look(is_log=look.is_log))
     for series in chart["series"]:
