@@ -49,9 +49,9 @@ class SimulatedEngine:
         return [self._rollout(serial, index, length) for _, serial, index, length in finished]
 
     def cancel(self, serials: Iterable[int]) -> int:
-        cancelled, now = set(serials), time.monotonic()
-        stopped = [entry for entry in self.running if entry[1] in cancelled]
-        self.running = [entry for entry in self.running if entry[1] not in cancelled]
+        canceled, now = set(serials), time.monotonic()
+        stopped = [entry for entry in self.running if entry[1] in canceled]
+        self.running = [entry for entry in self.running if entry[1] not in canceled]
         heapq.heapify(self.running)
         # Tokens that were generated for nothing.
         return sum(max(0, length - int((end - now) * self.rate)) for end, _, _, length in stopped)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-SHARDS = "trainer/optimiser"
+SHARDS = "trainer/optimizer"
 
 
 def write(state: dict[str, Tensor], folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from dapo.types import Drawn, FinishReason, Group, Outlook, Prompt, Rollout, Score, Verdict
 
-FORMAT = 4  # raise it when a resume could misread an older state.json
+FORMAT = 5  # raise it when a resume could misread an older state.json
 STATE_FILE = "trainer/state.json"
 
 

@@ -15,7 +15,7 @@ from dapo.model.export import save_config
 from dapo.model.lora import adapter_state, causal_lm, load_adapter_state, merged
 from dapo.system.tensors import TensorFiles
 
-ADAPTERS, OPTIMIZER = "trainer/adapters.safetensors", "trainer/optimiser.safetensors"
+ADAPTERS, OPTIMIZER = "trainer/adapters.safetensors", "trainer/optimizer.safetensors"
 
 
 def begin(model: PreTrainedModel | PeftModel, optimizer: Mapping[str, Tensor], folder: Path) -> TensorFiles:

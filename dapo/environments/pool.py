@@ -134,7 +134,7 @@ class WorkerEnvironments(ProcessPool[_Worker]):
 
     def _submit(self, do: Action, state: _State, text: str, *, is_last: bool) -> Future[Any]:
         call = _Call(next(self.numbers), do, state, text, is_last)
-        call.future.set_running_or_notify_cancel()  # it can no longer be cancelled
+        call.future.set_running_or_notify_cancel()  # it can no longer be canceled
         with self.lock:
             is_open = not self.closing
             if is_open:

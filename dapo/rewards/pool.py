@@ -49,7 +49,7 @@ class WorkerPool(ProcessPool[_Worker]):
         kind = self.kinds.get(spec, Kind())
         samples = [Sample(r.text, r.tokens.tolist() if kind.wants_tokens else (), r.weight_version) for r in rollouts]
         job = Job(spec, kind, prompt, samples)
-        job.future.set_running_or_notify_cancel()  # it can no longer be cancelled
+        job.future.set_running_or_notify_cancel()  # it can no longer be canceled
         with self.lock:
             is_open = bool(samples) and not self.closing
             if is_open:

@@ -73,7 +73,7 @@ def with_interval(metrics: Mapping[str, float], name: str) -> str:
     """Format a metric with its interval, such as `12.5% [10.1, 15.0]`; rates are in percent."""
     if name not in metrics:
         return ""
-    text = number(name, metrics[name]) + (" %" if is_rate(name) and not math.isnan(metrics[name]) else "")
+    text = number(name, metrics[name]) + ("%" if is_rate(name) and not math.isnan(metrics[name]) else "")
     if f"{name}/low" in metrics and f"{name}/high" in metrics:
         low, high = (number(name, metrics[f"{name}/{end}"]) for end in ("low", "high"))
         text += f" [{low}, {high}]"

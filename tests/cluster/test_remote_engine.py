@@ -197,14 +197,14 @@ def test_workers_keep_sampling_while_the_caller_is_busy(watched):
     assert_each_once(engine.poll(), 8)
 
 
-def test_cancelled_groups_do_not_arrive_and_their_tokens_are_counted(watched):
+def test_canceled_groups_do_not_arrive_and_their_tokens_are_counted(watched):
     engine = watched(rate=100.0).engine
     engine.submit(requests(6))
     seen = engine.poll()
-    cancelled = engine.cancel([0, 1, 5])
+    canceled = engine.cancel([0, 1, 5])
     rollouts = seen + drain(engine)
     assert {rollout.serial for rollout in rollouts if rollout not in seen} == {2, 3, 4}
-    assert cancelled > 0
+    assert canceled > 0
     assert_each_once([rollout for rollout in rollouts if rollout.serial in (2, 3, 4)], 3, start=2)
 
 

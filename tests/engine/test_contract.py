@@ -155,7 +155,7 @@ def test_no_rollout_is_lost_or_comes_twice_when_groups_arrive_in_bursts(subject)
     check_logprobs(subject, requests[:10], by_key([r for r in rollouts if r.serial < 10]))
 
 
-def test_a_cancelled_group_leaves_and_the_others_are_unaffected(subject):
+def test_a_canceled_group_leaves_and_the_others_are_unaffected(subject):
     requests = groups(6, 4, SamplingParams(max_tokens=40), seed=7)
     expected = drain(subject.engine, *requests)
     subject.engine.submit(requests)
@@ -172,7 +172,7 @@ def test_a_cancelled_group_leaves_and_the_others_are_unaffected(subject):
     assert all(np.array_equal(found[key].tokens, expected[key].tokens) for key in found)
 
 
-def test_everything_can_be_cancelled_at_once(subject):
+def test_everything_can_be_canceled_at_once(subject):
     requests = groups(3, 4, SamplingParams(max_tokens=40), seed=8)
     subject.engine.submit(requests)
     subject.engine.cancel(request.serial for request in requests)
@@ -309,11 +309,11 @@ def test_a_turn_may_be_shorter_than_the_episode(subject):
     assert any(rollout.finish_reason == "length" and len(rollout) == 12 for rollout in found.values())
 
 
-def test_a_parked_episode_can_be_cancelled_and_the_others_are_unaffected(subject):
+def test_a_parked_episode_can_be_canceled_and_the_others_are_unaffected(subject):
     requests = episodes(3, 2, SamplingParams(max_tokens=6), seed=25)
 
     def second_turn(*, cancels: bool) -> dict:
-        """Play on with all but group 1, which is cancelled or stays parked: the same batch, so the same rounding."""
+        """Play on with all but group 1, which is canceled or stays parked: the same batch, so the same rounding."""
         subject.engine.submit(requests)
         first = by_key(rest(subject.engine))
         assert len(first) == 6 and subject.engine.poll() == []

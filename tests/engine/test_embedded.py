@@ -254,7 +254,7 @@ def test_a_next_turn_computes_only_the_new_tokens(engine_for, monkeypatch):
     assert all(len(rollout) == 10 and rollout.sampled == 6 for rollout in second.values())
 
 
-def test_an_episode_that_goes_on_is_unaffected_if_another_is_cancelled_before_its_given_tokens_are_computed(engine_for):
+def test_an_episode_that_goes_on_is_unaffected_if_another_is_canceled_before_its_given_tokens_are_computed(engine_for):
     model = tiny_llama()
     requests = [Request(i, p, 1, SamplingParams(max_tokens=4), turns=True) for i, p in enumerate(prompts(3, seed=7))]
 
@@ -296,7 +296,7 @@ def test_a_weight_update_is_visible_in_the_next_sample(engine_for):
     assert np.array_equal(after[0, 0].tokens, fresh[0, 0].tokens)
 
 
-def test_a_cancelled_group_leaves_and_the_others_are_unaffected(engine_for):
+def test_a_canceled_group_leaves_and_the_others_are_unaffected(engine_for):
     model = tiny_llama()
     questions = prompts(3, seed=5)
     params = SamplingParams(max_tokens=30)

@@ -246,7 +246,7 @@ def crowded():
     return engine
 
 
-def test_a_preempted_response_can_be_cancelled():
+def test_a_preempted_response_can_be_canceled():
     engine = crowded()
     assert {response.request.serial for response in engine.waiting} == {1}
     engine.cancel([1])

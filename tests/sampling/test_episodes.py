@@ -282,7 +282,7 @@ def test_a_judge_that_is_lost_ends_the_wait_for_a_group_that_the_environment_sco
             episodes.score(asked[group[0].serial], group).result(timeout=10)
 
 
-def test_cancelled_groups_leave_nothing_behind():
+def test_canceled_groups_leave_nothing_behind():
     pool, engine = Letters(delay=0.01), engine_for(30)
     episodes = Episodes(engine, Scripted(judged), environment(pool))
     episodes.submit(dict(enumerate(prompts())), 4, PARAMS)

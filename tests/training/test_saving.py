@@ -76,7 +76,7 @@ def test_a_checkpoint_holds_the_weights_of_its_step_although_the_run_trained_on(
 
     make(callbacks=At(3, while_writing)).train()
     assert held == [1, []], "step 3 was trained while step 2 was being written"
-    names = ["model.safetensors", "trainer/optimiser.safetensors", "trainer/SHA256SUMS", "tokenizer.json"]
+    names = ["model.safetensors", "trainer/optimizer.safetensors", "trainer/SHA256SUMS", "tokenizer.json"]
     for name in names:
         one, two = (place / "checkpoints" / "step_2" / name for place in (whole_run, run))
         assert one.read_bytes() == two.read_bytes(), name
@@ -101,7 +101,7 @@ def test_the_next_step_samples_during_the_copy_and_updates_after_it(make, tmp_pa
     monkeypatch.setattr(DynamicSampler, "fill", fill_and_tell)
     make().train()
     runs.assert_same_run(whole_run, tmp_path / "run", step=4)
-    for name in ("model.safetensors", "trainer/optimiser.safetensors"):
+    for name in ("model.safetensors", "trainer/optimizer.safetensors"):
         one, two = (place / "checkpoints" / "step_2" / name for place in (whole_run, tmp_path / "run"))
         assert one.read_bytes() == two.read_bytes(), name
     with RunDatabase.open_readonly(tmp_path / "run" / "run.db") as database:
@@ -222,7 +222,7 @@ write, is_halfway = folder.write_tensors, threading.Event()
 
 def write_half(path, tensors, before_piece):
     digest = write(path, tensors, before_piece)
-    if "step_2" in path.parts and path.name == "optimiser.safetensors":
+    if "step_2" in path.parts and path.name == "optimizer.safetensors":
         os.truncate(path, path.stat().st_size // 2)
         is_halfway.set()
         threading.Event().wait()
@@ -246,7 +246,7 @@ def test_a_run_killed_in_the_middle_of_a_background_write_resumes_from_the_check
     dead = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert dead.returncode == -signal.SIGKILL, dead.stderr
     run = tmp_path / "run"
-    half = run / "checkpoints" / ".partial" / "step_2" / "trainer" / "optimiser.safetensors"
+    half = run / "checkpoints" / ".partial" / "step_2" / "trainer" / "optimizer.safetensors"
     assert half.is_file()
     assert [step["step"] for step in runs.metrics(run)] == [1, 2, 3]
     make({**EVERY_STEP, "run.name": "run"}, resume=True).train()
@@ -259,9 +259,9 @@ def test_a_run_killed_in_the_middle_of_a_background_write_resumes_from_the_check
 def test_a_checkpoint_that_is_damaged_after_it_was_written_in_the_background_is_refused(make, tmp_path):
     make(EVERY_STEP).train()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_4")
-    victim = tmp_path / "run" / "checkpoints" / "step_3" / "trainer" / "optimiser.safetensors"
+    victim = tmp_path / "run" / "checkpoints" / "step_3" / "trainer" / "optimizer.safetensors"
     content = bytearray(victim.read_bytes())
     content[-1] ^= 1
     victim.write_bytes(content)
-    with pytest.raises(checkpoint.CheckpointError, match=r"optimiser\.safetensors is not what was written"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"optimizer\.safetensors is not what was written"):
         make({**EVERY_STEP, "run.name": "run"}, resume=True)

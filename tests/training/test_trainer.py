@@ -530,7 +530,7 @@ def test_a_second_trainer_of_a_run_is_refused_before_it_loads_a_model(tmp_path, 
 
 DAMAGED = r"step_1: the checkpoint is damaged .* there is no other checkpoint"
 FILES = [
-    "model.safetensors", "config.json", "tokenizer.json", "trainer/optimiser.safetensors", "trainer/state.json",
+    "model.safetensors", "config.json", "tokenizer.json", "trainer/optimizer.safetensors", "trainer/state.json",
     "trainer/SHA256SUMS",
 ]  # fmt: skip
 

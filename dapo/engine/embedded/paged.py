@@ -179,7 +179,7 @@ class PagedDecoder:
             if self.status.finished[row.index] or response in stopped
         ]
         if not done:
-            return []  # all that finished were cancelled
+            return []  # all that finished were canceled
         rows = np.array([row.index for _, row in done])
         lengths = self.status.own_lengths[rows] - 1  # without the last prompt token
         lengths = np.array([stopped.get(response, length) for (response, _), length in zip(done, lengths, strict=True)])

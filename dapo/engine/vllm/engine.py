@@ -120,7 +120,7 @@ class VllmEngine:
                 break
             while not self.finished.empty():
                 arrived.append(self.finished.get())
-            # A member that was cancelled in the meantime is no longer in `members`.
+            # A member that was canceled in the meantime is no longer in `members`.
             found = [(member, self._answer(member)) for member in arrived if self.members.pop(member.name, None)]
         return [self._rollout(member, *answer) for member, answer in found]
 
