@@ -112,7 +112,7 @@ def difference_text(metric: str, difference: Difference) -> str:
 
 
 def reached_headings(found: SetResult) -> list[str]:
-    return [number(found.metric, each.level) + " %" * is_rate(found.metric) for each in found.arms[0].reached]
+    return [number(found.metric, each.level) + "%" * is_rate(found.metric) for each in found.arms[0].reached]
 
 
 def reached_rows(found: SetResult) -> Iterator[list[str]]:

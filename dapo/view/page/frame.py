@@ -96,7 +96,7 @@ def number_column(field: str, title: str, digits: int | None = None, **options: 
 
 
 def share_column(field: str, title: str, **options: Any) -> dict[str, Any]:
-    form = {":valueFormatter": "p => p.value == null ? '–' : (100 * p.value).toFixed(0) + ' %'"}
+    form = {":valueFormatter": "p => p.value == null ? '–' : (100 * p.value).toFixed(0) + '%'"}
     return number_column(field, title, **form, **options)
 
 
