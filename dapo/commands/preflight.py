@@ -36,7 +36,7 @@ from dapo.sampling.rules import group_rules
 from dapo.store.trackers import require_trackers
 from dapo.system.machine import free_disk, memory, size_text
 from dapo.training.disk import disk_plan, disk_warning
-from dapo.training.run_directory import RunDirectory
+from dapo.training.run_directory import RunDirectory, is_locked
 
 _MODEL = "model:"
 
@@ -108,7 +108,8 @@ def _check_folder(found: Findings, config: Config, resume: bool, has_given_name:
         except RunExists:
             if resume or has_given_name:
                 raise
-            found.notes.append(f"run: {config.run_dir} holds another run, so this one gets the next free name")
+            held = "holds a run that is training now" if is_locked(config.run_dir) else "holds another run"
+            found.notes.append(f"run: {config.run_dir} {held}, so this one gets the next free name")
 
 
 def _check_judges(found: Findings, config: Config) -> list[tuple[str, Kind]]:

@@ -92,7 +92,8 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     console.print(settings, markup=False, highlight=False)
     for note in comparison.notes:
         console.print(f"note: {note}", style="yellow", markup=False, highlight=False)
-    console.print(f"every sample is in {comparison.folder}", markup=False, highlight=False)
+    folder = comparison.folder
+    console.print(f"every sample is in {folder}; dapo view {folder} shows them", markup=False, highlight=False)
 
 
 def _judge(config: Config) -> str:

@@ -42,7 +42,7 @@ from dapo.training.evaluator import Evaluator, find_metric
 from dapo.training.faults import faults_handled
 from dapo.training.recorder import Recorder
 from dapo.training.result import RunResult, close_all, environment, step_metrics, trained_model
-from dapo.training.run_directory import RunDirectory
+from dapo.training.run_directory import RunDirectory, is_locked
 from dapo.training.signals import StopRequest
 from dapo.types import EvalReport, Event, EventKind, StepReport, Verdict
 
@@ -262,7 +262,8 @@ class Trainer:
             self.recorder.open(config, about, self.step)
             self.read_totals()
             if config.run_dir != wanted:
-                note = f"{wanted} holds another run, so this one is {config.run_dir}"
+                held = "holds a run that is training now" if is_locked(wanted) else "holds another run"
+                note = f"{wanted} {held}, so this one is {config.run_dir}"
                 self.recorder.event(EventKind.CONFIGURATION, note)
             for note in self.data.notes:
                 self.recorder.event(EventKind.DATA, note)

@@ -98,9 +98,11 @@ def test_the_same_cell_again_starts_the_next_run_unless_the_name_is_given(make, 
     assert (first.config.run.name, second.config.run.name) == ("run", "run-2")
     assert first.train().run_dir == tmp_path / "run"
     assert second.train().run_dir == tmp_path / "run-2"
-    assert f"configuration: {tmp_path / 'run'} holds another run, so this one is {tmp_path / 'run-2'}" in events(
-        tmp_path / "run-2"
-    )
+    make({"run.steps": 1}).train()
+    for name, held in (("run-2", "a run that is training now"), ("run-3", "another run")):
+        assert f"configuration: {tmp_path / 'run'} holds {held}, so this one is {tmp_path / name}" in events(
+            tmp_path / name
+        )
     with pytest.raises(RunExists, match=r"already holds a run; continue it with --resume \(from Python: resume=True\)"):
         make({"run.name": "run"})
     with pytest.raises(RunExists, match="already holds a run"):
