@@ -195,16 +195,18 @@ def explanation(result: Result) -> list[str]:
             and seeds[arm.arm] & seeds[plan.reference]
         ]  # fmt: skip
     if len(plan.seeds) > 1:
-        for found in result.sets:
-            seeds = {arm.arm: set(arm.seeds) for arm in found.arms}
-            lines += [
-                f"{found.name}: {arm} and {plan.reference} have only one finished seed in common: the interval covers "
-                "the choice of questions, not the differences between seeds, so there is no verdict."
-                for arm in seeds
-                if arm != plan.reference and len(seeds[arm] & seeds[plan.reference]) == 1
-            ]
+        lines += [
+            f"{found.name}: {arm.arm} and {plan.reference} have results of only one seed in common: the interval "
+            "covers the choice of questions, not the differences between seeds, so there is no verdict."
+            for found in result.sets
+            for arm in found.arms
+            if (each := arm.differences.get("end")) and each.seeds == 1
+        ]
     else:
-        lines.append("With one seed the intervals cover the choice of questions, not the differences between seeds.")
+        lines.append(
+            "With one seed there are no verdicts: the intervals cover the choice of questions, not the differences "
+            "between seeds."
+        )
     return lines
 
 

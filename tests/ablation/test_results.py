@@ -154,13 +154,47 @@ def test_an_arm_with_one_seed_of_several_has_an_interval_but_no_verdict(plan: Pl
     runs = [other, *(run for run in fast_and_slow(plan) if run.arm != "fast")]
     result = compare(plan, runs)
     ending = result.sets[0].arms[0].differences["end"]
-    assert ending.verdict == "too few results"
+    assert ending.verdict == "one seed: no verdict"
     assert ending.value == pytest.approx(-0.3)
     assert ending.low < -0.3 < ending.high
-    shared = "held_out: fast and recipe have only one finished seed in common"
+    shared = "held_out: fast and recipe have results of only one seed in common"
     assert shared in " ".join(explanation(result))
     assert "Holm" not in explanation(result)[0]  # no comparison, so nothing that Holm's correction is over
     assert shared not in " ".join(explanation(compare(plan, fast_and_slow(plan))))
+
+
+def test_an_ablation_with_one_seed_has_intervals_but_no_verdict(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "fast: optim.lr=0.1", "same: optim.lr=0.2", budget=Budget("steps", 4))
+    ends = {"fast": 0.9, "same": 0.3, "recipe": 0.3}
+    runs = [
+        record(arm, 5, points((0, 0, 0, 0.1), (4, 9, 9, end), seed=9 * (arm == "fast"))) for arm, end in ends.items()
+    ]
+    result = compare(plan, runs)
+    fast, same, _ = result.sets[0].arms
+    assert 0.5 < fast.differences["end"].low < fast.differences["end"].high < 0.7  # clear for these questions
+    assert {each.verdict for arm in (fast, same) for each in arm.differences.values()} == {"one seed: no verdict"}
+    found = json.loads(result_json(result))
+    ending = found["sets"]["held_out"]["arms"]["fast"]["differences"]["end"]
+    assert (ending["verdict"], ending["seeds"]) == ("one seed: no verdict", 1)
+    assert ending["p"] is None and ending["p_holm"] is None
+    assert "With one seed there are no verdicts" in " ".join(found["explanation"])
+    console = Console(file=StringIO(), width=120)
+    print_result(console, result)
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "one seed: no verdict" in shown
+    assert not {"better", "worse", "Holm"} & set(re.findall(r"\w+", shown))
+
+
+def test_seeds_without_a_common_question_do_not_count_for_a_verdict(plan: Plan):
+    runs = fast_and_slow(plan)
+    for run in runs[2:]:  # the second seed's questions differ between the arms
+        found = [
+            replace(e, values={f"{run.arm} {q}": v for q, v in e.values.items()}) for e in run.evaluations["held_out"]
+        ]
+        run.evaluations["held_out"][:] = found  # pyright: ignore[reportIndexIssue]
+    result = compare(plan, runs)
+    assert result.sets[0].arms[0].differences["end"].verdict == "one seed: no verdict"
+    assert "results of only one seed in common" in " ".join(explanation(result))
 
 
 def test_arms_with_two_seeds_each_but_one_in_common_are_told_why_they_have_no_verdict(tmp_path: Path):
@@ -169,7 +203,7 @@ def test_arms_with_two_seeds_each_but_one_in_common_are_told_why_they_have_no_ve
     runs = [record(arm, seed, points((0, 0, 0, 0.1), (4, 9, 9, end), seed=seed)) for (arm, seed), end in ends.items()]
     result = compare(plan, runs)
     assert math.isnan(result.sets[0].arms[0].differences["end"].p_holm)
-    assert "held_out: fast and recipe have only one finished seed in common" in " ".join(explanation(result))
+    assert "held_out: fast and recipe have results of only one seed in common" in " ".join(explanation(result))
 
 
 def test_only_comparisons_that_were_made_are_counted(tmp_path: Path):
@@ -238,7 +272,7 @@ def test_the_end_is_the_last_tenth_and_dropped_counts_stale_tokens():
 
 
 def test_a_difference_that_is_rounded_to_zero_has_no_minus_sign():
-    assert difference_text("avg@2", Difference(-0.0004, -0.01, 0.0001, 1.0, 1.0)) == "+0.0 [-1.0, +0.0]"
+    assert difference_text("avg@2", Difference(-0.0004, -0.01, 0.0001, 1.0, 3, 1.0)) == "+0.0 [-1.0, +0.0]"
 
 
 def test_an_arm_without_a_finished_reference_shows_where_its_value_is(plan: Plan, tmp_path: Path):
@@ -394,8 +428,8 @@ def test_an_arm_that_leaves_out_a_question_is_not_taken_for_seeds_that_differ(pl
 
 
 def test_an_interval_of_a_rate_ends_where_rates_end():
-    assert difference_text("avg@2", Difference(0.1, -0.86, 1.057, 0.6, 0.6)) == "+10.0 [-86.0, +100.0]"
-    assert difference_text("score/mean", Difference(0.1, -0.86, 1.057, 0.6, 0.6)) == "+0.100 [-0.860, +1.057]"
+    assert difference_text("avg@2", Difference(0.1, -0.86, 1.057, 0.6, 3, 0.6)) == "+10.0 [-86.0, +100.0]"
+    assert difference_text("score/mean", Difference(0.1, -0.86, 1.057, 0.6, 3, 0.6)) == "+0.100 [-0.860, +1.057]"
 
 
 @pytest.mark.parametrize(
