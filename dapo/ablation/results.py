@@ -211,7 +211,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _mean_training(members: Sequence[Training]) -> Training:
-    # A run whose last batches were empty has no entropy there; the mean is then that of the other seeds.
+    # A run whose batches were all empty has no entropy; the mean is then that of the other seeds.
     columns = {name: [value for each in members if not math.isnan(value := getattr(each, name))]
                for name in asdict(members[0])}  # fmt: skip
     extremes = ("longest", "clipped", "flat_groups")

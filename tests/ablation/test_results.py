@@ -271,6 +271,18 @@ def test_the_end_is_the_last_tenth_and_dropped_counts_stale_tokens():
     assert (found.longest, found.flat_groups) == (7.0, 20.0)
 
 
+def test_last_steps_without_a_value_do_not_take_a_seed_out_of_the_mean(plan: Plan):
+    """Steps 19 and 20 used carried-over groups only, so they sampled no response."""
+    steps = [{"step": i, "entropy": float(i)} | ({} if i > 18 else {"response_length/mean": 10.0 * i})
+             for i in range(1, 21)]  # fmt: skip
+    found = _training(steps)
+    assert (found.entropy, found.length) == (19.5, 175.0)  # the length of steps 17 and 18
+    runs = fast_and_slow(plan)
+    runs[0] = record("fast", 5, runs[0].evaluations["held_out"], found)
+    assert compare(plan, runs).trainings["fast"].length == (175.0 + TRAINED.length) / 2
+    assert math.isnan(_training([{"step": 1}]).length)
+
+
 def test_a_difference_that_is_rounded_to_zero_has_no_minus_sign():
     assert difference_text("avg@2", Difference(-0.0004, -0.01, 0.0001, 1.0, 3, 1.0)) == "+0.0 [-1.0, +0.0]"
 
@@ -459,10 +471,24 @@ def test_a_band_covers_the_seeds_up_to_where_the_first_one_ends():
     assert (low.tolist(), high.tolist(), mean.tolist()) == ([0, 2, 1], [0, 2, 3], [0, 2, 2])
 
 
-def test_a_band_shows_the_other_seeds_where_one_has_no_value():
-    """The entropy of a step whose batch was empty is not a number."""
-    x = np.arange(1.0, 5.0)
-    none, some = np.array([1.0, math.nan, 3.0, math.nan]), np.array([2.0, 2.0, 2.0, math.nan])
-    _, mean, low, high = band([(x, none), (x, some)])
-    assert mean.tolist()[:3] == [1.5, 2.0, 2.5] and math.isnan(mean[3])
-    assert (low.tolist()[:3], high.tolist()[:3]) == ([1.0, 2.0, 2.0], [2.0, 2.0, 3.0])
+def test_no_seed_drops_out_of_a_band_where_it_has_no_value():
+    """A step whose batch was empty has no entropy, and one that sampled nothing has no response length."""
+    x, none = np.arange(1.0, 6.0), math.nan
+    gaps, whole = np.array([none, 10.0, none, 30.0, none]), np.array([50.0, 50.0, 60.0, 70.0, 80.0])
+    x_of_band, mean, low, high = band([(x, gaps), (x, whole), (x, np.full(5, none))])
+    assert x_of_band.tolist() == [2, 3, 4]
+    assert (low.tolist(), high.tolist(), mean.tolist()) == ([10, 20, 30], [50, 60, 70], [30, 40, 50])
+
+
+@pytest.mark.parametrize("members", [[], [(np.arange(2.0), np.full(2, math.nan))], [(np.array([]), np.array([]))]])
+def test_a_band_of_curves_without_values_is_empty(members):
+    assert [len(each) for each in band(members)] == [0, 0, 0, 0]
+
+
+def test_arms_without_a_value_have_an_empty_curve(plan: Plan):
+    runs = fast_and_slow(plan)
+    for run in runs[::2]:
+        run.curves["entropy"][:] = math.nan
+    (chart,) = [each for each in _charts(compare(plan, runs)) if each["title"]["text"] == "Entropy"]
+    lengths = {each["name"]: len(each["data"]) for each in chart["series"]}
+    assert (lengths["fast"], lengths["recipe"]) == (0, 4)
