@@ -15,7 +15,7 @@ from dapo.ablation.plan import Plan
 from dapo.ablation.records import RunRecord, Status
 from dapo.ablation.results import WHERE, ArmResult, Axis, Difference, Result, SetResult, Where
 from dapo.terminal.evaltable import in_color, is_rate, number
-from dapo.terminal.output import json_text
+from dapo.terminal.output import json_text, print_table
 
 
 def plan_table(plan: Plan) -> Table:
@@ -32,11 +32,11 @@ def plan_table(plan: Plan) -> Table:
 
 def print_result(console: Console, result: Result) -> None:
     for found in result.sets:
-        console.print(result_table(result, found))
+        print_table(console, result_table(result, found))
         if any(arm.reached for arm in found.arms):
-            console.print(reached_table(found))
+            print_table(console, reached_table(found))
     if result.trainings:
-        console.print(training_table(result))
+        print_table(console, training_table(result))
     if not result.sets:
         console.print("no run has finished yet")
     for sentence in (*explanation(result), *(f"note: {note}" for note in (*result.notes, *ended_early(result.runs)))):
@@ -87,7 +87,7 @@ def result_table(result: Result, found: SetResult) -> Table:
     table.add_column("seeds", justify="right")
     places = columns(result, found)
     for _, heading in places:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     for arm in found.arms:
         cells = []
         for where, _ in places:

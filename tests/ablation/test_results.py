@@ -350,6 +350,17 @@ def test_the_result_is_printed_in_plain_words(plan: Plan):
     assert "Holm's correction over the arms in a column (here 1)" in text
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_names_of_arms_are_not_folded_at_80_columns(tmp_path: Path, is_terminal: bool):
+    plan = plan_of(write_recipe(tmp_path), families=["ladder"], seeds=2, budget=Budget("steps", 4))
+    runs = [record(r.arm, r.seed, points((0, 0, 0, 0.1), (4, 9, 4000, 0.3), seed=len(r.arm))) for r in plan.runs]
+    console = Console(file=StringIO(), width=80, force_terminal=is_terminal, color_system=None)
+    print_result(console, compare(plan, runs, levels=[30]))
+    lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+    for arm in plan.arms:  # in each of the three tables
+        assert sum(line.startswith(f" {arm.name} ") for line in lines) == 3, arm.name
+
+
 def test_the_json_has_what_the_report_shows(tmp_path: Path):
     plan = plan_of(write_recipe(tmp_path), "fast: algorithm.loss=gspo", seeds=2, budget=Budget("steps", 4))
     runs = fast_and_slow(plan)

@@ -20,6 +20,7 @@ from dapo.evaluation import compare, parts
 from dapo.evaluation.compare import comparison_json, evaluate_models, print_comparison
 from dapo.evaluation.subjects import DEFAULT_K, differing_settings, resolve, split_arguments
 from dapo.store.database import RunDatabase
+from dapo.terminal.evaltable import summary
 from tests.saved import SavedRun
 
 REWARD = """
@@ -183,6 +184,18 @@ def test_all_models_get_the_same_questions_and_every_sample_is_stored(run, quest
         "every sample is in",
     ):
         assert expected in text
+
+
+def test_lines_in_a_pipe_are_not_wrapped(run, questions, tmp_path):
+    console = Console(file=io.StringIO(), width=40)
+    model = model_of(run)
+    found = evaluate_models([f"{run.path}@1", model], data=questions, k=2, out=tmp_path / "out", console=console)
+    print_comparison(console, found)
+    lines = console.file.getvalue().splitlines()
+    for result in found.results["questions"]:
+        assert f"{result.subject.label}, questions: {summary(result.report.metrics)}" in lines
+    assert f"every sample is in {found.folder}; dapo view {found.folder} shows them" in lines
+    assert any(line.endswith("no difference shown ") or " points [" in line for line in lines)
 
 
 def test_settings_that_differ_between_models_are_reported(run, questions, tmp_path):
