@@ -54,7 +54,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Training:
-    """Totals and shares over all steps; entropy and length over the last tenth; maxima over all steps."""
+    """Totals, shares and maxima over all steps; entropy and length over the last tenth of the steps that have them."""
 
     steps: float  # a mean over seeds may not be whole
     seconds: float
@@ -186,7 +186,10 @@ def _training(steps: Sequence[Mapping[str, Any]]) -> Training:
         return float(sum(value for step in steps for name, value in step.items() if name.startswith(prefixes)))
 
     def at_end(name: str) -> float:
-        return _mean(_column(steps, name)[-max(1, round(_TAIL * len(steps))) :])
+        """Average the last tenth of the steps that have a value; one that samples nothing has no response length."""
+        values = _column(steps, name)
+        known = values[~np.isnan(values)]
+        return float(known[-max(1, round(_TAIL * len(known))) :].mean()) if len(known) else math.nan
 
     generated = _column(steps, "tokens/generated")
     groups = _column(steps, "groups/generated")
@@ -209,11 +212,6 @@ def _training(steps: Sequence[Mapping[str, Any]]) -> Training:
 
 def _column(steps: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
     return np.array([step.get(name, np.nan) for step in steps], dtype=np.float64)
-
-
-def _mean(values: np.ndarray) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else float("nan")
 
 
 def _largest(values: np.ndarray) -> float:

@@ -155,12 +155,14 @@ def _evaluation_points(run: RunRecord, name: str, axis: Axis, end: float) -> Poi
 
 
 def band(members: Sequence[Points]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return x, mean, lowest and highest of several curves, interpolated linearly between the points of each.
+    """Return x, mean, lowest and highest of several curves, interpolated linearly between the values of each.
 
-    The band ends where the first curve ends. Where a curve has no value, the others are shown.
+    The band lies where all curves have values, so that none drops out of the mean. A curve without any is left out.
     """
-    end = min(float(x[-1]) for x, _ in members if len(x))
-    x = np.unique(np.concatenate([x[x <= end] for x, _ in members] + [np.array([end])]))
-    table = np.ma.masked_invalid([np.interp(x, own, y) for own, y in members if len(own)])
-    mean, low, high = (each.filled(np.nan) for each in (table.mean(axis=0), table.min(axis=0), table.max(axis=0)))
-    return x, mean, low, high
+    curves = [(x[known], y[known]) for x, y in members if (known := ~np.isnan(y)).any()]
+    if not curves:
+        return np.array([]), np.array([]), np.array([]), np.array([])
+    x = np.unique(np.concatenate([x for x, _ in curves]))
+    x = x[(max(x[0] for x, _ in curves) <= x) & (x <= min(x[-1] for x, _ in curves))]
+    table = np.array([np.interp(x, own, y) for own, y in curves])
+    return x, table.mean(axis=0), table.min(axis=0), table.max(axis=0)

@@ -28,10 +28,13 @@ class Difference:
     low: float
     high: float
     p: float
+    seeds: int  # that both arms have
     p_holm: float
 
     @property
     def verdict(self) -> str:
+        if self.seeds == 1:  # nothing is known about how much seeds differ
+            return "one seed: no verdict"
         if math.isnan(self.p_holm):
             return "all differences are equal: no test" if self.low == self.high else "too few results"
         if self.p_holm >= LEVEL:
@@ -125,9 +128,6 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
         (arm, where): cells(plan.reference, where, arm) for arm, where in own if arm != plan.reference
     }
     found = {(arm, where): contrast(theirs, own[arm, where]) for (arm, where), theirs in against.items()}
-    if len(plan.seeds) > 1:  # the interval of a single seed leaves out how much seeds differ, so it decides nothing
-        alone = {arm.name for arm in plan.arms if len(_seeds(members, arm.name, plan.reference)) == 1}
-        found = {key: each._replace(p=math.nan) if key[0] in alone else each for key, each in found.items()}
     corrected = {
         where: _corrected({arm: each for (arm, place), each in found.items() if place == where}) for where in WHERE
     }
@@ -153,11 +153,6 @@ def _compare_set(plan: Plan, name: str, runs: Sequence[RunRecord], levels: Seque
         )
     questions = {question for run in members for each in run.evaluations[name] for question in each.values}
     return SetResult(name, metric, len(questions), arms)
-
-
-def _seeds(runs: Sequence[RunRecord], arm: str, other: str) -> set[int]:
-    """Return the seeds that both arms have."""
-    return {run.seed for run in runs if run.arm == arm} & {run.seed for run in runs if run.arm == other}
 
 
 def _common(plan: Plan, name: str, runs: Sequence[RunRecord], arm: str) -> dict[str, float]:
@@ -216,7 +211,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _mean_training(members: Sequence[Training]) -> Training:
-    # A run whose last batches were empty has no entropy there; the mean is then that of the other seeds.
+    # A run whose batches were all empty has no entropy; the mean is then that of the other seeds.
     columns = {name: [value for each in members if not math.isnan(value := getattr(each, name))]
                for name in asdict(members[0])}  # fmt: skip
     extremes = ("longest", "clipped", "flat_groups")

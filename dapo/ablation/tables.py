@@ -15,7 +15,7 @@ from dapo.ablation.plan import Plan
 from dapo.ablation.records import RunRecord, Status
 from dapo.ablation.results import WHERE, ArmResult, Axis, Difference, Result, SetResult, Where
 from dapo.terminal.evaltable import in_color, is_rate, number
-from dapo.terminal.output import json_text
+from dapo.terminal.output import json_text, print_table
 
 
 def plan_table(plan: Plan) -> Table:
@@ -32,11 +32,11 @@ def plan_table(plan: Plan) -> Table:
 
 def print_result(console: Console, result: Result) -> None:
     for found in result.sets:
-        console.print(result_table(result, found))
+        print_table(console, result_table(result, found))
         if any(arm.reached for arm in found.arms):
-            console.print(reached_table(found))
+            print_table(console, reached_table(found))
     if result.trainings:
-        console.print(training_table(result))
+        print_table(console, training_table(result))
     if not result.sets:
         console.print("no run has finished yet")
     for sentence in (*explanation(result), *(f"note: {note}" for note in (*result.notes, *ended_early(result.runs)))):
@@ -87,7 +87,7 @@ def result_table(result: Result, found: SetResult) -> Table:
     table.add_column("seeds", justify="right")
     places = columns(result, found)
     for _, heading in places:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     for arm in found.arms:
         cells = []
         for where, _ in places:
@@ -195,16 +195,18 @@ def explanation(result: Result) -> list[str]:
             and seeds[arm.arm] & seeds[plan.reference]
         ]  # fmt: skip
     if len(plan.seeds) > 1:
-        for found in result.sets:
-            seeds = {arm.arm: set(arm.seeds) for arm in found.arms}
-            lines += [
-                f"{found.name}: {arm} and {plan.reference} have only one finished seed in common: the interval covers "
-                "the choice of questions, not the differences between seeds, so there is no verdict."
-                for arm in seeds
-                if arm != plan.reference and len(seeds[arm] & seeds[plan.reference]) == 1
-            ]
+        lines += [
+            f"{found.name}: {arm.arm} and {plan.reference} have results of only one seed in common: the interval "
+            "covers the choice of questions, not the differences between seeds, so there is no verdict."
+            for found in result.sets
+            for arm in found.arms
+            if (each := arm.differences.get("end")) and each.seeds == 1
+        ]
     else:
-        lines.append("With one seed the intervals cover the choice of questions, not the differences between seeds.")
+        lines.append(
+            "With one seed there are no verdicts: the intervals cover the choice of questions, not the differences "
+            "between seeds."
+        )
     return lines
 
 

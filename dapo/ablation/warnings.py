@@ -117,8 +117,8 @@ def _few_seeds(plan: Plan) -> Iterator[str]:
     seeds, comparisons = len(plan.seeds), len(plan.arms) - 1
     if seeds == 1:
         yield (
-            "with one seed, the intervals cover the choice of questions, but not the differences between seeds; "
-            f"--seeds {_ENOUGH_SEEDS} covers both"
+            "with one seed, no arm is called better or worse: the intervals cover the choice of questions, but not the "
+            f"differences between seeds; --seeds {_ENOUGH_SEEDS} covers both"
         )
     elif seeds <= _FEW_SEEDS:
         needed, enough = (clearest_needed(count, comparisons, LEVEL) for count in (seeds, _ENOUGH_SEEDS))

@@ -15,12 +15,13 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
 class Contrast(NamedTuple):
-    """Mean of (second - first) with its 95% interval and two-sided p-value; NaN where they are undefined."""
+    """Mean of (second - first), its 95% interval, its two-sided p-value (each NaN if undefined), and the seeds."""
 
     value: float
     low: float
     high: float
     p: float
+    seeds: int  # with a question that both have
 
 
 def contrast(first: Cells, second: Cells) -> Contrast:
@@ -29,7 +30,7 @@ def contrast(first: Cells, second: Cells) -> Contrast:
     Differences of the same seed and differences of the same question depend on each other, so the variance is clustered
     by both: V = V_seed + V_question - V_cell, where V_seed and V_question are each at least V_cell. Student's t with
     Satterthwaite's degrees of freedom allows for the few seeds. A single seed is clustered by question alone: the
-    interval then says nothing about other seeds.
+    interval then says nothing about other seeds, so there is no p-value.
 
     The p-value is stricter than the interval. Three seeds can agree by chance, and Satterthwaite's formula then finds
     hundreds of degrees of freedom. A correction for many arms tests at small p-values, where inflated degrees of
@@ -37,11 +38,13 @@ def contrast(first: Cells, second: Cells) -> Contrast:
     was. So p has at most as many degrees of freedom as the seeds have.
     """
     common = [cell for cell in first if cell in second]
+    seeds = len({seed for seed, _ in common})
     values_N = np.array([second[cell] - first[cell] for cell in common], dtype=np.float64)
     if len(values_N) < 2:
-        return Contrast(float(values_N[0]) if len(values_N) else math.nan, math.nan, math.nan, math.nan)
+        return Contrast(float(values_N[0]) if len(values_N) else math.nan, math.nan, math.nan, math.nan, seeds)
     if values_N.min() == values_N.max():  # the spread is not known; rounding could give it a variance above zero
-        return Contrast(value := float(values_N[0]), value, value, 1.0 if value == 0.0 else math.nan)
+        value = float(values_N[0])
+        return Contrast(value, value, value, 1.0 if value == 0.0 and seeds > 1 else math.nan, seeds)
     mean, errors_N = float(values_N.mean()), values_N - values_N.mean()
     alone, most = _clustered(errors_N, range(len(common)))
     variance, squares = -alone, alone**2 / most  # of Satterthwaite's formula
@@ -56,9 +59,8 @@ def contrast(first: Cells, second: Cells) -> Contrast:
     freedom = max(variance**2 / squares, fewest)
     width = math.sqrt(variance)
     reach = width * _student_quantile(freedom)
-    seeds = len({seed for seed, _ in common})
-    strict = min(freedom, seeds - 1) if seeds > 1 else freedom
-    return Contrast(mean, mean - reach, mean + reach, 1.0 - student_within(abs(mean) / width, strict))
+    p = 1.0 - student_within(abs(mean) / width, min(freedom, seeds - 1)) if seeds > 1 else math.nan
+    return Contrast(mean, mean - reach, mean + reach, p, seeds)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -9,6 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 RESAMPLES = 2000
+Bounds = tuple[float, float]  # lowest and highest
+RATE: Bounds = (0.0, 1.0)
+DIFFERENCE_OF_RATES: Bounds = (-1.0, 1.0)
 _MAX_DRAWS_PER_BLOCK = 4_000_000  # resampled values in memory at a time (8 bytes each)
 
 
@@ -61,16 +64,21 @@ def ks(k: int) -> list[int]:
     return sorted({2**power for power in range(k.bit_length())} | {k})
 
 
-def estimate(values_P: Sequence[float] | np.ndarray, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+def estimate(
+    values_P: Sequence[float] | np.ndarray, bounds: Bounds | None = None, resamples: int = RESAMPLES, seed: int = 0
+) -> Estimate:
     """Return the mean over problems and its 95% percentile-bootstrap interval, resampling problems.
 
-    A single problem has no interval. If all problems have the same value, the interval collapses to that value, which
-    does not mean that the estimate is certain.
+    A single problem has no interval. If all problems have the same value, the bootstrap collapses to it. With `bounds`,
+    between which all values lie, the interval is then that of `_of_equal_values`.
     """
     values = np.asarray(values_P, dtype=np.float64)
     count = len(values)
     if count < 2:
         return Estimate(float(values[0]) if count else math.nan, math.nan, math.nan)
+    common = float(values[0])
+    if bounds is not None and bounds[0] <= common <= bounds[1] and values.min() == values.max():
+        return Estimate(common, *_of_equal_values(common, count, bounds))
     generator = np.random.default_rng(seed)
     rows = max(1, _MAX_DRAWS_PER_BLOCK // count)
     blocks = [min(rows, resamples - start) for start in range(0, resamples, rows)]
@@ -79,7 +87,24 @@ def estimate(values_P: Sequence[float] | np.ndarray, resamples: int = RESAMPLES,
     return Estimate(float(values.mean()), float(low), float(high))
 
 
-def paired_difference(first: Mapping[str, float], second: Mapping[str, float]) -> Difference:
-    """Estimate second - first from per-problem differences, so that shared difficulty does not widen the interval."""
+def _of_equal_values(value: float, count: int, bounds: Bounds) -> Bounds:
+    """Return a 95% interval of the mean if all `count` values are equal, without an assumption on their distribution.
+
+    If the mean is m < value, one value is equal to `value` with probability p <= (m - lowest) / (value - lowest), by
+    Markov's inequality, and all are with p^count. The low end is the m with a bound of 2.5%; the high end mirrors
+    it. For rates of 0% and 100% this is the exact interval of Clopper and Pearson, and holds for means of samples too.
+    """
+    lowest, highest = bounds
+    share = 0.025 ** (1 / count)
+    return lowest + (value - lowest) * share, highest - (highest - value) * share
+
+
+def paired_difference(
+    first: Mapping[str, float], second: Mapping[str, float], bounds: Bounds | None = None
+) -> Difference:
+    """Estimate second - first from per-problem differences, so that shared difficulty does not widen the interval.
+
+    `bounds` are those of the differences.
+    """
     common = [uid for uid in first if uid in second]
-    return Difference(*estimate([second[uid] - first[uid] for uid in common]), len(common))
+    return Difference(*estimate([second[uid] - first[uid] for uid in common], bounds), len(common))

@@ -29,7 +29,7 @@ from dapo.store.configuration import CONFIG_FILE, DATABASE_FILE
 from dapo.store.database import RunDatabase, versions
 from dapo.system.files import write_text
 from dapo.terminal.evaltable import DifferenceRow, EvalRow, differences_table, models_table, summary
-from dapo.terminal.output import json_text
+from dapo.terminal.output import json_text, print_table
 from dapo.types import EvalReport, SamplingParams
 
 
@@ -68,7 +68,7 @@ def evaluate_models(
         check_samplers(subject.config)
     check_run_dir(subjects[0].config, "--out")
     results: dict[str, list[Result]] = {}
-    with closing(SharedParts(on_event=lambda kind, message: _note(console, f"{kind}: {message}"))) as parts:
+    with closing(SharedParts(on_event=lambda kind, message: _print(console, f"{kind}: {message}", "dim"))) as parts:
         for subject in subjects:
             for result in _evaluate(subject, parts, console):
                 results.setdefault(result.report.name, []).append(result)
@@ -80,20 +80,17 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     for name, results in comparison.results.items():
         problems, k = int(results[0].report.metrics["problems"]), results[0].subject.config.eval.k
         rows = [EvalRow(result.subject.label, result.report.metrics, result.seconds) for result in results]
-        console.print(
-            models_table(
-                f"{name}: {problems} question{'s' * (problems != 1)} x {k} sample{'s' * (k != 1)}", rows, console.width
-            )
-        )
+        title = f"{name}: {problems} question{'s' * (problems != 1)} x {k} sample{'s' * (k != 1)}"
+        print_table(console, models_table(title, rows, console.width))
         if len(results) > 1:
-            console.print(differences_table(results[0].subject.label, comparison.differences[name]))
+            print_table(console, differences_table(results[0].subject.label, comparison.differences[name]))
     first = next(iter(comparison.results.values()))[0].subject.config
     settings = f"judged by {_judge(first)}, at most {first.data.max_response_length:,} tokens per response"
-    console.print(settings, markup=False, highlight=False)
+    _print(console, settings)
     for note in comparison.notes:
-        console.print(f"note: {note}", style="yellow", markup=False, highlight=False)
+        _print(console, f"note: {note}", "yellow")
     folder = comparison.folder
-    console.print(f"every sample is in {folder}; dapo view {folder} shows them", markup=False, highlight=False)
+    _print(console, f"every sample is in {folder}; dapo view {folder} shows them")
 
 
 def _judge(config: Config) -> str:
@@ -152,7 +149,7 @@ def _evaluate_in(
     environment = Environment.of(config, environments, tokenizer)
     check_columns(kinds, {"data_source"}.union(*(prompt.extra for prompts in sets.values() for prompt in prompts)))
     for note in notes:
-        _note(console, note)
+        _print(console, note, "dim")
     engine, judge = parts.open(config)
     limit, stop, tags = config.data.max_response_length, config.rollout.stop, config.reward.think_tags
     params = SamplingParams(options.temperature, options.top_p, options.top_k, limit, stop)
@@ -166,7 +163,7 @@ def _evaluate_in(
             report = replace(report, step=subject.step)
             database.record_eval(report)
             _check_judged(subject.label, report)
-            console.print(f"{subject.label}, {name}: {summary(report.metrics)}", markup=False, highlight=False)
+            _print(console, f"{subject.label}, {name}: {summary(report.metrics)}")
             results.append(Result(subject, report, time.perf_counter() - start))
     return results
 
@@ -179,8 +176,9 @@ def _database(config: Config) -> RunDatabase:
     return RunDatabase.create(config.run_dir / DATABASE_FILE, resolved, versions())
 
 
-def _note(console: Console, text: str) -> None:
-    console.print(text, style="dim", markup=False, highlight=False)
+def _print(console: Console, text: str, style: str | None = None) -> None:
+    # Wrap in a terminal only; in a file or a pipe every line stays whole.
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
 @contextmanager

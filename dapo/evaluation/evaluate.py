@@ -9,14 +9,22 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from dapo.algorithm.estimators import estimate, ks, majority, paired_difference, pass_at_k
+from dapo.algorithm.estimators import (
+    DIFFERENCE_OF_RATES,
+    RATE,
+    estimate,
+    ks,
+    majority,
+    paired_difference,
+    pass_at_k,
+)
 from dapo.engine.protocol import Engine
 from dapo.errors import LearnerLost
 from dapo.rewards.protocol import Judge
 from dapo.rewards.thought import with_reply_start
 from dapo.sampling.episodes import Environment, Episodes
 from dapo.system.progress import wait_visibly
-from dapo.terminal.evaltable import DifferenceRow, headline
+from dapo.terminal.evaltable import DifferenceRow, headline, is_rate
 from dapo.types import EvalReport, EvalSample, Prompt, Rollout, SamplingParams, Score
 
 COUNTS = ("problems", "problems/unjudged", "unjudged")  # metrics without an interval
@@ -128,7 +136,14 @@ def differences(before: EvalReport, after: EvalReport, label: str = "after") -> 
         return []
     old, new = (metrics_by_problem(report.samples, k) for report in (before, after))
     names = headline(before.metrics)
-    return [DifferenceRow(label, name, *paired_difference(old[name], new.get(name, {}))) for name in names]
+    return [
+        DifferenceRow(
+            label,
+            name,
+            *paired_difference(old[name], new.get(name, {}), DIFFERENCE_OF_RATES if is_rate(name) else None),
+        )
+        for name in names
+    ]
 
 
 def _metrics(samples: Sequence[EvalSample], k: int) -> dict[str, float]:
@@ -136,7 +151,7 @@ def _metrics(samples: Sequence[EvalSample], k: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     by_problem = metrics_by_problem(samples, k)
     for name, values in by_problem.items():
-        mean, low, high = estimate(list(values.values()))
+        mean, low, high = estimate(list(values.values()), RATE if is_rate(name) else None)
         metrics[name] = mean
         if not math.isnan(low):
             metrics |= {f"{name}/low": low, f"{name}/high": high}

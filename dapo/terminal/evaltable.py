@@ -108,7 +108,7 @@ def models_table(title: str, rows: Sequence[EvalRow], width: int) -> Table:
         names.remove("unjudged")
     table = _table(title + _LEGEND)
     for name in names:
-        table.add_column(heading(name), justify="right", no_wrap=True)
+        table.add_column(heading(name), justify="right", no_wrap=True, min_width=len(heading(name)))
     table.add_column("s", justify="right")
     for row in rows:
         cells = [_cell(row.metrics, name, name in main) for name in names]
@@ -128,7 +128,7 @@ def with_sign(row: DifferenceRow) -> str:
 def differences_table(first: str, rows: Sequence[DifferenceRow]) -> Table:
     table = _table(f"difference from {first}, over the questions judged for both")
     table.add_column("metric")
-    table.add_column(escape("difference [95%]"), justify="right", no_wrap=True)
+    table.add_column(escape("difference [95%]"), justify="right")
     table.add_column("questions", justify="right")
     table.add_column("")
     for row in rows:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.table import Table
 
 from dapo.store.encoding import visible
 
@@ -21,6 +22,28 @@ def log_console() -> Console:
     if console.is_terminal or console.is_jupyter:
         return console
     return Console(file=StampedLines(sys.stdout))  # pyright: ignore[reportArgumentType]
+
+
+# Columns of a terminal: no limit, and of names in a terminal that is too narrow.
+_UNLIMITED, _MOST_FOR_NAMES, _LEAST_FOR_NAMES = 10_000, 20, 4
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table whose first column has names: within a terminal's width, but in a file or a pipe at its full width.
+
+    In a narrow terminal the other columns wrap first: names of up to 20 characters stay whole if they can.
+    """
+    options = console.options.update(max_width=_UNLIMITED)
+    width = console.measure(table, options=options).maximum
+    if not console.is_terminal:
+        table.width = width
+    elif width > console.width:
+        names = table.columns[0]
+        longest = max(console.render_str(str(cell)).cell_len for cell in (names.header, *names.cells))
+        names.width = min(longest, _MOST_FOR_NAMES)
+        excess = max(0, console.measure(table, options=options).minimum - console.width)
+        names.width = max(names.width - excess, min(longest, _LEAST_FOR_NAMES))
+    console.print(table, crop=console.is_terminal)
 
 
 def json_text(document: Any) -> str:

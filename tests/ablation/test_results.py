@@ -154,13 +154,47 @@ def test_an_arm_with_one_seed_of_several_has_an_interval_but_no_verdict(plan: Pl
     runs = [other, *(run for run in fast_and_slow(plan) if run.arm != "fast")]
     result = compare(plan, runs)
     ending = result.sets[0].arms[0].differences["end"]
-    assert ending.verdict == "too few results"
+    assert ending.verdict == "one seed: no verdict"
     assert ending.value == pytest.approx(-0.3)
     assert ending.low < -0.3 < ending.high
-    shared = "held_out: fast and recipe have only one finished seed in common"
+    shared = "held_out: fast and recipe have results of only one seed in common"
     assert shared in " ".join(explanation(result))
     assert "Holm" not in explanation(result)[0]  # no comparison, so nothing that Holm's correction is over
     assert shared not in " ".join(explanation(compare(plan, fast_and_slow(plan))))
+
+
+def test_an_ablation_with_one_seed_has_intervals_but_no_verdict(tmp_path: Path):
+    plan = plan_of(write_recipe(tmp_path), "fast: optim.lr=0.1", "same: optim.lr=0.2", budget=Budget("steps", 4))
+    ends = {"fast": 0.9, "same": 0.3, "recipe": 0.3}
+    runs = [
+        record(arm, 5, points((0, 0, 0, 0.1), (4, 9, 9, end), seed=9 * (arm == "fast"))) for arm, end in ends.items()
+    ]
+    result = compare(plan, runs)
+    fast, same, _ = result.sets[0].arms
+    assert 0.5 < fast.differences["end"].low < fast.differences["end"].high < 0.7  # clear for these questions
+    assert {each.verdict for arm in (fast, same) for each in arm.differences.values()} == {"one seed: no verdict"}
+    found = json.loads(result_json(result))
+    ending = found["sets"]["held_out"]["arms"]["fast"]["differences"]["end"]
+    assert (ending["verdict"], ending["seeds"]) == ("one seed: no verdict", 1)
+    assert ending["p"] is None and ending["p_holm"] is None
+    assert "With one seed there are no verdicts" in " ".join(found["explanation"])
+    console = Console(file=StringIO(), width=120)
+    print_result(console, result)
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "one seed: no verdict" in shown
+    assert not {"better", "worse", "Holm"} & set(re.findall(r"\w+", shown))
+
+
+def test_seeds_without_a_common_question_do_not_count_for_a_verdict(plan: Plan):
+    runs = fast_and_slow(plan)
+    for run in runs[2:]:  # the second seed's questions differ between the arms
+        found = [
+            replace(e, values={f"{run.arm} {q}": v for q, v in e.values.items()}) for e in run.evaluations["held_out"]
+        ]
+        run.evaluations["held_out"][:] = found  # pyright: ignore[reportIndexIssue]
+    result = compare(plan, runs)
+    assert result.sets[0].arms[0].differences["end"].verdict == "one seed: no verdict"
+    assert "results of only one seed in common" in " ".join(explanation(result))
 
 
 def test_arms_with_two_seeds_each_but_one_in_common_are_told_why_they_have_no_verdict(tmp_path: Path):
@@ -169,7 +203,7 @@ def test_arms_with_two_seeds_each_but_one_in_common_are_told_why_they_have_no_ve
     runs = [record(arm, seed, points((0, 0, 0, 0.1), (4, 9, 9, end), seed=seed)) for (arm, seed), end in ends.items()]
     result = compare(plan, runs)
     assert math.isnan(result.sets[0].arms[0].differences["end"].p_holm)
-    assert "held_out: fast and recipe have only one finished seed in common" in " ".join(explanation(result))
+    assert "held_out: fast and recipe have results of only one seed in common" in " ".join(explanation(result))
 
 
 def test_only_comparisons_that_were_made_are_counted(tmp_path: Path):
@@ -237,8 +271,20 @@ def test_the_end_is_the_last_tenth_and_dropped_counts_stale_tokens():
     assert (found.longest, found.flat_groups) == (7.0, 20.0)
 
 
+def test_last_steps_without_a_value_do_not_take_a_seed_out_of_the_mean(plan: Plan):
+    """Steps 19 and 20 used carried-over groups only, so they sampled no response."""
+    steps = [{"step": i, "entropy": float(i)} | ({} if i > 18 else {"response_length/mean": 10.0 * i})
+             for i in range(1, 21)]  # fmt: skip
+    found = _training(steps)
+    assert (found.entropy, found.length) == (19.5, 175.0)  # the length of steps 17 and 18
+    runs = fast_and_slow(plan)
+    runs[0] = record("fast", 5, runs[0].evaluations["held_out"], found)
+    assert compare(plan, runs).trainings["fast"].length == (175.0 + TRAINED.length) / 2
+    assert math.isnan(_training([{"step": 1}]).length)
+
+
 def test_a_difference_that_is_rounded_to_zero_has_no_minus_sign():
-    assert difference_text("avg@2", Difference(-0.0004, -0.01, 0.0001, 1.0, 1.0)) == "+0.0 [-1.0, +0.0]"
+    assert difference_text("avg@2", Difference(-0.0004, -0.01, 0.0001, 1.0, 3, 1.0)) == "+0.0 [-1.0, +0.0]"
 
 
 def test_an_arm_without_a_finished_reference_shows_where_its_value_is(plan: Plan, tmp_path: Path):
@@ -302,6 +348,17 @@ def test_the_result_is_printed_in_plain_words(plan: Plan):
     assert "-30.0 [-30.0, -30.0]" in text
     assert "worse" in text and "better" in text
     assert "Holm's correction over the arms in a column (here 1)" in text
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_names_of_arms_are_not_folded_at_80_columns(tmp_path: Path, is_terminal: bool):
+    plan = plan_of(write_recipe(tmp_path), families=["ladder"], seeds=2, budget=Budget("steps", 4))
+    runs = [record(r.arm, r.seed, points((0, 0, 0, 0.1), (4, 9, 4000, 0.3), seed=len(r.arm))) for r in plan.runs]
+    console = Console(file=StringIO(), width=80, force_terminal=is_terminal, color_system=None)
+    print_result(console, compare(plan, runs, levels=[30]))
+    lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+    for arm in plan.arms:  # in each of the three tables
+        assert sum(line.startswith(f" {arm.name} ") for line in lines) == 3, arm.name
 
 
 def test_the_json_has_what_the_report_shows(tmp_path: Path):
@@ -394,8 +451,8 @@ def test_an_arm_that_leaves_out_a_question_is_not_taken_for_seeds_that_differ(pl
 
 
 def test_an_interval_of_a_rate_ends_where_rates_end():
-    assert difference_text("avg@2", Difference(0.1, -0.86, 1.057, 0.6, 0.6)) == "+10.0 [-86.0, +100.0]"
-    assert difference_text("score/mean", Difference(0.1, -0.86, 1.057, 0.6, 0.6)) == "+0.100 [-0.860, +1.057]"
+    assert difference_text("avg@2", Difference(0.1, -0.86, 1.057, 0.6, 3, 0.6)) == "+10.0 [-86.0, +100.0]"
+    assert difference_text("score/mean", Difference(0.1, -0.86, 1.057, 0.6, 3, 0.6)) == "+0.100 [-0.860, +1.057]"
 
 
 @pytest.mark.parametrize(
@@ -425,10 +482,24 @@ def test_a_band_covers_the_seeds_up_to_where_the_first_one_ends():
     assert (low.tolist(), high.tolist(), mean.tolist()) == ([0, 2, 1], [0, 2, 3], [0, 2, 2])
 
 
-def test_a_band_shows_the_other_seeds_where_one_has_no_value():
-    """The entropy of a step whose batch was empty is not a number."""
-    x = np.arange(1.0, 5.0)
-    none, some = np.array([1.0, math.nan, 3.0, math.nan]), np.array([2.0, 2.0, 2.0, math.nan])
-    _, mean, low, high = band([(x, none), (x, some)])
-    assert mean.tolist()[:3] == [1.5, 2.0, 2.5] and math.isnan(mean[3])
-    assert (low.tolist()[:3], high.tolist()[:3]) == ([1.0, 2.0, 2.0], [2.0, 2.0, 3.0])
+def test_no_seed_drops_out_of_a_band_where_it_has_no_value():
+    """A step whose batch was empty has no entropy, and one that sampled nothing has no response length."""
+    x, none = np.arange(1.0, 6.0), math.nan
+    gaps, whole = np.array([none, 10.0, none, 30.0, none]), np.array([50.0, 50.0, 60.0, 70.0, 80.0])
+    x_of_band, mean, low, high = band([(x, gaps), (x, whole), (x, np.full(5, none))])
+    assert x_of_band.tolist() == [2, 3, 4]
+    assert (low.tolist(), high.tolist(), mean.tolist()) == ([10, 20, 30], [50, 60, 70], [30, 40, 50])
+
+
+@pytest.mark.parametrize("members", [[], [(np.arange(2.0), np.full(2, math.nan))], [(np.array([]), np.array([]))]])
+def test_a_band_of_curves_without_values_is_empty(members):
+    assert [len(each) for each in band(members)] == [0, 0, 0, 0]
+
+
+def test_arms_without_a_value_have_an_empty_curve(plan: Plan):
+    runs = fast_and_slow(plan)
+    for run in runs[::2]:
+        run.curves["entropy"][:] = math.nan
+    (chart,) = [each for each in _charts(compare(plan, runs)) if each["title"]["text"] == "Entropy"]
+    lengths = {each["name"]: len(each["data"]) for each in chart["series"]}
+    assert (lengths["fast"], lengths["recipe"]) == (0, 4)

@@ -70,7 +70,7 @@ def test_three_seeds_cover_the_truth_about_as_often_as_promised(of_seed, of_ques
         found = cells(table + alone * rng.standard_normal((3, 100)))
         if is_nested:  # each seed has its own questions, as reasoning-gym generates them
             found = {(seed, f"{seed} {question}"): value for (seed, question), value in found.items()}
-        _, low, high, _ = contrast(dict.fromkeys(found, 0.0), found)
+        _, low, high, *_ = contrast(dict.fromkeys(found, 0.0), found)
         hits += low <= truth <= high
     assert 0.9 <= hits / trials <= 0.995
 
@@ -122,13 +122,15 @@ def test_only_common_seeds_and_questions_count():
 
 
 def test_equal_models_differ_by_exactly_nothing():
-    assert difference(np.zeros((3, 50))) == (0.0, 0.0, 0.0, 1.0)
+    assert difference(np.zeros((3, 50))) == (0.0, 0.0, 0.0, 1.0, 3)
 
 
-def test_one_seed_has_the_interval_over_questions():
+def test_one_seed_has_the_interval_over_questions_and_no_p_value():
     table = np.random.default_rng(1).normal(0.2, 1, (1, 80))
     low, high = stats.t.interval(0.95, 79, table.mean(), table.std(ddof=1) / math.sqrt(80))
     assert difference(table)[:3] == pytest.approx((table.mean(), low, high), rel=1e-6)
+    assert math.isnan(difference(table).p) and math.isnan(difference(table + 9).p)
+    assert math.isnan(difference(np.zeros((1, 80))).p)
 
 
 def test_holm_rejects_what_the_step_down_procedure_rejects():

@@ -12,7 +12,15 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo.algorithm.estimators import estimate, ks, majority, paired_difference, pass_at_k
+from dapo.algorithm.estimators import (
+    DIFFERENCE_OF_RATES,
+    RATE,
+    estimate,
+    ks,
+    majority,
+    paired_difference,
+    pass_at_k,
+)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.integers(1, 9))
@@ -83,6 +91,63 @@ def test_the_interval_contains_the_true_mean_about_95_percent_of_the_time():
         found = estimate(generator.binomial(8, 0.3, size=50) / 8, resamples=500)
         hits += found.low <= 0.3 <= found.high
     assert 0.90 <= hits / 400 <= 0.98
+
+
+@pytest.mark.parametrize("count", [2, 3, 16, 21, 200])
+def test_rates_of_0_and_100_percent_have_the_exact_interval(count):
+    for rate in (0.0, 1.0):
+        found = estimate([rate] * count, RATE)
+        exact = scipy.stats.binomtest(round(rate * count), count).proportion_ci(0.95, method="exact")
+        assert found == pytest.approx((rate, exact.low, exact.high), abs=1e-12)
+        assert 0.0 <= found.low < found.high <= 1.0
+
+
+@pytest.mark.parametrize(("rate", "k"), [(0.95, 1), (0.98, 1), (0.99, 4)])
+def test_the_interval_contains_a_rate_near_its_end_also_where_all_questions_are_right(rate, k):
+    generator = np.random.default_rng(6)
+    values = [generator.binomial(k, rate, size=21) / k for _ in range(400)]
+    bounded, bare = ([estimate(each, bounds, resamples=500) for each in values] for bounds in (RATE, None))
+    hits, hits_bare = (sum(each.low <= rate <= each.high for each in found) for found in (bounded, bare))
+    assert hits / 400 >= 0.95
+    assert hits_bare / 400 < 0.7, "without the bounds, the interval often has no width"
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("rate", [0.7, 0.8, 0.83])
+def test_questions_that_are_all_right_rule_out_their_true_rate_in_at_most_one_of_40_tests(rate, k):
+    """Some questions are always right and the others never, or all are right in the same share of samples."""
+    generator = np.random.default_rng(7)
+    mixed = generator.binomial(1, rate, (20_000, 21)).astype(float)
+    alike = generator.binomial(k, rate, (20_000, 21)) / k
+    for tests in (mixed, alike):
+        right = tests[tests.min(axis=1) == 1.0]
+        misses = sum(estimate(values, RATE).low > rate for values in right)
+        assert misses / len(tests) <= 0.025
+
+
+@pytest.mark.parametrize(("value", "lowest"), [(0.0, -1.0), (1.0, 0.0), (0.5, 0.0), (0.25, -1.0)])
+def test_the_interval_of_equal_values_ends_where_they_would_be_equal_in_one_of_40_tests(value, lowest):
+    """The worst case for a mean below has only two values: this one and the lowest."""
+    low, high = estimate([value] * 21, (lowest, 1.0))[1:]
+    share = (low - lowest) / (value - lowest)
+    assert share**21 == pytest.approx(0.025)
+    mirrored = estimate([-value] * 21, (-1.0, -lowest))
+    assert (-mirrored.high, -mirrored.low) == pytest.approx((low, high))
+
+
+def test_equal_values_without_bounds_and_values_outside_of_them_leave_the_interval_without_width():
+    assert estimate([1.0, 1.0, 1.0]) == (1.0, 1.0, 1.0)
+    assert estimate([2.0, 2.0, 2.0], RATE) == (2.0, 2.0, 2.0)
+
+
+def test_equal_differences_of_few_problems_are_not_certain():
+    problems = [str(i) for i in range(21)]
+    wrong, right = dict.fromkeys(problems, 0.0), dict.fromkeys(problems, 1.0)
+    same = paired_difference(right, right, DIFFERENCE_OF_RATES)
+    assert same[:3] == pytest.approx((0.0, 0.025 ** (1 / 21) - 1, 1 - 0.025 ** (1 / 21)))
+    assert paired_difference(wrong, right, DIFFERENCE_OF_RATES).low == pytest.approx(2 * 0.025 ** (1 / 21) - 1)
+    two = paired_difference({"a": 0.0, "b": 0.0}, {"a": 1.0, "b": 1.0}, DIFFERENCE_OF_RATES)
+    assert two.low < 0 < two.value
 
 
 def test_the_interval_is_deterministic_and_independent_of_the_block_size(monkeypatch):

@@ -20,6 +20,7 @@ from dapo.evaluation import compare, parts
 from dapo.evaluation.compare import comparison_json, evaluate_models, print_comparison
 from dapo.evaluation.subjects import DEFAULT_K, differing_settings, resolve, split_arguments
 from dapo.store.database import RunDatabase
+from dapo.terminal.evaltable import summary
 from tests.saved import SavedRun
 
 REWARD = """
@@ -158,7 +159,8 @@ def test_all_models_get_the_same_questions_and_every_sample_is_stored(run, quest
     rows = {(row.model, row.figure): row for row in found.differences["questions"]}
     assert {metric for _, metric in rows} == {"avg@4", "pass@4", "maj@4"}
     same = rows["model", "avg@4"]
-    assert (same.value, same.low, same.high, same.problems) == (0.0, 0.0, 0.0, 6)
+    assert (same.value, same.problems) == (0.0, 6)
+    assert same.high == -same.low == pytest.approx(1 - 0.025 ** (1 / 6))  # six questions without a difference
     assert same.verdict == "no difference shown"
     other = rows["run@4", "avg@4"]
     assert other.value == pytest.approx(moved.metrics["avg@4"] - first.metrics["avg@4"])
@@ -182,6 +184,18 @@ def test_all_models_get_the_same_questions_and_every_sample_is_stored(run, quest
         "every sample is in",
     ):
         assert expected in text
+
+
+def test_lines_in_a_pipe_are_not_wrapped(run, questions, tmp_path):
+    console = Console(file=io.StringIO(), width=40)
+    model = model_of(run)
+    found = evaluate_models([f"{run.path}@1", model], data=questions, k=2, out=tmp_path / "out", console=console)
+    print_comparison(console, found)
+    lines = console.file.getvalue().splitlines()
+    for result in found.results["questions"]:
+        assert f"{result.subject.label}, questions: {summary(result.report.metrics)}" in lines
+    assert f"every sample is in {found.folder}; dapo view {found.folder} shows them" in lines
+    assert any(line.endswith("no difference shown ") or " points [" in line for line in lines)
 
 
 def test_settings_that_differ_between_models_are_reported(run, questions, tmp_path):
