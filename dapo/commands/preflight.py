@@ -20,7 +20,7 @@ from dapo.data.rows import read_question
 from dapo.engine.vllm.arguments import require_vllm
 from dapo.environments.build import build_environment
 from dapo.environments.protocol import EnvironmentPool
-from dapo.errors import DapoError, DataError, RunExists
+from dapo.errors import DapoError, DataError, RunExists, mask_secrets
 from dapo.model.forward import free_memory
 from dapo.model.loading import check_architecture, find_path, load_vocabulary, resolve_device
 from dapo.model.lora import check_targets
@@ -59,8 +59,9 @@ class Findings:
                 self.missing.append(str(error))
 
     def lines(self) -> list[str]:
-        """Return what is there and what is doubtful; what is missing is raised, and so printed last."""
-        marked = [("ok", self.notes), ("warning", self.warnings)]
+        """Return a line for each sentence. What is missing is also raised, and so printed last."""
+        failed = map(mask_secrets, self.missing)
+        marked = [("ok", self.notes), ("warning", self.warnings), ("failed", failed)]
         return [f"  {mark:<9} {sentence}" for mark, sentences in marked for sentence in sentences]
 
 
