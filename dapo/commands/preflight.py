@@ -209,7 +209,7 @@ def _load_data(
         return
     data = RunData(stream, sets, (*stream.notes, *notes))
     found.notes.extend(f"data: {note}" for note in data.notes)
-    _compare_columns(found, kinds, data.columns())
+    _compare_columns(found, kinds, data.columns(), environment is not None or stream.has_answers())
 
 
 def _read_data(
@@ -219,11 +219,13 @@ def _read_data(
     if not _find_files(found, config):
         return
     prompt_format = _collected(found, lambda: PromptFormat.of(config.data.prompt_template, config.data.system_prompt))
-    columns = {"data_source"}
-    for source in _sources(config):
+    columns, has_answers, before = {"data_source"}, environment is not None, len(found.missing)
+    for place, source in enumerate(_sources(config)):
+        is_training = place < len(config.data.train)
         with found.collecting():
             if source.path.startswith(GYM):
                 columns.add("gym")
+                has_answers |= is_training
                 continue
             rows = 0
             for where, row in read_rows(source, columns=config.data.columns):
@@ -233,17 +235,19 @@ def _read_data(
                 if environment is not None and rows == 0:
                     begin_episodes([question], environment)
                 columns |= question.extra.keys()
+                has_answers |= is_training and question.answer is not None
                 rows += 1
             if not rows:
                 raise DataError(f"{source.path}: no rows; expected one question with its answer per row")
             found.notes.append(f"data: {source.path}: {rows:,} rows")
-    _compare_columns(found, kinds, columns)
+    was_cut_short = len(found.missing) > before  # at a bad row, so that other rows may have answers
+    _compare_columns(found, kinds, columns, has_answers or was_cut_short)
 
 
-def _compare_columns(found: Findings, kinds: Sequence[tuple[str, Kind]], columns: set[str]) -> None:
+def _compare_columns(found: Findings, kinds: Sequence[tuple[str, Kind]], columns: set[str], has_answers: bool) -> None:
     for kind in kinds:
         with found.collecting():
-            check_columns([kind], columns)
+            check_columns([kind], columns, has_answers=has_answers)
 
 
 def _collected(found: Findings, load: Callable[[], Any]) -> Any:
