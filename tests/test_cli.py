@@ -182,6 +182,7 @@ def test_dry_run_names_everything_that_is_missing(tmp_path):
     ]
     for line, start in zip(done.stderr.splitlines(), starts, strict=True):
         assert line.startswith(f"error: {start}")
+        assert f"  failed    {start}" in done.stdout
     assert not (tmp_path / "runs").exists()
 
 

@@ -21,9 +21,10 @@ def check(
     template: Annotated[str | None, typer.Option("--template", help="Any value of data.prompt_template.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Show lengths in this model's tokens.")] = None,
 ) -> None:
-    """Count rows, repeats, bad rows and lengths, and try the judge on the gold answers. Exit with 1 if rows are bad.
+    """Count rows, repeats, bad rows and lengths, and try the judge on the gold answers.
 
-    A rule says how many gold answers it can read. Any other judge scores them as if they were responses.
+    A rule says how many gold answers it can read. Any other judge scores them as if they were responses. Exit with 1 if
+    rows are bad, or if the judge can use none of the gold answers.
     """
     from dapo.config import Config
     from dapo.data.check import check_dataset, print_report

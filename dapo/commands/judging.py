@@ -42,7 +42,14 @@ def judge(
         list[str] | None, typer.Argument(help="Options to change, for example reward.timeout=60.")
     ] = None,
     use: Annotated[str, typer.Option("--use", help="The judge, any value of reward.use.")] = "auto",
-    answer: Annotated[str | None, typer.Option("--answer", help="The gold answer of rows that have none.")] = None,
+    answer: Annotated[
+        str | None,
+        typer.Option(
+            "--answer",
+            help="The gold answer of rows that have none. Rules get it as text, other judges as JSON if it is valid "
+            "JSON (7, true, [1, 2]; '\"7\"' is text).",
+        ),
+    ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="The question, for judges that read it.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Model whose tokenizer makes completion_ids.")] = None,
 ) -> None:
@@ -51,12 +58,15 @@ def judge(
     from dapo.evaluation import judging
 
     options = judging.reward_options({}, [f"reward.use={use}", *(overrides or ())])
+    gold = judging.read_answer(answer, options)
+    if gold != answer:
+        typer.echo(f"{'answer:':<12}{judging.typed(gold)}")
     # A response may end with a file's name, but the name of a file hardly holds a space.
     is_file = response.lower().endswith(SUFFIXES) and (Path(response).exists() or " " not in response)
     if is_file:
-        places, responses = judging.read_responses(response, answer)
+        places, responses = judging.read_responses(response, gold)
     else:
-        places, responses = [""], [judging.response_to(response, prompt, answer)]
+        places, responses = [""], [judging.response_to(response, prompt, gold)]
         options = options.model_copy(update={"workers": 1})
     if model is not None:
         from dapo.model.loading import load_tokenizer

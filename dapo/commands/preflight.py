@@ -20,7 +20,7 @@ from dapo.data.rows import read_question
 from dapo.engine.vllm.arguments import require_vllm
 from dapo.environments.build import build_environment
 from dapo.environments.protocol import EnvironmentPool
-from dapo.errors import DapoError, DataError, RunExists
+from dapo.errors import DapoError, DataError, RunExists, mask_secrets
 from dapo.model.forward import free_memory
 from dapo.model.loading import check_architecture, find_path, load_vocabulary, resolve_device
 from dapo.model.lora import check_targets
@@ -59,8 +59,9 @@ class Findings:
                 self.missing.append(str(error))
 
     def lines(self) -> list[str]:
-        """Return what is there and what is doubtful; what is missing is raised, and so printed last."""
-        marked = [("ok", self.notes), ("warning", self.warnings)]
+        """Return a line for each sentence. What is missing is also raised, and so printed last."""
+        failed = map(mask_secrets, self.missing)
+        marked = [("ok", self.notes), ("warning", self.warnings), ("failed", failed)]
         return [f"  {mark:<9} {sentence}" for mark, sentences in marked for sentence in sentences]
 
 
@@ -209,7 +210,7 @@ def _load_data(
         return
     data = RunData(stream, sets, (*stream.notes, *notes))
     found.notes.extend(f"data: {note}" for note in data.notes)
-    _compare_columns(found, kinds, data.columns())
+    _compare_columns(found, kinds, data.columns(), environment is not None or stream.has_answers())
 
 
 def _read_data(
@@ -219,11 +220,13 @@ def _read_data(
     if not _find_files(found, config):
         return
     prompt_format = _collected(found, lambda: PromptFormat.of(config.data.prompt_template, config.data.system_prompt))
-    columns = {"data_source"}
-    for source in _sources(config):
+    columns, has_answers, before = {"data_source"}, environment is not None, len(found.missing)
+    for place, source in enumerate(_sources(config)):
+        is_training = place < len(config.data.train)
         with found.collecting():
             if source.path.startswith(GYM):
                 columns.add("gym")
+                has_answers |= is_training
                 continue
             rows = 0
             for where, row in read_rows(source, columns=config.data.columns):
@@ -233,17 +236,19 @@ def _read_data(
                 if environment is not None and rows == 0:
                     begin_episodes([question], environment)
                 columns |= question.extra.keys()
+                has_answers |= is_training and question.answer is not None
                 rows += 1
             if not rows:
                 raise DataError(f"{source.path}: no rows; expected one question with its answer per row")
             found.notes.append(f"data: {source.path}: {rows:,} rows")
-    _compare_columns(found, kinds, columns)
+    was_cut_short = len(found.missing) > before  # at a bad row, so that other rows may have answers
+    _compare_columns(found, kinds, columns, has_answers or was_cut_short)
 
 
-def _compare_columns(found: Findings, kinds: Sequence[tuple[str, Kind]], columns: set[str]) -> None:
+def _compare_columns(found: Findings, kinds: Sequence[tuple[str, Kind]], columns: set[str], has_answers: bool) -> None:
     for kind in kinds:
         with found.collecting():
-            check_columns([kind], columns)
+            check_columns([kind], columns, has_answers=has_answers)
 
 
 def _collected(found: Findings, load: Callable[[], Any]) -> Any:

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dapo.config.migration.table import explain_unknown, find, leaves_of
+from dapo.config.migration.table import explain_last_part, explain_unknown, find, leaves_of
 from dapo.errors import ConfigError, one_line
 
 # Limits of a recipe. PyYAML needs eight seconds for a megabyte, and an alias can stand for any number of values.
@@ -280,11 +280,14 @@ def _suggest(key: str, names: Sequence[str]) -> str:
     if key in _EARLIER_NAMES:
         return f"; in dapo it is '{_EARLIER_NAMES[key]}'"
     sections = sorted({name.rsplit(".", 1)[0] for name in names})
-    # The likeliest mistakes are a missing word and the wrong section, then a misspelling.
+    # The likeliest mistakes are a missing word and the wrong section, then verl's or TRL's name, then a misspelling.
     section, _, leaf = key.rpartition(".")
     longer = [name for name in names if name.startswith(f"{section}.") and name.endswith(f"_{leaf}")]
     same_leaf = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
-    close = longer or same_leaf[:1] or difflib.get_close_matches(key, [*names, *sections], n=1, cutoff=0.6)
+    close = longer or same_leaf[:1]
+    if not close and (theirs := explain_last_part(key)):
+        return theirs
+    close = close or difflib.get_close_matches(key, [*names, *sections], n=1, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 

@@ -29,10 +29,12 @@ class JudgeReport:
     """Result of judging the gold answers."""
 
     summary: str
-    failures: tuple[str, ...] = ()  # one sentence per answer that it could not read or judge
+    failures: tuple[str, ...] = ()  # one sentence per answer that it could not read, or per reason
+    warning: str = ""
+    is_good: bool = True  # False: it could use none of the answers
 
 
-Judge = Callable[[Sequence[Question]], JudgeReport]  # questions that have a gold answer
+Judge = Callable[[Sequence[Question]], JudgeReport | None]  # None: no question has an answer, and it needs none
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class CheckReport:
 
     @property
     def is_good(self) -> bool:
-        return self.rows > 0 and self.bad_rows == 0
+        return self.rows > 0 and self.bad_rows == 0 and (self.judged is None or self.judged.is_good)
 
 
 def check_dataset(
@@ -82,7 +84,6 @@ def check_dataset(
         layouts[layout_of(row)] += 1
         if distinct.add(question_key(question.messages), answer_key(question.answer)):
             questions.append(question)
-    with_answer = [question for question in questions if question.answer is not None]
     return CheckReport(
         name=path,
         rows=rows,
@@ -92,8 +93,8 @@ def check_dataset(
         first_bad=tuple(bad),
         length_unit="words" if tokenizer is None else "tokens",
         lengths=_lengths(questions, tokenizer),
-        without_answer=len(questions) - len(with_answer),
-        judged=judge(with_answer) if judge is not None and with_answer else None,
+        without_answer=sum(question.answer is None for question in questions),
+        judged=judge(questions) if judge is not None and questions else None,
     )
 
 
@@ -109,8 +110,11 @@ def print_report(console: Console, report: CheckReport) -> None:
     if report.lengths:
         console.print(_histogram(report.lengths, report.length_unit))
     if report.judged is not None:
-        console.print(escape(report.judged.summary), soft_wrap=True)
+        color = "" if report.judged.is_good else "red"
+        console.print(escape(report.judged.summary), style=color, soft_wrap=True)
         _print_first(console, report.judged.failures[:SHOWN], len(report.judged.failures))
+        if report.judged.warning:
+            console.print(f"[yellow]warning: {escape(report.judged.warning)}[/]", soft_wrap=True)
     if report.bad_rows:
         console.print(f"[red]{counted(report.bad_rows, 'row')} cannot be used:[/]")
         _print_first(console, report.first_bad, report.bad_rows)

@@ -177,6 +177,9 @@ class GymSource:
     def columns(self) -> set[str]:
         return {"gym"}
 
+    def has_answers(self) -> bool:
+        return True
+
 
 def _import_factory(name: str) -> Any:
     try:

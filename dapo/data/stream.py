@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -28,6 +28,10 @@ class PromptSource(Protocol):
 
     def columns(self) -> set[str]:
         """Return the names of the extra columns that some of its prompts have."""
+        ...
+
+    def has_answers(self) -> bool:
+        """Return whether some of its prompts have a gold answer, or a task that scores responses itself."""
         ...
 
 
@@ -55,6 +59,13 @@ class ShuffledSource:
 
     def columns(self) -> set[str]:
         return set().union(*(prompt.extra for prompt in self.prompts))
+
+    def has_answers(self) -> bool:
+        return any_answers(self.prompts)
+
+
+def any_answers(prompts: Iterable[Prompt]) -> bool:
+    return any(prompt.answer is not None or "gym" in prompt.extra for prompt in prompts)
 
 
 class PromptStream:
@@ -121,6 +132,9 @@ class PromptStream:
 
     def columns(self) -> set[str]:
         return set().union(*(source.columns() for source in self.sources))
+
+    def has_answers(self) -> bool:
+        return any(source.has_answers() for source in self.sources)
 
     def _next(self) -> Prompt:
         source = self._next_source()

@@ -16,6 +16,7 @@ from dapo.cluster.assemble import check_samplers
 from dapo.cluster.ray_connection import check_run_dir
 from dapo.config import TOOLS, Config
 from dapo.data.dataset import load_eval_sets
+from dapo.data.stream import any_answers
 from dapo.environments.build import build_environment
 from dapo.environments.protocol import EnvironmentPool
 from dapo.errors import RewardError
@@ -147,7 +148,9 @@ def _evaluate_in(
     kinds, tokenizer = judge_kinds(config.reward, None), load_tokenizer(config.model.path)
     sets = load_eval_sets(config, tokenizer, notes, columns_seen(kinds), None, environments)
     environment = Environment.of(config, environments, tokenizer)
-    check_columns(kinds, {"data_source"}.union(*(prompt.extra for prompts in sets.values() for prompt in prompts)))
+    asked = [prompt for prompts in sets.values() for prompt in prompts]
+    has_answers = environments is not None or any_answers(asked)
+    check_columns(kinds, {"data_source"}.union(*(prompt.extra for prompt in asked)), has_answers=has_answers)
     for note in notes:
         _print(console, note, "dim")
     engine, judge = parts.open(config)

@@ -15,7 +15,16 @@ from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import read_rows
 from dapo.data.rows import QUESTION_COLUMNS, read_question
 from dapo.errors import DataError, RewardError
-from dapo.rewards.judge import RewardFunctions, build_judge, check_columns, judge_kinds, uses_reward_model
+from dapo.rewards.judge import (
+    AUTO,
+    RewardFunctions,
+    build_judge,
+    check_columns,
+    judge_kinds,
+    judge_specs,
+    uses_reward_model,
+)
+from dapo.rewards.rules import RULES
 from dapo.types import TERM, Prompt, Rollout, Score
 
 NO_QUESTION = "(no question)"
@@ -100,6 +109,26 @@ def judge_all(
             yield _judgment(future.result()[0])
 
 
+def read_answer(text: str | None, options: RewardConfig) -> Any:
+    """Return the gold answer of a command line. Rules compare text; other judges get what a row of JSON would hold."""
+    if text is None or all(spec == AUTO or spec in RULES for spec in judge_specs(options)):
+        return text
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+    return text if value is None else value
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def typed(value: Any) -> str:
+    """Return a value with the name of its type."""
+    return f"{_shown(value)} ({type(value).__name__})"
+
+
 def response_to(
     text: str,
     prompt: str | Sequence[Mapping[str, str]] | None,
@@ -112,7 +141,7 @@ def response_to(
     return Response(_prompt("the row", {"prompt": messages, "answer": answer, **(columns or {})}), text, tokens)
 
 
-def read_responses(path: str, answer: str | None = None) -> tuple[list[str], list[Response]]:
+def read_responses(path: str, answer: Any = None) -> tuple[list[str], list[Response]]:
     """Read a dataset with a response in the column `completion`; return where each row is, and the responses.
 
     `answer` is the gold answer of rows without one, and `completion_ids` may be a column.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
+import inspect
 import json
 import math
 import numbers
@@ -17,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from dapo.errors import DapoError
+from dapo.errors import DapoError, RewardError
 from dapo.rewards.signature import OURS, TOKENS, TRL, VERL_BATCHED, Signature, kind_of
 from dapo.rewards.thought import split_thought
 from dapo.types import METRIC, Prompt, Rollout, Score
@@ -128,11 +130,23 @@ class Reward:
         if not self.kind.is_batched:
             return [to_score(outcome)]
         if isinstance(outcome, str | Mapping) or not isinstance(outcome, Iterable):
-            raise TypeError(f"the reward returned {type(outcome).__name__}; expected a list, one score per completion")
+            raise RewardError(
+                f"{self._name()} returned {type(outcome).__name__}; expected a list, one score per completion"
+            )
         values = list(outcome)
         if len(values) != log.size:
-            raise ValueError(f"the reward returned {len(values)} scores for {log.size} completions")
+            raise RewardError(
+                f"{self._name()} returned {len(values)} scores for {log.size} completions; expected one per completion"
+            )
         return [self._batched_score(value, logged) for value, logged in zip(values, log.by_response(), strict=True)]
+
+    def _name(self) -> str:
+        """Return the function's name with its place in the user's file."""
+        function = self.function
+        inner = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+        code = getattr(inner, "__code__", None)
+        name = getattr(inner, "__name__", type(inner).__name__)
+        return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else name
 
     def _batched_score(self, value: Any, logged: Mapping[str, Any]) -> Score:
         number = _to_number(value)

@@ -22,7 +22,7 @@ from dapo.rewards.protocol import Judge
 from dapo.rewards.reward_model import RewardModelJudge
 from dapo.rewards.rules import RULES
 from dapo.rewards.sandbox.sandbox import DESCRIPTIONS, Sandbox
-from dapo.rewards.signature import TOKENS, Kind
+from dapo.rewards.signature import ANSWER_COLUMNS, TOKENS, Kind
 from dapo.types import TERM, Prompt, Rollout, Score
 
 # What Python programs give as rewards: a function object or what `reward.use` names, several, or several with weights.
@@ -134,19 +134,45 @@ def columns_seen(kinds: Iterable[tuple[str, Kind]]) -> Collection[str] | None:
     return seen
 
 
-def check_columns(kinds: Iterable[tuple[str, Kind]], columns: Collection[str], *, has_tokens: bool = True) -> None:
-    """Raise if a reward function has a parameter that neither its convention nor a column of the data provides."""
+def check_columns(
+    kinds: Iterable[tuple[str, Kind]],
+    columns: Collection[str],
+    *,
+    has_answers: bool = True,
+    has_tokens: bool = True,
+) -> None:
+    """Raise if a reward function has a parameter that neither its convention nor a column of the data provides.
+
+    `has_answers`: some rows have a gold answer.
+    """
+    given = {"prompt", *columns, *(["answer"] if has_answers else [])}
+    known = ", ".join(sorted(given - {"data_source"}))
     for name, kind in kinds:
+        if kind.gold is not None and not has_answers:
+            raise RewardError(
+                f"reward.use: {name} takes the gold answer as '{kind.gold}', but no row has one (columns: {known})"
+                f"{_answer_hint(columns)}"
+            )
         for column in kind.needs:
             if column == TOKENS and not has_tokens:
                 raise RewardError(f"reward.use: {name} takes '{TOKENS}'; give them, or name the --model to count with")
             if column != TOKENS and column not in columns:
-                known = sorted({"answer", "prompt", *columns} - {"data_source"})
                 raise RewardError(
                     f"reward.use: {name} takes '{column}', which is not a column of the data (columns: "
-                    f"{', '.join(known)}); rename the parameter, give it a default, or add the column (data.columns "
+                    f"{known}); rename the parameter, give it a default, or add the column (data.columns "
                     "renames columns before the reward sees them)"
                 )
+
+
+def _answer_hint(columns: Collection[str]) -> str:
+    """Name the column that is most likely the gold answer under another name."""
+    if any(name in columns for name in ANSWER_COLUMNS):
+        return ""  # they are all null
+    found = [(close, name) for name in ANSWER_COLUMNS for close in difflib.get_close_matches(name, columns, n=1)]
+    if found:
+        (close, name) = max(found, key=lambda pair: difflib.SequenceMatcher(None, *pair).ratio())
+        return f"; did you mean '{close}'? data.columns='{{{name}: {close}}}' renames it"
+    return f"; name its column {', '.join(ANSWER_COLUMNS[:-1])} or {ANSWER_COLUMNS[-1]}, or rename it with data.columns"
 
 
 def judge_specs(options: RewardConfig) -> list[str]:

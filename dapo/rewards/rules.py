@@ -30,14 +30,16 @@ def make_rule(name: str, options: RewardConfig) -> Rule:
     A response without an answer is wrong, and so is one whose thought does not end. A gold answer that the rule cannot
     read raises ValueError: the response is unjudged.
     """
-    return _OnReply(_rule(name, options), options.think_tags)
+    # The tests of `code` may also be in other columns.
+    needs_gold = name != "code" and not _ignores_gold(name, options)
+    return _OnReply(_rule(name, options), options.think_tags, needs_gold)
 
 
 class _OnReply:
     """A rule that reads only what follows the thought."""
 
-    def __init__(self, judge: Rule, tags: Sequence[str] | None) -> None:
-        self.judge, self.tags = judge, tags
+    def __init__(self, judge: Rule, tags: Sequence[str] | None, needs_gold: bool) -> None:
+        self.judge, self.tags, self.needs_gold = judge, tags, needs_gold
         self.patience = getattr(judge, "patience", 1.0)
         self.columns = tuple(inspect.signature(judge).parameters)  # by which it can tell rows apart
 
@@ -93,13 +95,18 @@ def score_timeout(name: str) -> Score:
 def can_read_gold(name: str, answer: Any, options: RewardConfig) -> bool:
     """Return whether the rule can read this gold answer."""
     _require_rule(name)
-    if name == "gym" or (name == "regex" and not _compile(options.regex).groups):
-        return True  # a task's own scorer and a pattern without a group ignore the gold answer
+    if _ignores_gold(name, options):
+        return True
     try:
         _GOLD_READERS[name](answer)
     except ValueError:
         return False
     return True
+
+
+def _ignores_gold(name: str, options: RewardConfig) -> bool:
+    """Return whether the rule is a task's own scorer, or a pattern without a group."""
+    return name == "gym" or (name == "regex" and not _compile(options.regex).groups)
 
 
 def _exact_reward(completion: str, answer: Any, policies: Sequence[Extraction]) -> dict[str, Any]:

@@ -59,6 +59,8 @@ _TELLS = {
     "prompts": TRL,
 }
 TOKENS = "completion_ids"
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution")
+_GOLD = (*ANSWER_COLUMNS, "ground_truths")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Signature:
     takes_everything: bool  # it has **kwargs
     bound: frozenset[str]  # arguments bound by partial; a column must not replace them
     needs: frozenset[str]  # columns that must exist; `completion_ids` counts as one, because text alone has none
+    gold: str | None  # the parameter without a default that takes the gold answer
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Signature:
@@ -98,7 +101,8 @@ class Signature:
                 )
         bound = frozenset(function.keywords) if isinstance(function, partial) else frozenset()
         needs = frozenset(required) - (convention.provides - {TOKENS})
-        return cls(convention, names, takes_everything, bound, needs)
+        gold = next((name for name in _GOLD if name in required and name in convention.provides), None)
+        return cls(convention, names, takes_everything, bound, needs, gold)
 
     def select(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments for one call."""
@@ -118,6 +122,7 @@ class Kind:
     needs: Sequence[str] = ()  # columns without which it cannot be called
     sees: Sequence[str] | None = ()  # columns by which it can tell rows apart, besides the gold answer; None: all
     patience: float = 1.0  # the pool waits this many times reward.timeout; more for a reward that limits itself
+    gold: str | None = None  # the parameter for the gold answer, if it cannot be called without one
 
     @property
     def is_sequential(self) -> bool:
@@ -139,4 +144,5 @@ def kind_of(function: Callable[..., Any], signature: Signature, *, is_rule: bool
         needs=sorted(signature.needs),
         sees=names,
         patience=float(getattr(function, "patience", 1.0)),
+        gold=signature.gold if getattr(function, "needs_gold", True) else None,
     )

@@ -302,7 +302,9 @@ class Trainer:
         kinds = judge_kinds(config.reward, judge)
         self.data = load_run_data(config, tokenizer, columns_seen(kinds), self._arguments.rows, self.environments)
         environment = Environment.of(config, self.environments, tokenizer)
-        check_columns(kinds, self.data.columns())
+        # An environment may score every episode itself.
+        has_answers = self.environments is not None or self.data.stream.has_answers()
+        check_columns(kinds, self.data.columns(), has_answers=has_answers)
         find_metric(config, self.data.eval_sets)  # raises if there is no such metric
         self.parts = assemble(config, saved, self.recorder.event, self.stopping.has_signal, self._arguments.parts)
         self.policy, self.engine, self.tokenizer = self.parts.policy, self.parts.engine, self.parts.tokenizer

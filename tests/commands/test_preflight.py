@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 
+import pytest
+
 from dapo.commands.preflight import check_run
 from dapo.config import Config
+from dapo.errors import RewardError
 from dapo.store.database import RunDatabase
 from dapo.system import machine
 from dapo.training.trainer import Trainer
@@ -49,7 +52,46 @@ def test_a_parameter_that_is_no_column_is_missing_whether_or_not_the_model_is_he
     elsewhere = check_run(Config.load(recipe, ["model.path=someone/somewhere"]))
     assert [sentence in each for each in elsewhere.missing] == [True]
     assert elsewhere.warnings[0].startswith("model: someone/somewhere is not on this machine")
-    assert check_run(Config.load(recipe, ["data.columns={prompt: prompt, level: answer}"])).missing == []
+    found = check_run(Config.load(recipe, ["data.columns={prompt: prompt, level: answer, answer: prompt}"]))
+    assert found.missing == []
+
+
+def test_data_without_gold_answers_is_refused_if_the_reward_needs_them(tmp_path):
+    recipe = runs.recipe(tmp_path, reward="def reward(completion, answer):\n    return 1.0")
+    data = tmp_path / "data.jsonl"
+    data.write_text(data.read_text().replace('"answer"', '"answr"'))
+    sentence = (
+        "reward.py:reward takes the gold answer as 'answer', but no row has one (columns: answr, prompt); did you mean "
+        "'answr'? data.columns='{answer: answr}' renames it"
+    )
+    for options in ([], ["model.path=someone/somewhere"]):
+        found = check_run(Config.load(recipe, options))
+        assert [each.endswith(sentence) for each in found.missing] == [True]
+        assert f"  failed    {found.missing[0]}" in found.lines()
+        (missing,) = check_run(Config.load(recipe, [*options, "reward.use=math"])).missing
+        assert missing.startswith("reward.use: math takes the gold answer")
+        renamed = check_run(Config.load(recipe, [*options, "data.columns={answer: answr}"]))
+        assert renamed.missing == []
+    with pytest.raises(RewardError, match="but no row has one"):
+        Trainer(Config.load(recipe)).train()
+    (tmp_path / "reward.py").write_text("def reward(completion, answer=None):\n    return 1.0")
+    assert check_run(Config.load(recipe)).missing == []
+
+
+def test_a_bad_row_is_not_taken_for_data_without_answers(tmp_path):
+    recipe = runs.recipe(tmp_path, reward="def reward(completion, answer):\n    return 1.0")
+    (tmp_path / "data.jsonl").write_text("oops\n")
+    (sentence,) = check_run(Config.load(recipe, ["model.path=someone/somewhere"])).missing
+    assert "not valid JSON" in sentence
+
+
+def test_an_environment_needs_no_gold_answers(tmp_path):
+    recipe = runs.recipe(tmp_path, reward="def reward(completion, answer):\n    return 1.0")
+    data = tmp_path / "data.jsonl"
+    data.write_text(data.read_text().replace('"answer"', '"answr"'))
+    (tmp_path / "echo.py").write_text("def reply(messages, row):\n    return 1.0\n")
+    for model in ([], ["model.path=someone/somewhere"]):
+        assert check_run(Config.load(recipe, [f"environment.use={tmp_path}/echo.py:reply", *model])).missing == []
 
 
 def test_bad_rows_of_training_and_evaluation_are_both_missing(tmp_path):

@@ -94,6 +94,12 @@ def test_a_recipe_needs_only_a_model_and_data_and_names_the_run_after_its_file(t
         ("rollout: {lr: 1}", "unknown key 'rollout.lr'; did you mean 'optim.lr'?"),
         ("lr: 1", "unknown key 'lr'; did you mean 'optim.lr'?"),
         ("zebra: 1", "unknown key 'zebra'"),
+        (
+            "optim: {learning_rate: 1}",
+            "'optim.learning_rate' ('learning_rate' of TRL); in dapo it is 'optim.lr': the same",
+        ),
+        ("rollout: {load_format: 1}", "the engine samples from the weights being trained"),
+        ("optim: {seed: 1}", "unknown key 'optim.seed'; did you mean 'run.seed'?"),
     ],
 )
 def test_an_unknown_key_is_refused_with_a_suggestion(tmp_path, text, expected):

@@ -62,6 +62,59 @@ def test_any_judge_scores_the_gold_answers_as_responses_and_those_it_cannot_judg
         check_dataset(path, gold_judge(RewardConfig(use=f"{tmp_path}/reward.py:reward", workers=1)))
 
 
+def test_reasons_why_gold_answers_are_unjudged_are_grouped_and_counted(tmp_path):
+    code = "def reward(completion, answer):\n    assert answer == 12, 'odd' if answer else 'none'\n    return 1"
+    (tmp_path / "reward.py").write_text(code)
+    options = RewardConfig(use=f"{tmp_path}/reward.py:reward", workers=1)
+    path = write(tmp_path / "d.jsonl", *({"prompt": f"{i}", "answer": i} for i in range(13)))
+    report = check_dataset(path, gold_judge(options))
+    text = printed(report)
+    assert report.is_good
+    assert text.index(f"11 x AssertionError: odd (reward.py:2) (first: {path}, line 2)") < text.index(
+        f"{path}, line 1: AssertionError: none (reward.py:2)"
+    )
+    assert text.count("AssertionError") == 2
+    path = write(tmp_path / "d.jsonl", *({"prompt": f"{i}", "answer": i} for i in range(1, 4)))
+    report = check_dataset(path, gold_judge(options))
+    assert not report.is_good
+    assert "3 responses, 3 unjudged" in printed(report)
+
+
+def test_gold_answers_of_which_a_rule_can_read_none_are_not_good(tmp_path):
+    path = write(tmp_path / "d.jsonl", {"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": "y"})
+    assert not check_dataset(path, gold_judge(RewardConfig(use="integer"))).is_good
+
+
+@pytest.mark.parametrize(
+    ("returns", "is_warned"),
+    [
+        ("0.0", True),
+        ("-1.0", True),
+        ("{'score': 1.0, 'acc': False}", True),
+        ("float(answer == 1)", False),
+        ("{'score': 0.0, 'acc': answer == 1}", False),
+    ],
+)
+def test_a_reward_that_calls_all_gold_answers_wrong_is_warned_about(tmp_path, returns, is_warned):
+    (tmp_path / "reward.py").write_text(f"def reward(completion, answer):\n    return {returns}")
+    path = write(tmp_path / "d.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2})
+    report = check_dataset(path, gold_judge(RewardConfig(use=f"{tmp_path}/reward.py:reward", workers=1)))
+    assert report.is_good
+    assert ("warning: no gold answer is right: the reward may not accept" in printed(report)) is is_warned
+
+
+def test_rows_without_gold_answers_are_not_good_if_the_judge_needs_them(tmp_path):
+    path = write(tmp_path / "d.jsonl", {"prompt": "a", "answr": 1}, {"prompt": "b", "answr": 2})
+    (tmp_path / "reward.py").write_text("def reward(completion, answer): ...\ndef length(completion): ...")
+    for use in ("math", "auto", f"{tmp_path}/reward.py:reward", {f"{tmp_path}/reward.py:reward": 1.0}):
+        report = check_dataset(path, gold_judge(RewardConfig(use=use, workers=1)))
+        assert not report.is_good
+        text = " ".join(printed(report).split())
+        assert "but no row has one (columns: answr, prompt); did you mean 'answr'?" in text
+    for use in (f"{tmp_path}/reward.py:length", "http://127.0.0.1:9"):
+        assert check_dataset(path, gold_judge(RewardConfig(use=use, workers=1))).is_good
+
+
 def test_renamed_columns_are_checked(tmp_path):
     path = write(tmp_path / "d.jsonl", {"q": "a", "final": "5"}, {"q": "b"})
     report = check_dataset(path, columns={"prompt": "q", "answer": "final"})

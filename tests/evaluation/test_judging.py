@@ -102,6 +102,33 @@ def test_the_command_prints_what_the_judge_made_of_a_response():
     assert "components: integer 1, regex 1" in shown
 
 
+@pytest.mark.parametrize(
+    ("text", "kind", "line"),
+    [
+        ("7", "int", "7 (int)"),
+        ("0.5", "float", "0.5 (float)"),
+        ("true", "bool", "true (bool)"),
+        ("[1,2]", "list", "[1, 2] (list)"),
+        ('"7"', "str", '"7" (str)'),
+        ("seven", "str", None),
+        ("NaN", "str", None),
+        ("null", "str", None),
+        ("9" * 5000, "str", None),
+    ],
+)
+def test_a_function_gets_the_answer_of_the_command_as_a_file_of_json_would_hold_it(tmp_path, text, kind, line):
+    (tmp_path / "kind.py").write_text(f"def reward(completion, answer):\n    return type(answer).__name__ == {kind!r}")
+    for use in (f"{tmp_path}/kind.py:reward", f"{{{tmp_path}/kind.py:reward: 1.0}}"):
+        shown = run("--use", use, "--answer", text, "x").stdout.splitlines()
+        assert "score:      1" in shown
+        assert [each for each in shown if each.startswith("answer:")] == ([f"answer:     {line}"] if line else [])
+
+
+def test_a_rule_gets_the_answer_of_the_command_as_text():
+    assert "score:      1" in run("--use", "exact", "--answer", "0.50", "0.50").stdout
+    assert "answer:" not in run("--answer", "7", "7").stdout
+
+
 def test_the_command_judges_a_file_of_responses_and_counts_verdicts(file, tmp_path):
     rows = [
         {"completion": "5", "answer": "5", "level": 2, "question": "2+3?"},
@@ -110,7 +137,8 @@ def test_the_command_judges_a_file_of_responses_and_counts_verdicts(file, tmp_pa
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = run("--use", f"{file}:reward", "--answer", "7", tmp_path / "r.jsonl")
     assert done.exit_code == 0
-    first, second, last = done.stdout.splitlines()
+    given, first, second, last = done.stdout.splitlines()
+    assert given == "answer:     7 (int)"
     assert first.endswith('line 1: score 2, verdict 50% correct, components format 0.25, note "a\\nb"')
     assert second.endswith('line 2: score 0, verdict 50% correct, components format 0.25, note "a\\nb"')
     assert last == "2 responses, mean score 1"

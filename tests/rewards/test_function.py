@@ -141,8 +141,32 @@ def test_a_batched_function_may_return_none_or_an_array_but_not_another_number_o
     assert (none.value, none.error) == (None, "the reward does not apply here: it returned None")
     assert number.value == 0.5
     assert [score.value for score in judge_all(lambda completions: np.array([0.5, 2.0]), "ab")] == [0.5, 2.0]
-    for wrong, reason in (([1.0], "ValueError: the reward returned 1 scores for 2 completions"), (1.0, "TypeError")):
-        assert all(score.error.startswith(reason) for score in judge_all(lambda completions, w=wrong: w, "ab"))
+
+
+def test_a_batched_function_that_returns_the_wrong_number_of_scores_is_named_with_its_own_line():
+    def one(completions):
+        return [1.0]
+
+    def number(completions, by=1.0):
+        return by
+
+    async def later(completions):
+        return [1.0]
+
+    for function, reason in (
+        (one, "returned 1 scores for 2 completions; expected one per completion"),
+        (functools.partial(number, by=2.0), "returned float; expected a list, one score per completion"),
+        (later, "returned 1 scores for 2 completions; expected one per completion"),
+    ):
+        inner = getattr(function, "func", function)
+        place = f"{inner.__name__} (test_function.py:{inner.__code__.co_firstlineno})"
+        assert [score.error for score in judge_all(function, "ab")] == [f"{place} {reason}"] * 2
+
+    class Judge:
+        def __call__(self, completions):
+            return [1.0]
+
+    assert judge_all(Judge(), "ab")[0].error.startswith("Judge returned 1 scores")
 
 
 def test_an_async_group_is_judged_concurrently_with_a_deadline_per_response():

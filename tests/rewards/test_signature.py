@@ -2,10 +2,12 @@ import functools
 
 import pytest
 
+from dapo.config import RewardConfig
 from dapo.errors import RewardError
 from dapo.rewards.function import FunctionJudge, Reward
 from dapo.rewards.judge import check_columns, columns_seen, judge_kinds
-from dapo.rewards.signature import OURS, TRL, VERL, VERL_BATCHED, Signature
+from dapo.rewards.rules import make_rule
+from dapo.rewards.signature import OURS, TRL, VERL, VERL_BATCHED, Kind, Signature
 from dapo.types import Prompt
 from tests import make
 
@@ -110,6 +112,65 @@ def test_a_parameter_that_no_column_provides_is_named_with_the_columns_there_are
         check_columns(kinds(lambda completions, lvl, **kwargs: 0), {"level", "id"})
     with pytest.raises(RewardError, match="takes 'completion_ids'; give them, or name the --model"):
         check_columns(kinds(lambda completion_ids: 0), set(), has_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda completion, answer: 0, "answer"),
+        (lambda solution_str, ground_truth: 0, "ground_truth"),
+        (lambda data_sources, solution_strs, ground_truths: 0, "ground_truths"),
+        (lambda completions, solution, **row: 0, "solution"),
+    ],
+)
+def test_a_function_that_needs_a_gold_answer_is_refused_if_no_row_has_one(function, name):
+    check_columns(kinds(function), {"data_source"})
+    with pytest.raises(
+        RewardError, match=rf"f takes the gold answer as '{name}', but no row has one \(columns: prompt"
+    ):
+        check_columns(kinds(function), {"data_source"}, has_answers=False)
+
+
+def test_a_function_that_can_do_without_a_gold_answer_is_accepted_if_no_row_has_one():
+    for function in (
+        lambda completion: 0,
+        lambda completion, answer=None: 0,
+        lambda completion, **row: 0,
+        functools.partial(lambda completion, answer: 0, answer=1),
+        lambda completions, **row: 0,
+        lambda solution_str, ground_truth=None: 0,
+    ):
+        check_columns(kinds(function), set(), has_answers=False)
+    check_columns([("http://host", Kind(sees=None))], set(), has_answers=False)
+
+
+def test_the_column_that_is_most_likely_the_gold_answer_is_suggested():
+    for columns, hint in (
+        (
+            {"answr", "id"},
+            r"\(columns: answr, id, prompt\); did you mean 'answr'\? data.columns='\{answer: answr\}' renames",
+        ),
+        ({"ground_truht", "data_source"}, "did you mean 'ground_truht'.*'{ground_truth: ground_truht}'"),
+        ({"final"}, "; name its column answer, ground_truth or solution, or rename it with data.columns$"),
+        ({"answer"}, r"\(columns: answer, prompt\)$"),  # null in every row
+    ):
+        with pytest.raises(RewardError, match=hint):
+            check_columns(kinds(lambda completion, answer: 0), columns, has_answers=False)
+
+
+@pytest.mark.parametrize(
+    ("rule", "needs_gold"),
+    [*((name, True) for name in ("math", "math_dapo", "exact", "integer", "choice")), ("code", False), ("gym", False)],
+)
+def test_rules_need_a_gold_answer_unless_it_can_be_elsewhere(rule, needs_gold):
+    found = Reward(make_rule(rule, RewardConfig()), is_rule=True).kind.gold
+    assert (found is not None) is needs_gold
+
+
+def test_a_pattern_needs_a_gold_answer_if_it_has_a_group():
+    for pattern, gold in (("ab", None), ("a(b)", "answer")):
+        rule = make_rule("regex", RewardConfig(regex=pattern))
+        assert Reward(rule, is_rule=True).kind.gold == gold
 
 
 def test_a_row_without_a_column_that_others_have_is_unjudged():

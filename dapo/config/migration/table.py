@@ -97,7 +97,7 @@ def find(system: str, name: str) -> Row | None:
 
 def _find_by_ending(name: str) -> Row | None:
     """Return the row of a shortened name of verl, such as rollout.gpu_memory_utilization, if only one is meant."""
-    found = [row for full, row in _by_name("verl").items() if "." in name and full.endswith(f".{name}")]
+    found = [row for full, row in _by_name("verl").items() if full.endswith(f".{name}")]
     return found[0] if len({row.ours for row in found}) == 1 else None
 
 
@@ -105,7 +105,7 @@ def explain_unknown(key: str, value: Any) -> str | None:
     """Explain an unknown key that is an option of verl or TRL, or a section of such options; None if it is neither."""
     key = key.lstrip("+~")  # Hydra's marks for added and deleted keys
     names = [name for name, _ in leaves_of({key: value})]
-    found = [(name, row) for name in names if (row := find("trl", name) or find("verl", name) or _find_by_ending(name))]
+    found = [(name, row) for name in names if (row := _find_any(name))]
     told = [f"unknown key '{name}' of {row.system.split()[0]}; {row.answer()}" for name, row in found[:_FEW]]
     if not told and key.split(".")[0] in _sections_of_verl():
         page = "docs/how-to/from-verl.md"
@@ -114,6 +114,20 @@ def explain_unknown(key: str, value: Any) -> str | None:
     if told and left:
         told.append(f"{left} more such keys; `dapo convert FILE` converts a whole file")
     return "; ".join(told) or None
+
+
+def explain_last_part(key: str) -> str:
+    """Explain a key of which only the last part is an option of verl or TRL; the end of a sentence, or nothing."""
+    leaf = key.rpartition(".")[2]
+    row = find("trl", leaf) or _find_by_ending(leaf)
+    if row is None:
+        return ""
+    system = row.system.split()[0]
+    return (f" of {system}" if leaf == key else f" ('{leaf}' of {system})") + f"; {row.answer()}"
+
+
+def _find_any(name: str) -> Row | None:
+    return find("trl", name) or find("verl", name) or (_find_by_ending(name) if "." in name else None)
 
 
 @cache

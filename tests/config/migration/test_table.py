@@ -101,6 +101,18 @@ def test_every_name_gets_its_answer(tmp_path, row):
             assert (f"in dapo it is '{row.ours}'" if row.ours else "dapo has no such option") in message
 
 
+def test_an_option_of_theirs_in_a_section_of_ours_is_answered_with_ours(tmp_path):
+    for text, answer in (
+        (
+            "rollout: {num_generations: 4}",
+            "'rollout.num_generations' ('num_generations' of TRL); in dapo it is 'rollout.n'",
+        ),
+        ("algorithm: {use_kl_loss: true}", "'algorithm.use_kl_loss' ('use_kl_loss' of verl); in dapo it is"),
+        ("use_kl_loss: true", "'use_kl_loss' of verl; in dapo it is 'algorithm.kl_loss_coef'"),
+    ):
+        assert f"unknown key {answer}" in sentence(tmp_path, text)
+
+
 def test_nested_keys_of_yaml_are_answered_one_by_one_and_a_whole_file_with_the_command(tmp_path):
     text = "actor_rollout_ref: {actor: {clip_ratio_low: 0.2}, rollout: {n: 4}}\nlearning_rate: 1e-6\n"
     message = sentence(tmp_path, text)
