@@ -34,7 +34,15 @@ from dapo.view.tokens import tokens
 from tests.view.made import HOSTILE, create, make_group, make_report
 from tests.view.test_server import running
 
-VIEWS = ("curves", "groups", "groups/0", "tokens", "prompts", "health")
+# The views, each with an element that shows that it is loaded.
+SIGNS = {
+    "curves": ".curves :not(.waiting) > div > canvas",
+    "groups": ".groups .ag-row",
+    "groups/0": ".responses .q-card",
+    "tokens": ".tokens span",
+    "prompts": ".prompts .ag-row",
+    "health": ".events .ag-row",
+}
 
 
 @pytest.fixture(scope="module")
@@ -104,23 +112,25 @@ def test_selected_runs_are_compared(page: Any, url: str):
     page.locator(".curves :not(.waiting) > div > canvas").first.wait_for()
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", SIGNS)
 @pytest.mark.parametrize("name", ["real", "hostile"])
 def test_every_view_opens_without_an_error(page: Any, url: str, name: str, view: str):
     page.goto(f"{url}/run/{name}/{view}")
-    sign = {
-        "curves": ".curves :not(.waiting) > div > canvas",
-        "groups": ".groups .ag-row",
-        "groups/0": ".responses .q-card",
-        "tokens": ".tokens span",
-    }
-    sign |= {"prompts": ".prompts .ag-row", "health": ".events .ag-row"}
-    page.locator(sign[view]).first.wait_for()
+    page.locator(SIGNS[view]).first.wait_for()
     page.wait_for_timeout(300)
     assert page.locator(".problem:visible").count() == 0
     assert page.locator("img[src=x]").count() == 0
     if name == "hostile" and view != "curves":
         assert "<script>alert(1)</script><img src=x onerror=alert(1)>" in page.inner_text("body")
+
+
+@pytest.mark.parametrize("view", SIGNS)
+def test_no_view_is_wider_than_a_phone(page: Any, url: str, view: str):
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(f"{url}/run/real/{view}")
+    page.locator(SIGNS[view]).first.wait_for()
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_hostile_text_is_shown_as_text_and_shortened(page: Any, url: str):

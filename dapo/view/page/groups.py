@@ -178,7 +178,7 @@ def _group(run: Run, found: GroupDetail) -> None:
             ui.label("ground truth").classes("quiet text-xs")
             answer = found.answer if isinstance(found.answer, str) else to_json(found.answer)
             ui.label(display_text(answer)).classes(f"{_SCROLLS} max-h-64")
-    columns = "display: grid; grid-template-columns: repeat(auto-fill, minmax(290px, 1fr)); gap: 12px"
+    columns = "display: grid; grid-template-columns: repeat(auto-fill, minmax(min(290px, 100%), 1fr)); gap: 12px"
     with ui.element("div").classes("w-full responses").style(columns):
         for response in found.responses:
             _response(run, found, response)
