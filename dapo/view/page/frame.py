@@ -110,8 +110,8 @@ def pager(back: Callable[..., Any], forth: Callable[..., Any]) -> tuple[ui.butto
         return button("Previous", back), button("Next", forth), ui.label().classes("where")
 
 
-def offer(choice: ui.select, names: list[str]) -> None:
-    """Set what can be selected, if it has changed."""
+def offer(choice: ui.select, names: list[str] | dict[str, str]) -> None:
+    """Set what can be selected, with its labels if there are any, if it has changed."""
     if names != choice.options:
         choice.set_options(names)
 
