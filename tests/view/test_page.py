@@ -23,7 +23,7 @@ from dapo.store.database import RunDatabase
 from dapo.store.encoding import visible
 from dapo.types import Event
 from dapo.view.curves import curves, spread
-from dapo.view.groups import GroupFilter, groups
+from dapo.view.groups import GroupFilter, group, groups
 from dapo.view.page.charts import Line, Look, Zone, line_chart, points, smoothed, stacked_chart
 from dapo.view.page.panels import overlong_zone
 from dapo.view.page.runs import sparkline
@@ -218,6 +218,16 @@ def test_a_clipped_token_shows_its_numbers(page: Any, url: str, root: Path):
     before = page.locator(".tokens").inner_html()
     page.get_by_role("button", name="entropy").click()
     page.wait_for_function("before => document.querySelector('.tokens').innerHTML !== before", arg=before)
+
+
+def test_a_response_whose_tokens_were_not_stored_shows_its_text(page: Any, url: str, root: Path):
+    run = find_run(root, "real")  # with run.store_tokens: kept
+    found = group(run, groups(run, GroupFilter(verdicts=("all_wrong",)), limit=1).rows[0].serial)
+    page.goto(f"{url}/run/real/tokens/{found.serial}/1")
+    page.locator(".only-text").wait_for()
+    assert page.locator(".only-text").inner_text().strip() == display_text(found.responses[1].text).strip()
+    assert "run.store_tokens=all stores the tokens of every group" in page.inner_text("body")
+    assert not page.locator(".tokens").is_visible() and not page.get_by_text("color by").is_visible()
 
 
 def test_a_prompt_opens_its_history(page: Any, url: str):

@@ -221,15 +221,20 @@ def _response(run: Run, found: GroupDetail, response: Response) -> None:
                 ui.label(name).classes("quiet")
                 ui.label(value)
         ui.separator()
-        if response.turns:
-            show_turns(response.turns)
-            return
-        thought, reply = response.parts
-        if thought:
-            with ui.expansion("thought" if reply is not None else "thought, without an end").classes("w-full quiet"):
-                ui.label(display_text(thought)).classes(f"{_SCROLLS} max-h-96")
-        if reply is not None:
-            ui.label(display_text(reply)).classes(f"{_SCROLLS} max-h-96")
+        show_text(response)
+
+
+def show_text(response: Response) -> None:
+    """Show the text of a response with its thought folded, or the turns of an episode."""
+    if response.turns:
+        show_turns(response.turns)
+        return
+    thought, reply = response.parts
+    if thought:
+        with ui.expansion("thought" if reply is not None else "thought, without an end").classes("w-full quiet"):
+            ui.label(display_text(thought)).classes(f"{_SCROLLS} max-h-96")
+    if reply is not None:
+        ui.label(display_text(reply)).classes(f"{_SCROLLS} max-h-96")
 
 
 def _ending(response: Response) -> tuple[str, str]:
