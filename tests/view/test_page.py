@@ -101,6 +101,18 @@ def test_the_runs_are_listed_and_a_click_opens_one(page: Any, url: str):
     page.locator(".curves :not(.waiting) > div > canvas").first.wait_for()
 
 
+def test_a_table_says_that_it_is_loading_until_it_knows_that_there_is_nothing(page: Any, url: str):
+    page.add_init_script("""
+        window.seen = [];
+        new MutationObserver(() => document.querySelectorAll('.reasons .ag-overlay').forEach(
+            each => each.innerText.trim() && seen.push(each.innerText.trim())
+        )).observe(document, {childList: true, subtree: true});
+    """)
+    page.goto(f"{url}/run/growing/health")
+    page.locator(".reasons").get_by_text("nothing here").wait_for()
+    assert page.evaluate("[...new Set(seen)]") == ["loading", "nothing here"]
+
+
 def test_selected_runs_are_compared(page: Any, url: str):
     page.goto(url)
     for name in ("copy", "real"):
