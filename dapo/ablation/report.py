@@ -140,7 +140,8 @@ def _chart(result: Result, title: str, unit: str, curves: Sequence[Sequence[Poin
     # The last tick is where the data ends, not a round number: round it, and end it where the axis ends.
     chart["xAxis"]["axisLabel"] |= {":formatter": _X_TICK, "alignMaxLabel": "right"}
     for series in chart["series"]:
-        series["showSymbol"] = series["name"] in chart["legend"]["data"] and len(series["data"]) < 30
+        if series["name"] in chart["legend"]["data"]:
+            series["showSymbol"] = len(series["data"]) < 30
     return chart
 
 

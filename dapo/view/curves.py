@@ -38,7 +38,7 @@ SELECT name FROM names WHERE name IS NOT NULL LIMIT ?
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """One metric. NaN marks a step in which it was not a number."""
+    """One metric. NaN marks a step in which it was not a number, and with gaps one that did not record it."""
 
     name: str
     steps: np.ndarray  # int64 [points]
@@ -78,11 +78,14 @@ def metric_names(run: Run) -> list[str]:
         return [name for (name,) in database.execute(_NAMES, (_MOST_NAMES,))]
 
 
-def curves(run: Run, names: Iterable[str], max_points: int = MAX_POINTS) -> list[Curve]:
+def curves(run: Run, names: Iterable[str], max_points: int = MAX_POINTS, *, with_gaps: bool = False) -> list[Curve]:
     """Return the curves of the given names, leaving out those that the run does not have."""
     with run.snapshot() as database:
-        found = [read_curve(database, name) for name in names]
-    return [thinned(curve, max_points) for curve in found if len(curve.steps)]
+        found = [curve for name in names if len((curve := read_curve(database, name)).steps)]
+        if with_gaps:
+            steps = _steps(database)
+            found = [_with_gaps(curve, steps) for curve in found]
+    return [thinned(curve, max_points) for curve in found]
 
 
 def spread(
@@ -90,7 +93,7 @@ def spread(
     column: Literal["reward", "score", "acc", "length"] = "reward",
     max_points: int = MAX_BANDS,
 ) -> Band:
-    """Return the 10th and 90th percentile over the responses sampled in each step.
+    """Return the 10th and 90th percentile over the responses sampled in each step, or NaN if there are none.
 
     A run of more than `max_points` steps is sampled at evenly spaced steps, the last included.
     """
@@ -106,8 +109,7 @@ def spread(
             found = database.execute(query, (int(step),))
             found.row_factory = None  # no check of each row, which takes long: numpy checks the values all at once
             values = np.array([value for (value,) in found], dtype=np.float64)
-            if len(values):
-                quantiles[step] = np.quantile(values, LEVELS)
+            quantiles[step] = np.quantile(values, LEVELS) if len(values) else np.full(len(LEVELS), np.nan)
     table = np.array(list(quantiles.values()), dtype=np.float64).reshape(-1, len(LEVELS)).T
     return Band(np.array(list(quantiles), dtype=np.int64), table)
 
@@ -193,6 +195,15 @@ def thinned(curve: Curve, max_points: int) -> Curve:
             chosen |= {int(numbers[values.argmin()]), int(numbers[values.argmax()])}
     kept = np.array(sorted(chosen))
     return Curve(curve.name, curve.steps[kept], curve.values[kept])
+
+
+def _with_gaps(curve: Curve, steps: np.ndarray) -> Curve:
+    """Return the curve with NaN in those of the run's `steps`, within its own, that did not record it."""
+    within = steps[(steps > curve.steps[0]) & (steps < curve.steps[-1])]
+    every = np.union1d(curve.steps, within)
+    values = np.full(len(every), np.nan)
+    values[np.searchsorted(every, curve.steps)] = curve.values
+    return Curve(curve.name, every, values)
 
 
 def _steps(database: sqlite3.Connection) -> np.ndarray:

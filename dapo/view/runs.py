@@ -108,9 +108,14 @@ def find_run(root: Path, name: str) -> Run:
 
 
 def summaries(root: Path, limit: int = 50) -> list[RunSummary]:
-    """Summarize the first `limit` runs by name."""
+    """Summarize the `limit` runs whose folders changed last; those that started last come first."""
+    names = run_names(root)
+    if len(names) > limit:
+        folder = runs_folder(root)
+        names = sorted(sorted(names, key=lambda name: _changed(folder / name), reverse=True)[:limit])
     with ThreadPoolExecutor(_THREADS) as threads:  # so that a slow run does not delay the others
-        return list(threads.map(lambda name: summary(root, name), run_names(root)[:limit]))
+        found = threads.map(lambda name: summary(root, name), names)
+        return sorted(found, key=lambda each: each.started or 0, reverse=True)
 
 
 def summary(root: Path, name: str) -> RunSummary:
@@ -122,6 +127,13 @@ def summary(root: Path, name: str) -> RunSummary:
             return _summary(run, database)
     except (CheckpointError, OSError) as error:
         return RunSummary(name, problem=to_text(str(error)))
+
+
+def _changed(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0
 
 
 def _looks_like_a_run(folder: Path) -> bool:

@@ -23,7 +23,7 @@ from dapo.store.database import RunDatabase
 from dapo.store.encoding import visible
 from dapo.types import Event
 from dapo.view.curves import curves, spread
-from dapo.view.groups import GroupFilter, groups
+from dapo.view.groups import GroupFilter, group, groups
 from dapo.view.page.charts import Line, Look, Zone, line_chart, points, smoothed, stacked_chart
 from dapo.view.page.panels import overlong_zone
 from dapo.view.page.runs import sparkline
@@ -34,7 +34,15 @@ from dapo.view.tokens import tokens
 from tests.view.made import HOSTILE, create, make_group, make_report
 from tests.view.test_server import running
 
-VIEWS = ("curves", "groups", "groups/0", "tokens", "prompts", "health")
+# The views, each with an element that shows that it is loaded.
+SIGNS = {
+    "curves": ".curves :not(.waiting) > div > canvas",
+    "groups": ".groups .ag-row",
+    "groups/0": ".responses .q-card",
+    "tokens": ".tokens span",
+    "prompts": ".prompts .ag-row",
+    "health": ".events .ag-row",
+}
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +101,18 @@ def test_the_runs_are_listed_and_a_click_opens_one(page: Any, url: str):
     page.locator(".curves :not(.waiting) > div > canvas").first.wait_for()
 
 
+def test_a_table_says_that_it_is_loading_until_it_knows_that_there_is_nothing(page: Any, url: str):
+    page.add_init_script("""
+        window.seen = [];
+        new MutationObserver(() => document.querySelectorAll('.reasons .ag-overlay').forEach(
+            each => each.innerText.trim() && seen.push(each.innerText.trim())
+        )).observe(document, {childList: true, subtree: true});
+    """)
+    page.goto(f"{url}/run/growing/health")
+    page.locator(".reasons").get_by_text("nothing here").wait_for()
+    assert page.evaluate("[...new Set(seen)]") == ["loading", "nothing here"]
+
+
 def test_selected_runs_are_compared(page: Any, url: str):
     page.goto(url)
     for name in ("copy", "real"):
@@ -104,23 +124,25 @@ def test_selected_runs_are_compared(page: Any, url: str):
     page.locator(".curves :not(.waiting) > div > canvas").first.wait_for()
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", SIGNS)
 @pytest.mark.parametrize("name", ["real", "hostile"])
 def test_every_view_opens_without_an_error(page: Any, url: str, name: str, view: str):
     page.goto(f"{url}/run/{name}/{view}")
-    sign = {
-        "curves": ".curves :not(.waiting) > div > canvas",
-        "groups": ".groups .ag-row",
-        "groups/0": ".responses .q-card",
-        "tokens": ".tokens span",
-    }
-    sign |= {"prompts": ".prompts .ag-row", "health": ".events .ag-row"}
-    page.locator(sign[view]).first.wait_for()
+    page.locator(SIGNS[view]).first.wait_for()
     page.wait_for_timeout(300)
     assert page.locator(".problem:visible").count() == 0
     assert page.locator("img[src=x]").count() == 0
     if name == "hostile" and view != "curves":
         assert "<script>alert(1)</script><img src=x onerror=alert(1)>" in page.inner_text("body")
+
+
+@pytest.mark.parametrize("view", SIGNS)
+def test_no_view_is_wider_than_a_phone(page: Any, url: str, view: str):
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(f"{url}/run/real/{view}")
+    page.locator(SIGNS[view]).first.wait_for()
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_hostile_text_is_shown_as_text_and_shortened(page: Any, url: str):
@@ -151,6 +173,18 @@ def test_filters_change_the_rows(page: Any, url: str, root: Path):
     page.get_by_label("text in prompt or response").fill("no text has these words")
     where.get_by_text("0 groups with this text").wait_for()
     page.wait_for_function("document.querySelectorAll('.groups .ag-center-cols-container .ag-row').length === 0")
+
+
+def test_verdicts_are_shown_in_words(page: Any, url: str, root: Path):
+    wrong = groups(find_run(root, "real"), GroupFilter(verdicts=("all_wrong",)), limit=1_000).rows
+    page.goto(f"{url}/run/real/groups")
+    page.get_by_label("verdict").click()
+    page.get_by_role("option", name="all wrong").click()
+    page.locator(".where").get_by_text(f"of {len(wrong)} groups").wait_for()
+    page.locator(".groups .ag-row", has_text="kept").first.wait_for(state="detached")
+    assert all("all wrong" in row for row in rows(page, ".groups"))
+    page.goto(f"{url}/run/real/groups/{wrong[0].serial}")
+    page.locator(".q-badge", has_text="all wrong").wait_for()
 
 
 def test_pages_of_groups_follow_each_other(page: Any, url: str, generated: Run):
@@ -196,6 +230,16 @@ def test_a_clipped_token_shows_its_numbers(page: Any, url: str, root: Path):
     before = page.locator(".tokens").inner_html()
     page.get_by_role("button", name="entropy").click()
     page.wait_for_function("before => document.querySelector('.tokens').innerHTML !== before", arg=before)
+
+
+def test_a_response_whose_tokens_were_not_stored_shows_its_text(page: Any, url: str, root: Path):
+    run = find_run(root, "real")  # with run.store_tokens: kept
+    found = group(run, groups(run, GroupFilter(verdicts=("all_wrong",)), limit=1).rows[0].serial)
+    page.goto(f"{url}/run/real/tokens/{found.serial}/1")
+    page.locator(".only-text").wait_for()
+    assert page.locator(".only-text").inner_text().strip() == display_text(found.responses[1].text).strip()
+    assert "run.store_tokens=all stores the tokens of every group" in page.inner_text("body")
+    assert not page.locator(".tokens").is_visible() and not page.get_by_text("color by").is_visible()
 
 
 def test_a_prompt_opens_its_history(page: Any, url: str):
@@ -357,7 +401,7 @@ def test_a_band_is_as_high_as_the_distance_of_its_bounds():
     chart = line_chart("t", "u", [line], Look(), Zone("overlong", 3, 4))
     assert [[point[1] for point in series["data"]] for series in chart["series"]] == [[-2, -1], [5, 5], [0, 1]]
     assert chart["series"][-1]["markArea"]["data"][0][0]["yAxis"] == 3
-    assert len(line_chart("t", "u", [line], Look(is_log=True))["series"]) == 1
+    assert not any("stack" in series for series in line_chart("t", "u", [line], Look(is_log=True))["series"])
 
 
 def test_a_single_step_is_centered():

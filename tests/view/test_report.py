@@ -13,6 +13,7 @@ import pytest
 
 from dapo.types import EvalReport, Event
 from dapo.view.groups import extremes, group, groups
+from dapo.view.page.text import as_words
 from dapo.view.runs import find_run
 from dapo.view.source import Run
 from tests.view.made import HOSTILE, create, make_group, make_report
@@ -59,7 +60,7 @@ def test_a_real_run_is_shown_without_a_server(page: Any, trained: Run, tmp_path:
     best, worst = extremes(trained, 3)
     for serial in (*best, *worst):
         found = group(trained, serial)
-        assert f"Group {serial}: {found.verdict}, sampled in step {found.generated_step}" in text
+        assert f"Group {serial}: {as_words(found.verdict)}, sampled in step {found.generated_step}" in text
 
 
 def test_the_report_follows_the_system_s_dark_mode_and_has_a_button_to_change_it(

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_a_recorded_recipe_takes_precedence_over_the_name_of_the_run(tmp_path: P
         config = database.meta()["config"]
     (tmp_path / "second").mkdir()
     RunDatabase.create(tmp_path / "second" / "run.db", config, {"recipe": "arithmetic"}).close()
-    assert [found.recipe for found in summaries(tmp_path)] == ["first", "arithmetic"]
+    assert [summary(tmp_path, name).recipe for name in ("first", "second")] == ["first", "arithmetic"]
 
 
 def test_a_folder_of_runs_and_the_folder_of_one_run_both_work(tmp_path: Path):
@@ -61,10 +62,17 @@ def test_a_folder_of_runs_and_the_folder_of_one_run_both_work(tmp_path: Path):
         find_run(tmp_path / "b", "a")
 
 
-def test_runs_are_listed_by_name_up_to_a_limit(tmp_path: Path):
-    for name in "dbaec":
+def test_the_newest_runs_are_listed_first_up_to_a_limit(tmp_path: Path):
+    for day, name in enumerate("dbaec", start=1):
         create(tmp_path, name=name).close()
-    assert [found.name for found in summaries(tmp_path, limit=3)] == list("abc")
+        with closing(sqlite3.connect(tmp_path / name / "run.db")) as database, database:
+            database.execute("UPDATE meta SET value = ? WHERE key = 'created'", (f"2026-01-0{day}T00:00:00+0000",))
+        os.utime(tmp_path / name, (day, day))
+    (tmp_path / "unreadable").mkdir()
+    (tmp_path / "unreadable" / "run.db").touch()
+    os.utime(tmp_path / "unreadable", (4.5, 4.5))
+    assert [found.name for found in summaries(tmp_path)] == [*"ceabd", "unreadable"]
+    assert [found.name for found in summaries(tmp_path, limit=3)] == ["c", "e", "unreadable"]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +196,7 @@ def test_a_broken_database_gets_one_sentence_and_the_other_runs_stay_listed(tmp_
         with create(tmp_path, name=name) as database:
             database.record_step(make_report(1, [make_group(serial) for serial in range(50)]))
     damage(tmp_path / "broken" / "run.db", kind)
-    broken, good = summaries(tmp_path)
+    good, broken = summaries(tmp_path)
     assert (broken.name, broken.status) == ("broken", None)
     assert re.search(sentence, broken.problem), broken.problem
     assert "\n" not in broken.problem

@@ -19,7 +19,7 @@ _SVG_ICON = "path://M2 16h6v6h-6zM16 2h6v6h-6zM5 16C5 6 8 5 16 5"
 _CSV_ICON = "path://M2 3h20v18h-20zM2 9h20M2 15h20M9 3v18"
 
 # Series that are drawn but not listed, each followed by the name of the main series. page.js knows these prefixes.
-_RAW, _LOW, _WIDTH = "\u200braw ", "\u200blow ", "\u200bwidth "
+_RAW, _LOW, _WIDTH, _ALONE = "\u200braw ", "\u200blow ", "\u200bwidth ", "\u200balone "
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +88,12 @@ def line_chart(
         values = smoothed(line.values, look.smoothing)
         drawn = _series(line.name, line.steps, values, line.color, look.is_log)
         series.append({**drawn, "lineStyle": {"width": 2, "type": line.dash}})
+        alone = _alone(line.values, look.is_log)
+        if alone.any():
+            dots = _series(_ALONE + line.name, line.steps[alone], line.values[alone], line.color, look.is_log)
+            style = {"color": line.color, "opacity": 0.3 if look.smoothing > 0 else 1}
+            dots |= {"silent": True, "showSymbol": True, "itemStyle": style, "lineStyle": {"width": 0}}
+            series.append(dots)
     if zone is not None and series:
         area = [[{"yAxis": zone.low}, {"yAxis": zone.high}]]
         series[-1]["markArea"] = {"silent": True, "itemStyle": {"color": "rgba(239,68,68,0.12)"}, "data": area}
@@ -97,12 +103,15 @@ def line_chart(
     return chart
 
 
-def stacked_chart(title: str, unit: str, steps: np.ndarray, parts: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def stacked_chart(
+    title: str, unit: str, steps: np.ndarray, parts: Mapping[str, np.ndarray], colors: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return a stacked area chart. Parts that are zero throughout are left out."""
+    colors = colors or {}
     kept = {name: values for name, values in parts.items() if np.any(np.nan_to_num(values))}
     area = {"stack": "all", "lineStyle": {"width": 0}, "areaStyle": {"opacity": 0.75}}
     series = [
-        {**_series(name, steps, np.nan_to_num(values), PALETTE[index % len(PALETTE)]), **area}
+        {**_series(name, steps, np.nan_to_num(values), colors.get(name, PALETTE[index % len(PALETTE)])), **area}
         for index, (name, values) in enumerate(kept.items())
     ]
     chart = _chart(title, unit, list(kept), series, False)
@@ -113,8 +122,18 @@ def stacked_chart(title: str, unit: str, steps: np.ndarray, parts: Mapping[str, 
 
 def points(steps: np.ndarray, values: np.ndarray, is_log: bool = False) -> list[list[float | None]]:
     """Return [step, value] pairs. A value that is not finite, or has no logarithm, becomes a gap (None)."""
-    good = np.isfinite(values) & ((values > 0) | (not is_log))
+    good = _can_draw(values, is_log)
     return [[x, float(y) if fine else None] for x, y, fine in zip(steps.tolist(), values, good, strict=True)]
+
+
+def _can_draw(values: np.ndarray, is_log: bool) -> np.ndarray:
+    return np.isfinite(values) & ((values > 0) | (not is_log))
+
+
+def _alone(values: np.ndarray, is_log: bool) -> np.ndarray:
+    """Return which values are between two gaps, so that no line shows them."""
+    good = np.pad(_can_draw(values, is_log), 1)
+    return good[1:-1] & ~good[:-2] & ~good[2:]
 
 
 def _series(name: str, steps: np.ndarray, values: np.ndarray, color: str, is_log: bool = False) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class _Curves:
             ui.label("shift + wheel zooms a panel").classes("quiet text-sm")
             ui.space()
             button("CSV of all metrics", self.download)
-        columns = "display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 12px"
+        columns = "display: grid; grid-template-columns: repeat(auto-fill, minmax(min(420px, 100%), 1fr)); gap: 12px"
         self.place = ui.element("div").classes("w-full curves").style(columns)
         with self.place:
             # An empty chart makes the browser fetch the chart library while the database is read.

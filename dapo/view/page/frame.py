@@ -64,10 +64,10 @@ def grid(
     Cells are text, except in `html_columns`. Text from a run must never get into an HTML column.
     """
     shown = {
-        "columnDefs": columns, "rowData": [], ":getRowId": f"params => String(params.data.{row_id})",
+        "columnDefs": columns, "rowData": None, ":getRowId": f"params => String(params.data.{row_id})",
         "suppressCellFocus": True, "enableCellTextSelection": True, "domLayout": "autoHeight", "rowHeight": 34,
         "headerHeight": 38, "defaultColDef": {"sortable": True, "resizable": True, "suppressMovable": True},
-        "overlayNoRowsTemplate": "nothing here", **options,
+        "overlayLoadingTemplate": "loading", "overlayNoRowsTemplate": "nothing here", **options,
     }  # fmt: skip
     table = ui.aggrid(shown, html_columns=list(html_columns)).classes("w-full")
     if on_click is not None:
@@ -110,8 +110,8 @@ def pager(back: Callable[..., Any], forth: Callable[..., Any]) -> tuple[ui.butto
         return button("Previous", back), button("Next", forth), ui.label().classes("where")
 
 
-def offer(choice: ui.select, names: list[str]) -> None:
-    """Set what can be selected, if it has changed."""
+def offer(choice: ui.select, names: list[str] | dict[str, str]) -> None:
+    """Set what can be selected, with its labels if there are any, if it has changed."""
     if names != choice.options:
         choice.set_options(names)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from nicegui import ui
@@ -11,7 +12,7 @@ from dapo.types import Verdict
 from dapo.view import groups as read
 from dapo.view.groups import GroupDetail, GroupFilter, GroupPage, Response
 from dapo.view.page.frame import Live, ask, button, column, fill, grid, link, number_column, offer, pager, share_column
-from dapo.view.page.text import display_text, format_number
+from dapo.view.page.text import as_words, display_text, format_number
 from dapo.view.page.turns import show_turns
 from dapo.view.source import Run
 
@@ -58,7 +59,7 @@ class _Groups:
                 for label, step in (("from step", wanted.first_step), ("to step", wanted.last_step))
             )
             chosen = list(wanted.verdicts)
-            self.verdicts = ui.select(chosen, label="verdict", value=chosen, multiple=True)
+            self.verdicts = ui.select(_labels(chosen), label="verdict", value=chosen, multiple=True)
             self.verdicts.classes("w-48").props("use-chips dense")
             with ui.column().classes("gap-0 w-48 px-2"):
                 ui.label("accuracy, %").classes("quiet text-xs")
@@ -92,7 +93,7 @@ class _Groups:
     async def refresh(self) -> None:
         found = await ask(read.verdicts, self.run)
         # Keep verdicts from the URL selectable, even if no group has them.
-        offer(self.verdicts, list(dict.fromkeys([*found, *self.verdicts.value])))
+        offer(self.verdicts, _labels([*found, *self.verdicts.value]))
         offer(self.source, await ask(read.data_sources, self.run))
         await self._show()
 
@@ -108,6 +109,7 @@ class _Groups:
         rows = [asdict(row) for row in page.rows]
         for row in rows:
             row["question"] = display_text(row["question"][:_QUESTION])
+            row["verdict"] = as_words(row["verdict"])
             row |= {name: display_text(row[name], _NAME) for name in ("verdict", "data_source", "prompt_uid")}
         fill(self.table, rows)
         start = (len(self.starts) - 1) * PAGE
@@ -138,6 +140,11 @@ def _where(start: int, page: GroupPage, total: int | None) -> str:
     return f"{len(page.rows)} groups with this text{rest}"
 
 
+def _labels(verdicts: Sequence[str]) -> dict[str, str]:
+    """Return what the filter shows for each verdict, by verdict."""
+    return {verdict: display_text(as_words(verdict), _NAME) for verdict in verdicts}
+
+
 def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
 
@@ -164,7 +171,7 @@ def _group(run: Run, found: GroupDetail) -> None:
     with ui.row().classes("items-center gap-4 w-full"):
         ui.label(f"Group {found.serial}").classes("text-xl")
         color = "green-8" if found.verdict == Verdict.KEPT else "grey-8"
-        ui.badge(display_text(found.verdict, _NAME), color=color).classes("text-sm px-2")
+        ui.badge(display_text(as_words(found.verdict), _NAME), color=color).classes("text-sm px-2")
         ui.label(f"sampled in step {found.generated_step}{decided} · source {display_text(found.data_source, 100)}")
         ui.link("all of this step", link(run.name, "groups") + f"?step={found.generated_step}")
         ui.space()
@@ -178,7 +185,7 @@ def _group(run: Run, found: GroupDetail) -> None:
             ui.label("ground truth").classes("quiet text-xs")
             answer = found.answer if isinstance(found.answer, str) else to_json(found.answer)
             ui.label(display_text(answer)).classes(f"{_SCROLLS} max-h-64")
-    columns = "display: grid; grid-template-columns: repeat(auto-fill, minmax(290px, 1fr)); gap: 12px"
+    columns = "display: grid; grid-template-columns: repeat(auto-fill, minmax(min(290px, 100%), 1fr)); gap: 12px"
     with ui.element("div").classes("w-full responses").style(columns):
         for response in found.responses:
             _response(run, found, response)
@@ -214,15 +221,20 @@ def _response(run: Run, found: GroupDetail, response: Response) -> None:
                 ui.label(name).classes("quiet")
                 ui.label(value)
         ui.separator()
-        if response.turns:
-            show_turns(response.turns)
-            return
-        thought, reply = response.parts
-        if thought:
-            with ui.expansion("thought" if reply is not None else "thought, without an end").classes("w-full quiet"):
-                ui.label(display_text(thought)).classes(f"{_SCROLLS} max-h-96")
-        if reply is not None:
-            ui.label(display_text(reply)).classes(f"{_SCROLLS} max-h-96")
+        show_text(response)
+
+
+def show_text(response: Response) -> None:
+    """Show the text of a response with its thought folded, or the turns of an episode."""
+    if response.turns:
+        show_turns(response.turns)
+        return
+    thought, reply = response.parts
+    if thought:
+        with ui.expansion("thought" if reply is not None else "thought, without an end").classes("w-full quiet"):
+            ui.label(display_text(thought)).classes(f"{_SCROLLS} max-h-96")
+    if reply is not None:
+        ui.label(display_text(reply)).classes(f"{_SCROLLS} max-h-96")
 
 
 def _ending(response: Response) -> tuple[str, str]:

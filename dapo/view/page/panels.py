@@ -10,7 +10,8 @@ import numpy as np
 
 from dapo.types import Verdict
 from dapo.view import curves as read
-from dapo.view.page.charts import Line, Look, Zone, color_of, line_chart, stacked_chart
+from dapo.view.page.charts import PALETTE, Line, Look, Zone, color_of, line_chart, stacked_chart
+from dapo.view.page.text import as_words
 from dapo.view.source import Run, configuration, number_option
 
 POINTS = 400  # per curve: a panel is hardly wider in pixels, and with more points a browser takes seconds per dozen
@@ -53,6 +54,16 @@ PANELS = (
         {"throughput/generated_tokens_per_s": "generated", "throughput/trained_tokens_per_s": "trained"},
     ),
 )
+_BLUE, _ORANGE, _GREEN, _PURPLE, _RED, _YELLOW, _CYAN, _PINK, _LIME, _SLATE = PALETTE
+# What occurs in several charts has one color in all of them.
+_COLORS = {
+    "reward": _BLUE, "generated": _ORANGE, "generate": _ORANGE, "trained": _GREEN, "train": _GREEN,
+    "kept": _GREEN, "padded": _LIME, "masked": "#a18072", "carried": _PURPLE, "carried out": _PURPLE, "stale": _SLATE,
+    "surplus": _PINK, "all right": _CYAN, "all wrong": _RED, "no variance": _YELLOW, "unjudged": _ORANGE,
+    "nothing to train": _BLUE,
+}  # fmt: skip
+_OWN_COLORS = (_YELLOW, _CYAN, _RED, _PINK, _LIME)  # of the reasons of a user's filter, which replace the flat ones
+_DROPPED = "dropped/"
 _PHASES = {"timing_s/generate": "generate", "timing_s/reward": "reward", "timing_s/train": "train"}
 
 
@@ -71,11 +82,12 @@ class Loaded:
 
 def load(run: Run, chosen: Sequence[str] = ()) -> Loaded:
     """Read the metrics of the panels, and the additional metrics that the user chose."""
-    names = dict.fromkeys([*_PHASES, *(name for panel in PANELS for name in panel.metrics), *chosen])
+    names = dict.fromkeys([*(name for panel in PANELS for name in panel.metrics), *chosen])
+    found = read.curves(run, names, POINTS, with_gaps=True) + read.curves(run, _PHASES, POINTS)
     columns = [panel.spread for panel in PANELS if panel.spread]
     return Loaded(
         name=run.name,
-        curves={curve.name: curve for curve in read.curves(run, names, POINTS)},
+        curves={curve.name: curve for curve in found},
         bands={column: read.spread(run, column) for column in columns},  # pyright: ignore[reportArgumentType]
         verdicts=read.verdicts_over_steps(run, POINTS),
         tokens=read.tokens_over_steps(run, POINTS),
@@ -101,21 +113,22 @@ def all_charts(loaded: Sequence[Loaded], look: Look, chosen: Sequence[str] = ())
     """Return all charts in display order. Their keys stay the same while a run grows."""
     charts = {f"chosen {name}": _panel(Panel(name, "value per step", {name: name}), loaded, look) for name in chosen}
     charts |= {panel.title: _panel(panel, loaded, look) for panel in PANELS}
+    colors = _colors(loaded)
     for each in loaded:
         suffix = f" · {each.name}" if len(loaded) > 1 else ""
         phases = {label: each.curves[name] for name, label in _PHASES.items() if name in each.curves}
         if phases:
             steps = max((curve.steps for curve in phases.values()), key=len)
             parts = {label: np.interp(steps, curve.steps, curve.values) for label, curve in phases.items()}
-            charts[f"phases {each.name}"] = stacked_chart(f"Time per step{suffix}", "seconds", steps, parts)
+            charts[f"phases {each.name}"] = stacked_chart(f"Time per step{suffix}", "seconds", steps, parts, colors)
         verdicts = stacked_chart(
             f"Groups by verdict{suffix}", "groups sampled per step", each.verdicts.steps,
-            _first(each.verdicts, Verdict.KEPT),
+            _first(each.verdicts.parts, Verdict.KEPT), colors,
         )  # fmt: skip
-        spent = {name: values for name, values in _first(each.tokens, "trained").items() if name not in read.TOKENS_IN}
+        spent = {name: values for name, values in each.tokens.parts.items() if name not in read.TOKENS_IN}
         tokens = stacked_chart(
-            f"Where tokens went{suffix}", "response tokens per step; all but trained is waste",
-            each.tokens.steps, spent,
+            f"Where tokens went{suffix}", "response tokens per step; all but trained and carried out is waste",
+            each.tokens.steps, _first(spent, "trained"), colors,
         )  # fmt: skip
         charts |= {f"verdicts {each.name}": verdicts, f"tokens {each.name}": tokens}
     for dataset in sorted({found.dataset for each in loaded for found in each.evaluations}):
@@ -131,6 +144,7 @@ def _panel(panel: Panel, loaded: Sequence[Loaded], look: Look) -> dict[str, Any]
                 continue
             curve = each.curves[name]
             color, dash = color_of(run, index, len(loaded))
+            color = _COLORS.get(label, color) if len(loaded) == 1 else color
             band = each.bands.get(panel.spread or "") if index == 0 else None
             bounds = {} if band is None else {
                 "low": band.quantiles[0], "high": band.quantiles[-1], "band_steps": band.steps
@@ -173,6 +187,21 @@ def _label(each: Loaded, label: str, loaded: Sequence[Loaded]) -> str:
     return label if len(loaded) == 1 else f"{each.name}: {label}"
 
 
-def _first(parts: read.Parts, name: str) -> dict[str, np.ndarray]:
+def _first(parts: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
     """Return the parts with `name` first, which puts it at the bottom of the stack, and the others sorted."""
-    return dict(sorted(parts.parts.items(), key=lambda item: (item[0] != name, item[0])))
+    found: dict[str, np.ndarray] = {}
+    for part, values in sorted(parts.items(), key=lambda item: (item[0] != name, item[0])):
+        label = as_words(part.replace(_DROPPED, "dropped: ", 1))
+        found[label] = found.get(label, 0) + values
+    return found
+
+
+def _colors(loaded: Sequence[Loaded]) -> dict[str, str]:
+    """Return the color of each part of the stacked charts: a dropped group's tokens have that of its verdict."""
+    verdicts = {name for each in loaded for name in each.verdicts.parts}
+    verdicts |= {
+        name.removeprefix(_DROPPED) for each in loaded for name in each.tokens.parts if name.startswith(_DROPPED)
+    }
+    own = sorted(set(map(as_words, verdicts)) - _COLORS.keys())
+    colors = _COLORS | {name: _OWN_COLORS[index % len(_OWN_COLORS)] for index, name in enumerate(own)}
+    return colors | {f"dropped: {name}": color for name, color in colors.items()}

@@ -47,7 +47,7 @@ def build(root: Path) -> Live:
     async def refresh() -> None:
         found = await ask(summaries, root, limit=_LIMIT)
         fill(table, [_row(each) for each in found])
-        more.set_text(f"the first {_LIMIT} are shown" if len(found) == _LIMIT else "")
+        more.set_text(f"the newest {_LIMIT} are shown" if len(found) == _LIMIT else "")
 
     return Live(refresh, every=5.0)  # summarizing many runs takes longer than reading the progress of one
 

@@ -17,6 +17,11 @@ def display_text(text: str, most: int = MAX_CHARACTERS) -> str:
     return f"{visible(text[: end - left_out])}\n… {left_out:,} more characters …\n{visible(text[end:])}"
 
 
+def as_words(name: str) -> str:
+    """Return a verdict as the terminal shows it: `all right` for `all_right`."""
+    return name.replace("_", " ")
+
+
 def format_number(value: float | None, digits: int = 3) -> str:
     if value is None:
         return "–"

@@ -12,14 +12,16 @@ from nicegui import ui
 
 from dapo.store.encoding import visible
 from dapo.types import Verdict
-from dapo.view.groups import GroupFilter, groups
+from dapo.view.groups import GroupFilter, group, groups
 from dapo.view.page.frame import Live, ask, link
+from dapo.view.page.groups import show_text
 from dapo.view.page.text import format_number
 from dapo.view.source import Run
 from dapo.view.tokens import Decode, ResponseTokens, tokens
 
 ColorBy = Literal["log-probability", "ratio", "entropy", "advantage"]
 LIMIT = 4096  # tokens per page
+_NOT_STORED = "only the text of this response was stored; run.store_tokens=all stores the tokens of every group"
 
 _BLUE, _RED, _ORANGE, _VIOLET, _GREEN = (59, 130, 246), (239, 68, 68), (249, 115, 22), (168, 85, 247), (16, 185, 129)
 
@@ -53,7 +55,8 @@ def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run
         ui.label(f"Response {sample} of group {serial}").classes("text-xl")
         ui.link("the group", link(run.name, "groups", serial))
         summary = ui.label().classes("quiet")
-    with ui.row().classes("items-center gap-4 w-full"):
+    colors = ui.row().classes("items-center gap-4 w-full")
+    with colors:
         ui.label("color by").classes("quiet")
         choice = ui.toggle(list(get_args(ColorBy)), value="log-probability").props("no-caps dense")
         legend = ui.html("", sanitize=False).props("id=token-legend")
@@ -61,6 +64,7 @@ def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run
     body.on("mouseover", js_handler="dapo.showTip").on("mouseleave", js_handler="dapo.hideTip")
     ui.element("div").props("id=token-tip")
     pages = ui.row().classes("gap-4")
+    text = ui.column().classes("w-full")
     found: ResponseTokens | None = None
 
     def draw() -> None:
@@ -72,9 +76,18 @@ def build(run: Run, serial: int, sample: int, start: int, decoder: Callable[[Run
     async def refresh() -> None:
         nonlocal found
         found = await ask(lambda: tokens(run, serial, sample, decoder(run), start, LIMIT))
+        for each in (colors, body):
+            each.set_visibility(found is not None)
         if found is None:
-            summary.set_text("the tokens of this response were not stored (option run.store_tokens)")
+            summary.set_text(_NOT_STORED)
+            responses = (await ask(group, run, serial)).responses
+            text.clear()
+            with text, ui.card().classes("w-full p-4 gap-2 only-text"):
+                for response in responses:
+                    if response.sample == sample:
+                        show_text(response)
             return
+        text.clear()
         summary.set_text(_summary(found))
         draw()
         pages.clear()
