@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dapo.config import RewardConfig
@@ -274,6 +275,7 @@ def numbers():
 """
 
 
+@pytest.mark.skipif(np.__file__.startswith("/tmp/"), reason="programs have a /tmp of their own")
 def test_numbers_and_truth_values_of_numpy_are_plain(rule: CodeRule) -> None:
     program = "import numpy as np\ndef make(value): return np.array([value])[0]"
     tests = ["assert not make(False)", "assert make(True) == True", "assert make(3) == 3", "assert make(0.5) == 0.5"]
