@@ -258,8 +258,8 @@ def test_the_report_is_one_page_that_shows_every_arm_and_curve(done, page: Any):
     page.locator(".chart canvas").first.wait_for()
     assert page.locator(".chart canvas").count() == page.locator(".chart").count() == 5
     text = page.inner_text("body")
-    for words in ("held_out: avg@2 in %, 8 questions", "no difference shown", "broken-s5: failed", "optim.lr=0.01",
-                  "Holm's correction"):  # fmt: skip
+    for words in ("held_out: avg@2 in %, 8 questions", "one seed: no verdict", "broken-s5: failed", "optim.lr=0.01",
+                  "With one seed there are no verdicts"):  # fmt: skip
         assert words in text, words
     assert page.locator("svg circle").count() == 3  # the interval of `hot` at three places
     ticks = page.evaluate(f"[0, 0.81234, 24.4873, 331.8123, 7863].map({_X_TICK})")
