@@ -1,4 +1,4 @@
-"""What is said of an ablation before its first run: arms that train identically, and results that could mislead."""
+"""Warnings about an ablation before its first run: arms that train identically, and results that could mislead."""
 
 from __future__ import annotations
 
