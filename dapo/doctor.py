@@ -115,14 +115,18 @@ def _device() -> Finding:
 
 
 def _cpu_kernels() -> Finding:
+    import torch
+
     from dapo.kernels import native
 
-    name, reason = "bf16 on the CPU", native.obstacle()
-    if not native.has_instructions():
-        return Finding(name, "ok", f"{reason}: model.dtype float32 is the best here")
-    if reason is not None:
-        return Finding(name, "warn", f"slow and less exact without the kernels in C: {reason}", optional=True)
-    return Finding(name, "ok", "model.dtype=bfloat16 may train faster than float32 (AMD EPYC: twice as fast)")
+    name, reasons = "CPU kernels", [native.obstacle(dtype) for dtype in native.INSTRUCTIONS]
+    if not native.has_instructions(torch.float32):
+        return Finding(name, "ok", f"{reasons[0]}, so PyTorch computes; model.dtype float32 is the best here")
+    if reasons[0] is not None:
+        return Finding(name, "warn", f"training is slower without the kernels in C: {reasons[0]}", optional=True)
+    if reasons[1] is not None:
+        return Finding(name, "ok", f"for float32, which is the best here: {reasons[1]}")
+    return Finding(name, "ok", "model.dtype=bfloat16 may train faster than float32 (AMD EPYC: 1.6 times as fast)")
 
 
 def _memory() -> Finding:

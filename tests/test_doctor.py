@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from dapo.doctor import Finding, _cpu_kernels, check, is_usable, memory, print_table
@@ -26,7 +27,7 @@ def test_a_machine_that_runs_these_tests_is_usable(findings: list[Finding]) -> N
 def test_every_part_is_checked(findings: list[Finding]) -> None:
     names = {finding.name for finding in findings}
     assert {"python", "device", "cores", "memory", "disk for runs", "disk for cache", "SmolLM2", "vllm", "ray"} <= names
-    assert {"tensorboard", "wandb", "trackio", "bf16 on the CPU"} <= names
+    assert {"tensorboard", "wandb", "trackio", "CPU kernels"} <= names
 
 
 def test_every_problem_says_what_to_do(findings: list[Finding]) -> None:
@@ -39,12 +40,13 @@ def test_every_problem_says_what_to_do(findings: list[Finding]) -> None:
     ("flags", "compiler", "status", "words"),
     [
         ({"sse2"}, None, "ok", "float32"),
-        (native.INSTRUCTIONS, "no-such-compiler", "warn", "install"),
-        (native.INSTRUCTIONS, "false", "warn", "install"),
-        pytest.param(native.INSTRUCTIONS, None, "ok", "bfloat16", marks=needs_native),
+        (native.INSTRUCTIONS[torch.float32], "no-such-compiler", "warn", "install"),
+        (native.INSTRUCTIONS[torch.bfloat16], "false", "warn", "install"),
+        pytest.param(native.INSTRUCTIONS[torch.float32], None, "ok", "for float32", marks=needs_native),
+        pytest.param(native.INSTRUCTIONS[torch.bfloat16], None, "ok", "bfloat16", marks=needs_native),
     ],
 )
-def test_the_kernels_for_bf16_are_checked(flags, compiler, status, words, monkeypatch, tmp_path: Path) -> None:
+def test_the_kernels_for_a_cpu_are_checked(flags, compiler, status, words, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "cpu_flags", lambda: frozenset(flags))
     monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path))

@@ -1,7 +1,7 @@
-"""Kernels in C for bf16 on CPUs that have instructions for it (_native.c), compiled on first use.
+"""Kernels in C for CPUs with AVX-512 (_native.c), in float32 and bf16, compiled on first use for each type.
 
-Where the CPU has no AVX-512 bf16, or there is no C compiler, PyTorch computes instead. With DAPO_AMX=1, products use
-AMX if the CPU has it. That has been tested with emulated instructions only, so it is not the default.
+Where the CPU lacks the instructions, or there is no C compiler, PyTorch computes instead. With DAPO_AMX=1, products of
+bf16 use AMX if the CPU has it. That has been tested with emulated instructions only, so it is not the default.
 
 A result depends on its own row only, so a token's bits are the same in sampling and in training, alone or in any batch,
 with any number of threads.
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from dapo.kernels.rotary import HeadNorms
 
 SOURCE = Path(__file__).with_name("_native.c")
-INSTRUCTIONS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+INSTRUCTIONS = {torch.float32: _AVX512, torch.bfloat16: _AVX512 | {"avx512_bf16"}}  # that the kernels of a type need
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 256)  # multiples of 16, up to 256
 # OpenMP is not linked: its functions are found in the library that PyTorch has loaded, so both use the same threads.
 _COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c")
@@ -45,34 +46,34 @@ _INTEGER, _FLOAT = ctypes.c_int64, ctypes.c_float
 _NARROW, _WIDE, _ADD = map(ctypes.c_int, range(3))  # the kind of a product's result
 
 
-def missing() -> str | None:
-    """Return what this machine lacks for the kernels, or None. Nothing is compiled."""
-    if not has_instructions():
-        return "this CPU has no AVX-512 bf16"
+def missing(dtype: torch.dtype) -> str | None:
+    """Return what this machine lacks for the kernels of a type, or None. Nothing is compiled."""
+    if not has_instructions(dtype):
+        return f"this CPU has no AVX-512{' bf16' * (dtype == torch.bfloat16)}"
     if _compiler() is None:
         return f"the C compiler {os.environ.get('CC') or 'cc'} was not found; install one, such as gcc, or set CC"
     return None
 
 
-def library() -> ctypes.CDLL | None:
-    """Return the compiled kernels, or None where there are none."""
-    found = _loaded()
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return the compiled kernels of a type, or None where there are none."""
+    found = _loaded(dtype) if dtype in INSTRUCTIONS else None
     return found if isinstance(found, ctypes.CDLL) else None
 
 
-def obstacle() -> str | None:
-    """Return why there are no kernels, or None. They are compiled if they have not been yet."""
-    found = _loaded()
+def obstacle(dtype: torch.dtype) -> str | None:
+    """Return why there are no kernels of a type, or None. They are compiled if they have not been yet."""
+    found = _loaded(dtype)
     return found if isinstance(found, str) else None
 
 
 @functools.cache
-def _loaded() -> ctypes.CDLL | str:
-    """Return the compiled kernels, or why there are none."""
-    if (lack := missing()) is not None:
+def _loaded(dtype: torch.dtype) -> ctypes.CDLL | str:
+    """Return the compiled kernels of a type, or why there are none."""
+    if (lack := missing(dtype)) is not None:
         return lack
     try:
-        path = _compiled()
+        path = _compiled(dtype)
     except DapoError as error:  # the compiler fails, there is no cache, or its disk is full
         return str(error)
     except OSError as error:
@@ -84,59 +85,90 @@ def _loaded() -> ctypes.CDLL | str:
             f"the compiled kernels cannot be loaded ({error}); "
             "set CC=gcc, or DAPO_CACHE to a folder from which libraries can be loaded"
         )
-    if os.environ.get("DAPO_AMX") == "1":
+    if dtype == torch.bfloat16 and os.environ.get("DAPO_AMX") == "1":
         found.allow_tiles()
     return found
 
 
 def is_native(*tensors: Tensor | None) -> bool:
-    """Return whether the kernels take these tensors: in bf16, in main memory."""
+    """Return whether the kernels take these tensors: of one type that has kernels, in main memory."""
     present = [tensor for tensor in tensors if tensor is not None]
     # Other types, such as the DTensors of shards, have no memory of their own to point to.
     is_plain = all(type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" for each in present)
-    return is_plain and all(each.dtype == torch.bfloat16 for each in present) and library() is not None
+    is_alike = len({each.dtype for each in present}) == 1
+    return is_plain and is_alike and library(present[0].dtype) is not None
 
 
 def can_multiply(input_Ti: Tensor, weight_oi: Tensor) -> bool:
-    if len(input_Ti) == 0 or input_Ti.shape[1] % 2 or not weight_oi.is_contiguous():
+    if len(input_Ti) == 0 or not weight_oi.is_contiguous() or not is_native(input_Ti, weight_oi):
         return False
-    return is_native(input_Ti, weight_oi)
+    return input_Ti.shape[1] % _per_unit(input_Ti) == 0
 
 
 def can_attend(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
-    return dtype == torch.bfloat16 and device.type == "cpu" and head_dim in HEAD_SIZES and library() is not None
+    return device.type == "cpu" and head_dim in HEAD_SIZES and library(dtype) is not None
 
 
 def product(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None, *, is_wide: bool = False) -> Tensor:
-    """Return input @ weight.T + bias, in bf16, or in float32 if `is_wide`."""
-    out = torch.empty(len(input_Ti), len(weight_oi), dtype=torch.float32 if is_wide else torch.bfloat16)
+    """Return input @ weight.T + bias, in the type of the input, or in float32 if `is_wide`."""
+    out = torch.empty(len(input_Ti), len(weight_oi), dtype=torch.float32 if is_wide else input_Ti.dtype)
     _multiply(input_Ti, weight_oi, bias_o, out, _WIDE if is_wide else _NARROW)
+    return out
+
+
+def plain_product(left_Ti: Tensor, right_io: Tensor) -> Tensor:
+    """Return left @ right. Both are float32."""
+    out = torch.empty(len(left_Ti), right_io.shape[1])
+    _multiply_plain(left_Ti, right_io, out, adds=False)
     return out
 
 
 def add_product(total_ab: Tensor, left_Ta: Tensor, right_Tb: Tensor) -> None:
     """Add left.T @ right to a float32 total."""
     assert total_ab.dtype == torch.float32, "the total must be in float32"
+    if left_Ta.dtype == torch.float32:
+        _multiply_plain(left_Ta.t(), right_Tb, total_ab, adds=True)
+        return
     if rest := -len(left_Ta) % _TERMS:
         left_Ta, right_Tb = (F.pad(each, (0, 0, 0, rest)) for each in (left_Ta, right_Tb))
     _multiply(left_Ta.t().contiguous(), right_Tb.t().contiguous(), None, total_ab, _ADD)
 
 
 def _multiply(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, out: Tensor, kind: ctypes.c_int) -> None:
-    rows, terms = input_Ti.shape
-    assert input_Ti.dtype == weight_oi.dtype == torch.bfloat16, "both factors must be in bfloat16"
-    assert weight_oi.shape[1] == terms and terms % 2 == 0, "both factors must have the same, even number of terms"
+    (rows, terms), dtype, per_unit = input_Ti.shape, input_Ti.dtype, _per_unit(input_Ti)
+    assert dtype in INSTRUCTIONS and weight_oi.dtype == dtype, "both factors must be in float32 or in bfloat16"
+    assert weight_oi.shape[1] == terms, "both factors must have the same number of terms"
+    assert terms % per_unit == 0, "the number of terms must be even"
     assert weight_oi.is_contiguous() and out.is_contiguous(), "weight and result must be contiguous"
     assert out.shape == (rows, len(weight_oi)), "the result must have a row per input, and a column per row of weight"
-    assert bias_o is None or bias_o.dtype == torch.bfloat16, "the bias must be in bfloat16"
+    assert bias_o is None or bias_o.dtype == dtype, "the bias must have the type of the factors"
     assert bias_o is None or bias_o.shape == (len(weight_oi),), "the bias must have a term per row of the weight"
     assert bias_o is None or bias_o.is_contiguous(), "the bias must be contiguous"
     input_Ti = _with_rows(input_Ti)
-    packed = torch.empty(-(-rows // _ROWS) * _ROWS, terms, dtype=torch.bfloat16)
-    _library().product(
+    packed = torch.empty(-(-rows // _ROWS) * _ROWS, terms, dtype=dtype)
+    _library(dtype).product(
         _at(input_Ti), _INTEGER(input_Ti.stride(0)), _at(weight_oi), _at(bias_o), _at(out), kind, _at(packed),
         _INTEGER(rows), _INTEGER(len(weight_oi)), _INTEGER(terms),
     )  # fmt: skip
+
+
+def _multiply_plain(left_Ti: Tensor, right_io: Tensor, out: Tensor, *, adds: bool) -> None:
+    assert left_Ti.dtype == right_io.dtype == out.dtype == torch.float32, "factors and result must be in float32"
+    assert left_Ti.shape[1] == len(right_io), "both factors must have the same number of terms"
+    assert out.shape == (len(left_Ti), right_io.shape[1]), "the result must have a row per row of the left factor"
+    assert out.is_contiguous(), "the result must be contiguous"
+    right_io, left_Ti = right_io.contiguous(), left_Ti if 1 in left_Ti.stride() else left_Ti.contiguous()
+    is_done = _library(torch.float32).plain_product(
+        _at(left_Ti), *map(_INTEGER, left_Ti.stride()), _at(right_io), _at(out), ctypes.c_int(adds),
+        _INTEGER(len(left_Ti)), _INTEGER(right_io.shape[1]), _INTEGER(len(right_io)),
+    )  # fmt: skip
+    if not is_done:
+        raise MemoryError("no memory for a product")
+
+
+def _per_unit(tensor: Tensor) -> int:
+    """Return how many numbers the kernels multiply at once in a lane of 32 bits."""
+    return 4 // tensor.element_size()
 
 
 def add_rms_norm(
@@ -144,9 +176,9 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = residual_Td.shape
     residual_Td, delta_Td = residual_Td.contiguous(), None if delta_Td is None else delta_Td.contiguous()
-    normed_Td, rstd_T = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(rows)
+    normed_Td, rstd_T = torch.empty(rows, width, dtype=weight_d.dtype), torch.empty(rows)
     total_Td = residual_Td if delta_Td is None else torch.empty_like(residual_Td)
-    _library().add_rms_norm(
+    _library(weight_d.dtype).add_rms_norm(
         _at(residual_Td), _at(delta_Td), _at(weight_d), _FLOAT(eps), _at(normed_Td), _at(total_Td), _at(rstd_T),
         _INTEGER(rows), _INTEGER(width),
     )  # fmt: skip
@@ -155,13 +187,22 @@ def add_rms_norm(
 
 def swiglu(gate_up_T2i: Tensor) -> Tensor:
     rows, width = len(gate_up_T2i), gate_up_T2i.shape[1] // 2
-    out_Ti = torch.empty(rows, width, dtype=torch.bfloat16)
-    _library().swiglu(_at(gate_up_T2i.contiguous()), _at(out_Ti), _INTEGER(rows), _INTEGER(width))
+    out_Ti = torch.empty(rows, width, dtype=gate_up_T2i.dtype)
+    _library(out_Ti.dtype).swiglu(_at(gate_up_T2i.contiguous()), _at(out_Ti), _INTEGER(rows), _INTEGER(width))
     return out_Ti
 
 
+def swiglu_backward(gate_up_T2i: Tensor, grad_Ti: Tensor) -> tuple[Tensor, Tensor]:
+    gate_up_T2i, grad_Ti = gate_up_T2i.contiguous(), grad_Ti.contiguous()
+    active_Ti, grad_T2i = torch.empty_like(grad_Ti), torch.empty_like(gate_up_T2i)
+    _library(grad_Ti.dtype).swiglu_backward(
+        _at(gate_up_T2i), _at(grad_Ti), _at(active_Ti), _at(grad_T2i), *map(_INTEGER, grad_Ti.shape)
+    )
+    return active_Ti, grad_T2i
+
+
 def round_dithered(wide_oi: Tensor, out_oi: Tensor, base_oi: Tensor | None = None) -> None:
-    _library().round_dithered(_at(wide_oi), _at(base_oi), _at(out_oi), _INTEGER(wide_oi.numel()))
+    _library(torch.bfloat16).round_dithered(_at(wide_oi), _at(base_oi), _at(out_oi), _INTEGER(wide_oi.numel()))
 
 
 def rotate(
@@ -171,7 +212,7 @@ def rotate(
     columns = (heads + kv_heads) * head_dim
     out_T = qkv_T[:, :columns] if norms is None else qkv_T.new_empty(len(qkv_T), columns)
     positions_T = positions_T.long().contiguous()
-    _library().rotate(
+    _library(qkv_T.dtype).rotate(
         _at(qkv_T), _INTEGER(qkv_T.stride(0)), _at(out_T), _INTEGER(out_T.stride(0)), _at(positions_T), _at(table),
         _at(norms and norms.query_D), _at(norms and norms.key_D), _FLOAT(norms.eps if norms else 0),
         _INTEGER(len(qkv_T)), _INTEGER(heads), _INTEGER(kv_heads), _INTEGER(head_dim),
@@ -196,7 +237,7 @@ class Spans:
 
     def of(self, keys: Tensor, values: Tensor, token_stride: int, head_stride: int) -> _CSource:
         """Return the spans in these keys and values."""
-        assert keys.dtype == values.dtype == torch.bfloat16, "keys and values must be in bfloat16"
+        assert keys.dtype == values.dtype, "keys and values must have the same type"
         assert keys.shape == values.shape, "keys and values must have the same shape"
         tensors = keys, values, self.starts_T, self.counts_T
         source = _CSource(*(tensor.data_ptr() for tensor in tensors), token_stride, head_stride)
@@ -208,12 +249,14 @@ def attention(
     query_THD: Tensor, sources: tuple[_CSource, _CSource], kv_heads: int, longest: int, scale: float
 ) -> Tensor:
     """Return the output [T, H, D] of attention to the tokens of both sources, at most `longest` for each query."""
-    tokens, heads, head_dim = query_THD.shape
-    assert query_THD.dtype == torch.bfloat16, "queries must be in bfloat16"
+    (tokens, heads, head_dim), dtype = query_THD.shape, query_THD.dtype
+    assert all(each.dtype == dtype for source in sources for each in source.tensors[:2]), (
+        "queries must have the type of the keys"
+    )
     assert head_dim in HEAD_SIZES, f"a head size of {head_dim} has no kernel"
     query_THD = with_heads(query_THD)
-    out_THD = torch.empty(tokens, heads, head_dim, dtype=torch.bfloat16)
-    is_done = _library().attention(
+    out_THD = torch.empty(tokens, heads, head_dim, dtype=dtype)
+    is_done = _library(dtype).attention(
         _at(query_THD), _INTEGER(query_THD.stride(0)), ctypes.byref((_CSource * 2)(*sources)), _INTEGER(longest),
         _FLOAT(scale), _at(out_THD), _INTEGER(tokens), _INTEGER(heads), _INTEGER(kv_heads), _INTEGER(head_dim),
     )  # fmt: skip
@@ -227,7 +270,8 @@ def store(key_THD: Tensor, value_THD: Tensor, keys: Tensor, values: Tensor, plac
     key_THD, value_THD = with_heads(key_THD), with_heads(value_THD)
     if key_THD.stride(0) != value_THD.stride(0):
         key_THD, value_THD = key_THD.contiguous(), value_THD.contiguous()
-    _library().store(
+    assert key_THD.dtype == value_THD.dtype == keys.dtype == values.dtype, "the types must be those of the cache"
+    _library(keys.dtype).store(
         _at(key_THD), _at(value_THD), _INTEGER(key_THD.stride(0)), _at(keys), _at(values), _at(places_T),
         _INTEGER(head_stride), *map(_INTEGER, key_THD.shape),
     )  # fmt: skip
@@ -238,7 +282,7 @@ def draw(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Ten
     rows, vocabulary = logits_BV.shape
     tokens_B, logprobs_B = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     sums = torch.empty(rows, -(-vocabulary // _MASSES), dtype=torch.float64)
-    _library().draw(
+    _library(torch.float32).draw(
         _at(logits_BV.contiguous()), _at(uniforms_B.contiguous()), _FLOAT(temperature), _at(sums), _at(tokens_B),
         _at(logprobs_B), _INTEGER(rows), _INTEGER(vocabulary),
     )  # fmt: skip
@@ -267,9 +311,9 @@ def _at(tensor: Tensor | None) -> _Pointer:
     return pointer
 
 
-def _library() -> ctypes.CDLL:
-    found = library()
-    assert found is not None, obstacle()
+def _library(dtype: torch.dtype) -> ctypes.CDLL:
+    found = library(dtype)
+    assert found is not None, obstacle(dtype)
     return found
 
 
@@ -282,8 +326,8 @@ def _compiler() -> tuple[str, ...] | None:
     return tuple(command) if command and shutil.which(command[0]) else None
 
 
-def has_instructions() -> bool:
-    return cpu_flags() >= INSTRUCTIONS
+def has_instructions(dtype: torch.dtype) -> bool:
+    return cpu_flags() >= INSTRUCTIONS[dtype]
 
 
 @functools.cache
@@ -295,28 +339,30 @@ def cpu_flags() -> frozenset[str]:
     return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
 
 
-def _options() -> tuple[str, ...]:
-    """Return the options of the compiler, among them the sizes that the source shares with this file."""
+def _options(dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the options of the compiler, among them the type and the sizes that the source shares with this file."""
     sizes = {"ROWS": _ROWS, "TERMS": _TERMS, "MASSES": _MASSES}
     heads = " ".join(f"DO({size})" for size in HEAD_SIZES)
-    return (*_COMPILE, *(f"-D{name}={size}" for name, size in sizes.items()), f"-DFOR_HEAD_SIZES(DO)={heads}")
+    macros = [f"{name}={size}" for name, size in sizes.items()] + ["BF16"] * (dtype == torch.bfloat16)
+    return (*_COMPILE, *(f"-D{macro}" for macro in macros), f"-DFOR_HEAD_SIZES(DO)={heads}")
 
 
-def _key(compiler: tuple[str, ...]) -> str:
+def _key(compiler: tuple[str, ...], dtype: torch.dtype) -> str:
     """Return a digest of what determines the library: the source, the compiler, and what `native` means to it here.
 
     A cache may be shared by machines with different CPUs. The compiler's macros name the instructions of this one.
     """
-    version, macros = _run(*compiler, "--version"), _run(*compiler, *_options(), "-E", "-dM", "-x", "c", os.devnull)
-    inputs = (SOURCE.read_bytes(), repr((compiler, _options())).encode(), version, macros)
+    options = _options(dtype)
+    version, macros = _run(*compiler, "--version"), _run(*compiler, *options, "-E", "-dM", "-x", "c", os.devnull)
+    inputs = (SOURCE.read_bytes(), repr((compiler, options)).encode(), version, macros)
     return _digest(b"\0".join(inputs))
 
 
-def _compiled() -> Path:
+def _compiled(dtype: torch.dtype) -> Path:
     """Return the library from the cache, after compiling it if it is not there, or not as it was written."""
     compiler = _compiler()
     assert compiler is not None
-    folder = cache_dir() / "kernels" / f"native-{_key(compiler)}"
+    folder = cache_dir() / "kernels" / f"native-{_key(compiler, dtype)}"
     if folder.exists() and not _is_intact(folder):
         damaged = folder.with_name(f".{folder.name}.{os.getpid()}")
         with suppress(FileNotFoundError):  # another process was first
@@ -325,7 +371,7 @@ def _compiled() -> Path:
     if not folder.exists():
         with atomic_folder(folder) as draft:
             compiled, linked = draft / "native.o", draft / _LIBRARY
-            _run(*compiler, *_options(), "-o", str(compiled), str(SOURCE))
+            _run(*compiler, *_options(dtype), "-o", str(compiled), str(SOURCE))
             _run(*compiler, "-shared", "-o", str(linked), str(compiled), "-lm")
             compiled.unlink()
             (draft / _DIGEST).write_text(_digest(linked.read_bytes()))

@@ -20,7 +20,8 @@ QUIET_NAN = 0x400000
 
 def _is_native(wide_oi: Tensor, out_oi: Tensor, base_oi: Tensor | None = None) -> bool:
     tensors = (wide_oi, out_oi, base_oi)
-    return all(each is None or each.is_contiguous() for each in tensors) and is_native(out_oi, base_oi)
+    is_narrow = out_oi.dtype == torch.bfloat16
+    return is_narrow and all(each is None or each.is_contiguous() for each in tensors) and is_native(out_oi, base_oi)
 
 
 @kernel_where(on_cuda, native=_is_native)

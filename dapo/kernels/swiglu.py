@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dapo.kernels.dispatch import kernel, kernel_where, on_cuda
+from dapo.kernels.dispatch import kernel_where, on_cuda
 from dapo.kernels.native import is_native
 
 
@@ -21,7 +21,7 @@ def swiglu(gate_up_T2i: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up_T2i.dtype)
 
 
-@kernel
+@kernel_where(on_cuda, native=is_native)
 def swiglu_backward(gate_up_T2i: Tensor, grad_Ti: Tensor) -> tuple[Tensor, Tensor]:
     """Return the activation, recomputed for the next product's weight gradient, and the gradient of gate and up."""
     gate, up = gate_up_T2i.float().chunk(2, dim=-1)

@@ -49,7 +49,7 @@ def cpu_plan(
     """Return a plan that needs no GPU. With `capture` it keeps the keys and values of each layer."""
     groups = query_groups(causal_lm)
     if has_native_attention(causal_lm):
-        return NativeAttention(families, positions_T, groups, capture=capture)
+        return NativeAttention(families, positions_T, groups, causal_lm.dtype, capture=capture)
     return PackedAttention(families, positions_T, groups, causal_lm.dtype, capture=capture)
 
 
@@ -60,16 +60,24 @@ def has_native_attention(causal_lm: Any) -> bool:
 
 
 def is_faster_in_bfloat16(causal_lm: Any) -> bool:
-    """Return whether this float32 model on a CPU could use the kernels in C, which need bfloat16."""
+    """Return whether this float32 model on a CPU could use the kernels in C for bfloat16."""
     weight = head_weight(causal_lm)
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
         return False
-    return native.missing() is None and _without_kernels(causal_lm) is None
+    return native.missing(torch.bfloat16) is None and _without_kernels(causal_lm) is None
 
 
-def bfloat16_obstacle(causal_lm: Any) -> str | None:
-    """Return why the kernels in C do not compute all of this bfloat16 model on a CPU, or None if they do."""
-    return native.obstacle() or _without_kernels(causal_lm)
+def is_slower_without_compiler(causal_lm: Any) -> bool:
+    """Return whether this float32 model on a CPU could use the kernels in C if they could be compiled."""
+    weight = head_weight(causal_lm)
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not native.has_instructions(torch.float32):
+        return False
+    return native.obstacle(torch.float32) is not None and _without_kernels(causal_lm) is None
+
+
+def kernel_obstacle(causal_lm: Any) -> str | None:
+    """Return why the kernels in C do not compute all of this model on a CPU, or None if they do."""
+    return native.obstacle(head_weight(causal_lm).dtype) or _without_kernels(causal_lm)
 
 
 def _without_kernels(causal_lm: Any) -> str | None:

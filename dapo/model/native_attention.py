@@ -1,4 +1,4 @@
-"""Attention over packed sequences in bf16 on a CPU: the kernels in C that decoding uses too, with the same bits."""
+"""Attention over packed sequences on a CPU: the kernels in C that decoding uses too, with the same bits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from dapo.model.attention import Family, PackedAttention
 
 
 class NativeAttention:
-    """The plan for training and prefill in bf16 on a CPU. It computes the same as PackedAttention."""
+    """The plan for training and prefill with the kernels in C. It computes the same as PackedAttention."""
 
     applies_rotary = False
 
     def __init__(
-        self, families: Sequence[Family], positions_T: Tensor, query_groups: int, *, capture: bool = False
+        self,
+        families: Sequence[Family],
+        positions_T: Tensor,
+        query_groups: int,
+        dtype: torch.dtype,
+        *,
+        capture: bool = False,
     ) -> None:
-        self.families, self.positions_T, self.query_groups = families, positions_T, query_groups
+        self.families, self.positions_T, self.query_groups, self.dtype = families, positions_T, query_groups, dtype
         self.captured: list[tuple[Tensor, Tensor]] | None = [] if capture else None
         starts, counts = torch.zeros(2, 2, len(positions_T), dtype=torch.int64)  # of the prompt's and of the own tokens
         for family in families:
@@ -56,7 +62,7 @@ class NativeAttention:
     @cached_property
     def masked(self) -> PackedAttention:
         """The plan whose backward is used."""
-        return PackedAttention(self.families, self.positions_T, self.query_groups, torch.bfloat16)
+        return PackedAttention(self.families, self.positions_T, self.query_groups, self.dtype)
 
 
 class _Attend(Function):

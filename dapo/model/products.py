@@ -1,4 +1,4 @@
-"""Products of bf16 matrices: with the same bits for any number of rows, or with a float32 result."""
+"""Products of matrices: with the same bits for any number of rows, or with a float32 result."""
 
 from __future__ import annotations
 
@@ -40,11 +40,18 @@ def linear(input_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) ->
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in float32. Logits rounded to bf16 would be off by up to a tenth."""
-    if a.dtype != torch.bfloat16:
-        return a @ b
     if native.can_multiply(a, b.t()):
         return native.product(a, b.t(), is_wide=True)
+    if a.dtype != torch.bfloat16:
+        return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def input_grad(grad_out_To: Tensor, weight_oi: Tensor) -> Tensor:
+    """Return the gradient of the input in `input @ weight.T`."""
+    if grad_out_To.dtype == torch.float32 and native.is_native(grad_out_To, weight_oi):
+        return native.plain_product(grad_out_To, weight_oi)
+    return grad_out_To @ weight_oi
 
 
 def add_weight_grad(total_oi: Tensor, grad_out_To: Tensor, input_Ti: Tensor) -> None:
@@ -52,12 +59,12 @@ def add_weight_grad(total_oi: Tensor, grad_out_To: Tensor, input_Ti: Tensor) -> 
 
     A bf16 sum over micro-batches would lose small terms.
     """
-    if total_oi.dtype == input_Ti.dtype:
+    if total_oi.is_contiguous() and native.is_native(grad_out_To, input_Ti):
+        native.add_product(total_oi, grad_out_To, input_Ti)
+    elif total_oi.dtype == input_Ti.dtype:
         total_oi.addmm_(grad_out_To.t(), input_Ti)
     elif input_Ti.is_cuda:
         torch.addmm(total_oi, grad_out_To.t(), input_Ti, out_dtype=total_oi.dtype, out=total_oi)  # pyright: ignore[reportCallIssue]
-    elif total_oi.is_contiguous() and native.is_native(grad_out_To, input_Ti):
-        native.add_product(total_oi, grad_out_To, input_Ti)
     else:
         total_oi.addmm_(grad_out_To.t().to(total_oi.dtype), input_Ti.to(total_oi.dtype))
 

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
+from dapo.kernels import native
 from dapo.kernels.norm import add_rms_norm, add_rms_norm_backward
 from dapo.kernels.rotary import HeadNorms, rotate, rotate_backward
 from dapo.kernels.swiglu import swiglu, swiglu_backward
 from dapo.model.attention import AttentionPlan
 from dapo.model.joined import AdaptedWeight, AnyWeight, Weight, base_layer
-from dapo.model.products import linear, same_bits_for_any_rows
+from dapo.model.products import input_grad, linear, same_bits_for_any_rows
 
 # These share one kind of layer: RMS norms, rotary attention with optional head norms, a gated feed-forward with SiLU.
 FUSED_MODELS = (
@@ -210,18 +211,21 @@ _TRUNKS: WeakKeyDictionary[nn.Module, Trunk] = WeakKeyDictionary()
 
 
 def trunk_of(causal_lm: Any) -> Trunk:
-    """Return the model's trunk, built on the first call: fused in bf16 where possible, else transformers'."""
+    """Return the model's trunk, built on the first call: fused where possible and faster, else transformers'."""
     if causal_lm not in _TRUNKS:
-        is_fast = _is_fast(causal_lm)
-        if is_fast and causal_lm.device.type == "cuda":
+        is_fused = can_fuse(causal_lm) and _is_fast(causal_lm)
+        if is_fused and causal_lm.device.type == "cuda":
             same_bits_for_any_rows()
-        _TRUNKS[causal_lm] = FusedTrunk.of(causal_lm) if is_fast and can_fuse(causal_lm) else PlainTrunk(causal_lm)
+        _TRUNKS[causal_lm] = FusedTrunk.of(causal_lm) if is_fused else PlainTrunk(causal_lm)
     return _TRUNKS[causal_lm]
 
 
 def _is_fast(causal_lm: Any) -> bool:
     """Return whether the fused trunk is faster than transformers' for weights of this type on this device."""
-    return causal_lm.dtype == torch.bfloat16 and causal_lm.device.type in ("cuda", "cpu")
+    dtype, device = causal_lm.dtype, causal_lm.device
+    if dtype == torch.float32:
+        return native.can_attend(dtype, device, causal_lm.base_model.layers[0].self_attn.head_dim)
+    return dtype == torch.bfloat16 and device.type in ("cuda", "cpu")
 
 
 def use_plain_trunk(causal_lm: Any) -> None:
@@ -366,7 +370,7 @@ class _Project(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (input_Ti,) = ctx.saved_tensors
         ctx.weight.add_grad(grads[0], input_Ti)
-        return grads[0] @ ctx.weight.value, None
+        return input_grad(grads[0], ctx.weight.value), None
 
 
 class _RotaryProjection(Function):
@@ -404,7 +408,7 @@ class _RotaryProjection(Function):
         layer.qkv.add_grad(grad_qkv, normed)
         if layer.qkv_bias is not None and layer.qkv_bias.grad is not None:
             layer.qkv_bias.grad += grad_qkv.sum(0, dtype=layer.qkv_bias.grad.dtype)
-        return grad_qkv @ layer.qkv.value, None, None, None, None
+        return input_grad(grad_qkv, layer.qkv.value), None, None, None, None
 
 
 class _FeedForward(Function):
@@ -418,7 +422,7 @@ class _FeedForward(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         normed, gated = ctx.saved_tensors
-        active, grad_gated = swiglu_backward(gated, grads[0] @ ctx.down.value)
+        active, grad_gated = swiglu_backward(gated, input_grad(grads[0], ctx.down.value))
         ctx.down.add_grad(grads[0], active)
         ctx.gate_up.add_grad(grad_gated, normed)
-        return grad_gated @ ctx.gate_up.value, None, None
+        return input_grad(grad_gated, ctx.gate_up.value), None, None

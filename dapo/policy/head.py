@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from dapo.kernels.head import logits_gradient, logprobs_and_entropy
-from dapo.model.products import add_weight_grad, wide_product
+from dapo.model.products import add_weight_grad, input_grad, wide_product
 
 CHUNK_TOKENS = 256
 GPU_CHUNK_BYTES = 1 << 31  # of float32 logits, where memory allows; it takes larger chunks to keep a GPU busy
@@ -79,7 +79,7 @@ def fused_head_loss(
             (grad_logprobs,) = torch.autograd.grad(total, logprobs)
         with torch.no_grad():
             grad_logits = distribution.gradient(grad_logprobs, weight.dtype)
-            torch.mm(grad_logits, weight, out=grad_hidden_R[chunk])
+            grad_hidden_R[chunk] = input_grad(grad_logits, weight)
             if weight_grad is not None:
                 add_weight_grad(weight_grad, grad_logits, hidden)
         parts.append((total.detach(), logprobs.detach(), distribution.entropy, metrics))

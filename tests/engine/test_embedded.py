@@ -17,7 +17,7 @@ from dapo.policy.head import chunked_logprobs
 from dapo.types import Extension, Request, SamplingParams
 from tests import plain
 from tests.engine.test_contract import drain
-from tests.kernels.ways import needs_native
+from tests.kernels.ways import native_types, needs_native_for
 from tests.tiny import (
     EOS_ID,
     PAD_ID,
@@ -106,21 +106,22 @@ def test_recorded_log_probabilities_are_those_of_plain_transformers(engine_for, 
 
 
 @pytest.mark.parametrize(
-    ("build", "size", "way"),
+    ("build", "size", "dtype", "way"),
     [
-        *((build, 32, "torch") for build in (tiny_llama, tiny_qwen2, tiny_qwen3)),
+        *((build, 32, torch.bfloat16, "torch") for build in (tiny_llama, tiny_qwen2, tiny_qwen3)),
         *(
-            pytest.param(build, size, "native", marks=needs_native)
+            pytest.param(build, size, dtype, "native", marks=needs_native_for(dtype))
+            for dtype in native.INSTRUCTIONS
             for build, size in zip(
                 (tiny_llama, tiny_qwen2, tiny_qwen3, tiny_mistral, tiny_smollm3), (32, 64, 128, 80, 112), strict=True
             )
         ),
     ],
 )
-def test_in_bfloat16_on_a_cpu_sampler_and_trainer_agree_and_sampling_is_repeatable(build, size, way, monkeypatch):
+def test_on_a_cpu_sampler_and_trainer_agree_and_sampling_is_repeatable(build, size, dtype, way, monkeypatch):
     if way == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
-    model = build(hidden_size=128, head_dim=size).bfloat16()
+        monkeypatch.setattr(native, "library", lambda dtype: None)
+    model = build(hidden_size=128, head_dim=size).to(dtype)
     model.set_attn_implementation(ATTENTION_NAME)
     questions = prompts(4, seed=1)
     requests = [Request(i, p, 8, SamplingParams(max_tokens=12)) for i, p in enumerate(questions)]
@@ -145,15 +146,15 @@ def test_in_bfloat16_on_a_cpu_sampler_and_trainer_agree_and_sampling_is_repeatab
         assert np.concatenate(gaps).mean() < 0.02
 
 
-def bfloat16_llama():
-    model = tiny_llama(hidden_size=128, head_dim=32).bfloat16()
+def llama_for_kernels(dtype):
+    model = tiny_llama(hidden_size=128, head_dim=32).to(dtype)
     model.set_attn_implementation(ATTENTION_NAME)
     return model
 
 
-@needs_native
-def test_in_bfloat16_on_a_cpu_a_response_has_the_same_bits_alone_and_in_any_batch():
-    model, questions = bfloat16_llama(), prompts(6, seed=2)
+@native_types
+def test_on_a_cpu_with_kernels_a_response_has_the_same_bits_alone_and_in_any_batch(dtype):
+    model, questions = llama_for_kernels(dtype), prompts(6, seed=2)
     requests = [Request(i, p, 5, SamplingParams(max_tokens=20)) for i, p in enumerate(questions)]
 
     def sampled(*some, slots):
@@ -164,9 +165,9 @@ def test_in_bfloat16_on_a_cpu_a_response_has_the_same_bits_alone_and_in_any_batc
     assert all(np.array_equal(alone[key].logprobs, together[key].logprobs) for key in alone)
 
 
-@needs_native
-def test_in_bfloat16_on_a_cpu_given_tokens_have_the_bits_of_training():
-    model, questions = bfloat16_llama(), prompts(3, seed=5)
+@native_types
+def test_on_a_cpu_with_kernels_given_tokens_have_the_bits_of_training(dtype):
+    model, questions = llama_for_kernels(dtype), prompts(3, seed=5)
     requests = [Request(i, p, 4, SamplingParams(max_tokens=6), turns=True) for i, p in enumerate(questions)]
     engine = EmbeddedEngine(model, tiny_tokenizer(), frozenset({EOS_ID}), 0, max_concurrent=7)
     first = drain(engine, *requests)

@@ -17,5 +17,17 @@ except ImportError:
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="no GPU, and Triton is missing or not interpreted")
 both = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton)])
-# The first test that calls a kernel compiles them, and fails where the compiler fails or takes too long.
-needs_native = pytest.mark.skipif(native.missing() is not None, reason=f"no kernels in C: {native.missing()}")
+
+
+def needs_native_for(dtype: torch.dtype) -> pytest.MarkDecorator:
+    """Skip a test without the kernels in C for a type. The first that calls one compiles them, or fails."""
+    lack = native.missing(dtype)
+    return pytest.mark.skipif(lack is not None, reason=f"no kernels in C: {lack}")
+
+
+needs_native = needs_native_for(torch.bfloat16)
+wide_native = pytest.param("native", marks=needs_native_for(torch.float32))
+all_ways = pytest.mark.parametrize("how", ["torch", pytest.param("triton", marks=needs_triton), wide_native])
+native_types = pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=needs_native_for(dtype), id=str(dtype)[6:]) for dtype in native.INSTRUCTIONS]
+)

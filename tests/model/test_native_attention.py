@@ -37,14 +37,14 @@ def attended(plan, dtype):
 
 def test_output_and_gradients_match_masked_attention_in_float64():
     exact, exact_grad = attended(PackedAttention(FAMILIES, positions(), 3, torch.float64), torch.float64)
-    found, grad = attended(NativeAttention(FAMILIES, positions(), 3), torch.bfloat16)
+    found, grad = attended(NativeAttention(FAMILIES, positions(), 3, torch.bfloat16), torch.bfloat16)
     assert (found.double() - exact).abs().max() < 2**-8 * exact.abs().max() + 1e-5, "rounded once"
     assert (grad.double() - exact_grad).norm() < 0.01 * exact_grad.norm()
 
 
 def test_a_token_has_the_same_bits_in_any_pack():
-    whole, _ = attended(NativeAttention(FAMILIES, positions(), 3), torch.bfloat16)
-    alone = NativeAttention([Family((0, 9), ((9, 20),))], torch.arange(29), 3)
+    whole, _ = attended(NativeAttention(FAMILIES, positions(), 3, torch.bfloat16), torch.bfloat16)
+    alone = NativeAttention([Family((0, 9), ((9, 20),))], torch.arange(29), 3, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(TOKENS, (HEADS + 2 * KV_HEADS) * SIZE, generator=generator).bfloat16()
     rows = torch.cat([qkv[:9], qkv[14:34]])

@@ -12,7 +12,7 @@ from dapo.model.products import add_weight_grad, linear, wide_product
 @pytest.fixture(params=["native", "torch"], autouse=True)
 def way(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(native, "library", lambda dtype: None)
 
 
 def values(*shape, seed=0):

@@ -36,7 +36,7 @@ from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
 from dapo.types import Verdict
 from tests import plain, runs
-from tests.kernels.ways import needs_native
+from tests.kernels.ways import native_types, needs_native, needs_native_for
 from tests.saved import SavedRun
 from tests.tiny import save_tiny
 
@@ -107,10 +107,10 @@ def test_runs_of_other_kinds_resume_bit_for_bit_too(tmp_path, override):
     runs.assert_same_run(whole.run_dir, parts.run_dir, step=4)
 
 
-@needs_native
-def test_in_bfloat16_a_cpu_samples_the_bits_that_it_trains_and_resumes_bit_for_bit(tmp_path):
+@native_types
+def test_with_kernels_a_cpu_samples_the_bits_that_it_trains_and_resumes_bit_for_bit(tmp_path, dtype):
     save_tiny(tmp_path / "model", hidden_size=128, head_dim=32)
-    more = ["model.dtype=bfloat16", "algorithm.max_logprob_gap=0.00001"]
+    more = [f"model.dtype={str(dtype).removeprefix('torch.')}", "algorithm.max_logprob_gap=0.00001"]
     whole = runs.load(tmp_path, "run.name=whole", "run.steps=4", *more)
     train(whole)
     train(runs.load(tmp_path, "run.name=parts", "run.steps=2", *more))
@@ -131,8 +131,20 @@ def test_a_run_says_that_bfloat16_is_faster_here(tmp_path, dtype, is_said):
     assert (FASTER in said) == is_said
 
 
+@needs_native_for(torch.float32)
+def test_a_run_in_float32_says_that_a_compiler_would_make_it_faster(tmp_path, monkeypatch):
+    save_tiny(tmp_path / "model", hidden_size=128, head_dim=32)
+    monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    config = runs.load(tmp_path, "run.steps=1")
+    train(config)
+    with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
+        said = [event["message"] for event in database.events() if event["kind"] == "plan"]
+    assert any("about twice as fast" in message and "install one, such as gcc" in message for message in said)
+
+
 def test_a_run_in_bfloat16_without_the_kernels_says_that_it_is_less_exact(tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "_loaded", lambda: "the C compiler cc was not found")
+    monkeypatch.setattr(native, "_loaded", lambda dtype: "the C compiler cc was not found")
     config = runs.load(tmp_path, "run.steps=1", "model.dtype=bfloat16", "algorithm.max_logprob_gap=1.0")
     train(config)
     with RunDatabase.open_readonly(config.run_dir / "run.db") as database:
