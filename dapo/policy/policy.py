@@ -264,8 +264,10 @@ class Policy:
                         f"a single response of {largest} tokens with its prompt does not fit into the GPU's memory; "
                         "lower rollout.kv_memory_fraction, or data.max_response_length"
                     ) from error
-            tally.notes.append(f"an update ran out of memory with {largest} tokens per micro-batch; now {largest // 2}")
-            self.budget = replace(self.budget, max_tokens=max(1, largest // 2))
+            # A response that is longer than the limit is never split. Half of it could be more than the limit.
+            half = max(1, min(largest, self.budget.max_tokens) // 2)
+            tally.notes.append(f"an update ran out of memory with {largest} tokens per micro-batch; now {half}")
+            self.budget = replace(self.budget, max_tokens=half)
             torch.cuda.empty_cache()
 
     def _micro_batches(self, groups: list[Group], version: int) -> list[Batch]:
