@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from dapo.kernels.decode_attention import PagedState
 
 # (warps, pipeline stages), the fastest on an H200. With 3 stages the next page is loaded while one is computed; large
-# pages would need too much shared memory for that.
-_SMALL, _LARGE = (1, 3), (2, 2)
-_LARGE_PAGE = 8 * 1024  # bytes of one head's keys above which a page is large
+# pages would need too much shared memory for that. With huge ones, a GPU for desktops has room for one stage only.
+_SMALL, _LARGE, _HUGE = (1, 3), (2, 2), (2, 1)
+_LARGE_PAGE, _HUGE_PAGE = 8 * 1024, 32 * 1024  # bytes of one head's keys above which a page is large, or huge
 _MIN_ROWS = 16  # smallest height of a product on tensor cores; the query heads of one key head are padded to it
 
 
@@ -41,7 +41,7 @@ def decode_attention(
     batch, heads, head_dim = query.shape
     _, kv_heads, page, _ = keys.shape
     group = heads // kv_heads
-    warps, stages = _LARGE if page * head_dim * keys.element_size() > _LARGE_PAGE else _SMALL
+    warps, stages = warps_and_stages(page * head_dim * keys.element_size())
     assert heads == group * kv_heads and key.shape == value.shape == (batch, kv_heads, head_dim)
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
     assert keys.is_contiguous() and values.is_contiguous() and state.table.stride(1) == 1
@@ -90,6 +90,12 @@ def decode_attention(
     if split:
         _combine[kv_heads, batch](partial, sums, peaks, output, chunks, scale * LOG2_E, num_warps=1, **sizes)
     return output
+
+
+def warps_and_stages(page_bytes: int) -> tuple[int, int]:
+    if page_bytes > _HUGE_PAGE:
+        return _HUGE
+    return _LARGE if page_bytes > _LARGE_PAGE else _SMALL
 
 
 @triton.jit

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ROWS = 64  # queries of a program
 NUM_WARPS = 4
 NUM_STAGES = 2
+_WIDE = 128  # larger heads get fewer rows, or a program would need more shared memory than a GPU for desktops has
 MIN_DIMS = 16  # smallest inner dimension of a product on tensor cores
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * log2(e)), and exp2 is one instruction
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -141,12 +142,17 @@ def piece_attention(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, s
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
     output = torch.zeros(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
     lse = torch.zeros(heads, tokens, dtype=torch.float32, device=query.device)
-    _attend[heads, triton.cdiv(pieces.longest, ROWS), len(pieces.starts)](
+    rows = rows_for(head_dim)
+    _attend[heads, triton.cdiv(pieces.longest, rows), len(pieces.starts)](
         query, key, value, output, lse,
         pieces.starts, pieces.lengths, pieces.prefix_starts, pieces.prefix_lengths, pieces.joint_starts,
         pieces.joint_lengths,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], tokens, scale * LOG2_E,
-        GROUP=heads // kv_heads, ROWS=ROWS, HEAD_DIM=head_dim, DIMS=max(MIN_DIMS, triton.next_power_of_2(head_dim)),
+        GROUP=heads // kv_heads, ROWS=rows, HEAD_DIM=head_dim, DIMS=max(MIN_DIMS, triton.next_power_of_2(head_dim)),
         PAGE=PAGE, CHUNK=CHUNK, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return output, lse
+
+
+def rows_for(head_dim: int) -> int:
+    return ROWS if head_dim <= _WIDE else ROWS // 2

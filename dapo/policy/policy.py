@@ -45,6 +45,7 @@ from dapo.policy.head import (
     fused_head_loss,
     gather_predictors,
 )
+from dapo.policy.offload import host_bytes
 from dapo.policy.optimizer import Optimizer, held_bytes
 from dapo.policy.packing import Batch, micro_batches, mini_batches, reference_batches
 from dapo.policy.protocol import UpdateResult
@@ -122,10 +123,10 @@ class Policy:
         longest = self.config.longest
         found = division(self.causal_lm, self.trunk, gradients, moments, may_lend=may_lend, longest=longest)
         self.optimizer.offloads, self.lends_memory, self.reserved_bytes = found.offloads, found.lends, found.reserved
-        host = memory()[1]
-        if found.offloads and host is not None and host < moments:
+        host, needed = memory()[1], host_bytes(self.optimizer.masters)
+        if found.offloads and host is not None and host < needed:
             raise ModelError(
-                f"AdamW's moments take {size_text(moments)}, but fit neither on the GPU nor into the host's memory, of "
+                f"AdamW's moments take {size_text(needed)}, but fit neither on the GPU nor into the host's memory, of "
                 f"which {size_text(host)} are free; train adapters (model.lora.rank), or use a smaller model"
             )
 
@@ -148,7 +149,8 @@ class Policy:
         state = masters + (1 if self.optimizer.offloads else 3) * trained
         remarks = ", activations are recomputed" if self.budget.recompute else ""
         if self.optimizer.offloads:
-            remarks += f", {2 * trained / 2**30:.1f} GiB of AdamW's moments are in the host's memory"
+            moments = host_bytes(self.optimizer.masters)
+            remarks += f", AdamW's moments take {moments / 2**30:.1f} GiB of the host's memory"
         remarks += ", the cache is freed for each update" * self.budget.needs_engine_memory
         remarks += ", the frozen base weights are in CPU memory" * any(s.device.type == "cpu" for s in held)
         return (
@@ -270,8 +272,10 @@ class Policy:
                         f"a single response of {largest} tokens with its prompt does not fit into the GPU's memory; "
                         "lower rollout.kv_memory_fraction, or data.max_response_length"
                     ) from error
-            tally.notes.append(f"an update ran out of memory with {largest} tokens per micro-batch; now {largest // 2}")
-            self.budget = replace(self.budget, max_tokens=max(1, largest // 2))
+            # A response that is longer than the limit is never split. Half of it could be more than the limit.
+            half = max(1, min(largest, self.budget.max_tokens) // 2)
+            tally.notes.append(f"an update ran out of memory with {largest} tokens per micro-batch; now {half}")
+            self.budget = replace(self.budget, max_tokens=half)
             torch.cuda.empty_cache()
 
     def _micro_batches(self, groups: list[Group], version: int) -> list[Batch]:

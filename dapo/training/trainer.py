@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from dapo.checkpoint import folder as checkpoint
@@ -32,7 +33,7 @@ from dapo.sampling.accounting import why_empty
 from dapo.sampling.drawing import Features
 from dapo.sampling.episodes import Environment
 from dapo.sampling.inflight import InflightSampler
-from dapo.sampling.strict import DynamicSampler
+from dapo.sampling.strict import DynamicSampler, Reference
 from dapo.store.trackers import require_trackers
 from dapo.terminal.console import ConsoleReporter, Reporter
 from dapo.training import signals
@@ -44,7 +45,7 @@ from dapo.training.recorder import Recorder
 from dapo.training.result import RunResult, close_all, environment, step_metrics, trained_model
 from dapo.training.run_directory import RunDirectory, is_locked
 from dapo.training.signals import StopRequest
-from dapo.types import EvalReport, Event, EventKind, StepReport, Verdict
+from dapo.types import EvalReport, Event, EventKind, Group, StepReport, Verdict
 
 MAX_EMPTY_BATCHES = 3
 
@@ -320,7 +321,7 @@ class Trainer:
             self.engine,
             judge,
             self.data.stream,
-            reference=self.policy.reference_logprobs if config.needs_reference else None,
+            reference=self._reference(),
             on_group=self.callbacks.after(self.reporter.group),
             on_progress=self.reporter.responses,
             on_wait=self.reporter.phase,
@@ -328,6 +329,17 @@ class Trainer:
             environment=environment,
             features=self._features(),
         )
+
+    def _reference(self) -> Reference | None:
+        """Return the function that computes the reference model's log-probabilities, if the run has one."""
+        policy, saver = self.policy, self.saver  # not `self`, or a deleted trainer would close later
+
+        def logprobs(groups: Sequence[Group]) -> list[tuple[np.ndarray, ...]]:
+            # With adapters, the base weights take the place of the merged ones meanwhile, which a checkpoint holds.
+            saver.wait_for_copy()
+            return policy.reference_logprobs(groups)
+
+        return logprobs if self.config.needs_reference else None
 
     def _features(self) -> Features | None:
         """Return the function that computes features of prompts, if the ledger looks ahead."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.config import OptimConfig
 from dapo.errors import ModelError
 from dapo.model.memory import ENOUGH_TOKENS, GIB, HEAD_BYTES, LEAST_HEAD_BYTES, MAX_TOKENS
@@ -14,6 +15,8 @@ from dapo.model.trunk import FusedTrunk, PlainTrunk
 from dapo.policy import budget
 from dapo.policy.budget import Budget, _activation_bytes
 from dapo.policy.policy import Policy
+from dapo.types import Score
+from tests import make
 from tests.policy.test_update import config, for_dapo, random_groups
 from tests.tiny import tiny_llama
 
@@ -118,6 +121,26 @@ def test_a_single_response_that_does_not_fit_is_an_error_in_one_sentence(monkeyp
     monkeypatch.setattr(policy, "_backward", no_memory)
     with pytest.raises(ModelError, match=r"a single response of \d+ tokens with its prompt does not fit"):
         policy.update(random_groups(3, 2, 4), step=1, version=0)
+
+
+def test_a_response_that_does_not_fit_is_an_error_although_others_do(monkeypatch):
+    policy = Policy(for_dapo(tiny_llama()), config())
+    rollouts = [make.rollout([5] * length, [-4.0] * length, index=i) for i, length in enumerate([60, *range(3, 11)])]
+    scores = [Score(float(i % 2)) for i in range(len(rollouts))]
+    group = form_group(0, make.prompt((4, 6, 7)), rollouts, scores, GroupRules(60))
+    backward, attempts = policy._backward, []
+
+    def small_memory(batch):
+        if len(batch.tokens_T) > 50:
+            attempts.append(policy.budget.max_tokens)
+            assert len(attempts) < 30, "it never gives up"
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return backward(batch)
+
+    monkeypatch.setattr(policy, "_backward", small_memory)
+    with pytest.raises(ModelError, match=r"a single response of 62 tokens with its prompt does not fit"):
+        policy.update([group], step=1, version=0)
+    assert attempts == sorted(attempts, reverse=True)
 
 
 def test_models_with_another_name_for_their_inner_width_have_a_budget(monkeypatch):

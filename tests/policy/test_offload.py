@@ -12,7 +12,7 @@ from dapo.config import OptimConfig
 from dapo.errors import ModelError
 from dapo.model.memory import GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, Division
 from dapo.policy import offload, policy
-from dapo.policy.offload import offloaded_step
+from dapo.policy.offload import host_bytes, offloaded_step
 from dapo.policy.optimizer import Optimizer
 from dapo.policy.policy import Policy
 from tests.policy.test_update import config, for_dapo, random_groups
@@ -93,6 +93,15 @@ def test_a_run_that_offloads_resumes_bit_for_bit_whether_it_still_has_to_or_not(
 def test_a_host_without_memory_for_the_moments_is_an_error_in_one_sentence(monkeypatch):
     monkeypatch.setattr(policy, "memory", lambda: (10**9, 1000))
     with pytest.raises(ModelError, match=r"moments take .* kB, but fit neither on the GPU nor into the host's memory"):
+        trained(monkeypatch, OFFLOADED, 0)
+
+
+def test_moments_need_the_memory_that_torch_rounds_page_locked_tensors_up_to(monkeypatch):
+    masters = [torch.zeros(shape) for shape in ((3, 11), (16, 16), (1,))]
+    assert host_bytes(masters) == 2 * (256 + 1024 + 4)
+    moments = tiny_llama().num_parameters() * MOMENT_BYTES
+    monkeypatch.setattr(policy, "memory", lambda: (10**9, moments + 1000))
+    with pytest.raises(ModelError, match="fit neither on the GPU nor into the host's memory"):
         trained(monkeypatch, OFFLOADED, 0)
 
 

@@ -11,15 +11,18 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from dapo import Callback
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint import host
 from dapo.checkpoint.host import HostMemory
 from dapo.errors import StorageError
+from dapo.model import lora
 from dapo.sampling.strict import DynamicSampler
 from dapo.store.database import RunDatabase
 from dapo.system.tensors import write_tensors
@@ -109,6 +112,38 @@ def test_the_next_step_samples_during_the_copy_and_updates_after_it(make, tmp_pa
     assert third["timing_s/checkpoint"] > 0.25
     parts = sum(third[f"timing_s/{part}"] for part in ("generate", "reward", "train"))
     assert third["timing_s/step"] < parts + 0.25, "the wait does not count as training"
+
+
+def test_the_reference_of_adapters_waits_for_the_copy_of_their_merged_weights(make, tmp_path, monkeypatch):
+    """In bf16 the reference writes the base weights in place of the merged ones, which a checkpoint holds."""
+    is_reference, is_copied, copy, unmerged = threading.Event(), threading.Event(), HostMemory.copy, lora.unmerged
+    saved = {}
+
+    def remember():
+        saved.update({name: tensor.clone() for name, tensor in trainer.policy.weights()})
+        is_reference.clear()
+
+    def copy_late(memory, files):
+        is_reference.wait(timeout=1)
+        copied = copy(memory, files)
+        is_copied.set()
+        return copied
+
+    @contextmanager
+    def unmerged_during_the_copy(weights):
+        assert weights, "this test needs merged weights"
+        with unmerged(weights):
+            is_reference.set()
+            assert not saved or is_copied.wait(timeout=60)
+            yield
+
+    monkeypatch.setattr(HostMemory, "copy", copy_late)
+    monkeypatch.setattr(lora, "unmerged", unmerged_during_the_copy)
+    options = {"model.dtype": "bfloat16", "model.lora.rank": 2, "algorithm.kl_loss_coef": 0.1}
+    trainer = make(options, callbacks=At(2, remember))
+    trainer.train()
+    found = runs.weights(tmp_path / "run", 2)
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
 
 
 def test_a_copy_that_fails_ends_the_run_and_the_checkpoint_before_stays(make, tmp_path, monkeypatch):
