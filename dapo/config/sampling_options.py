@@ -271,7 +271,7 @@ class RewardConfig(Section):
         default=0,
         ge=0,
         le=MOST_TOKENS,
-        description="For `target`: a response loses reward from 1.5 times this many tokens on, and half of it at 2 "
-        "times.",
+        description="For `target`: a response with more than 1.5 times this many tokens loses reward, and with 2 times "
+        "half of it.",
     )
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
