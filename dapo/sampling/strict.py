@@ -365,10 +365,17 @@ class DynamicSampler:
             self._has_warned_of_length = True
             message = (
                 f"in {equal} of {len(learning)} groups all scores are equal and only the length penalty differs, so "
-                "they teach nothing but length; set algorithm.filter_groups.enable to true to drop such groups, or "
-                "raise data.max_response_length"
+                f"they teach nothing but length; {self._how_to_drop_equal_scores()}, or raise data.max_response_length"
             )
             step.events.append(Event(EventKind.LENGTH, message, step.number))
+
+    def _how_to_drop_equal_scores(self) -> str:
+        """Say which option drops groups whose scores are all equal."""
+        if self.rules.group_filter is not None:
+            return "drop such groups in algorithm.filter_groups.function"
+        metric = "set algorithm.filter_groups.metric to score"
+        option = metric if self.rules.filter_enabled else "set algorithm.filter_groups.enable to true"
+        return f"{option} to drop such groups"
 
     def _result(self, step: StepState, batch: list[Group], seconds: float) -> Sampled:
         """Assemble the result of the step, which took `seconds` in all."""
