@@ -55,7 +55,8 @@ class FilterGroupsConfig(Section):
 
 class LedgerConfig(Section):
     enable: bool = Field(
-        default=False, description="Draw prompts less often if their latest groups were all right or all wrong."
+        default=False,
+        description="Draw prompts less often if their latest groups were all right, all wrong or scored alike.",
     )
     explore: float = Field(
         default=0.2,
@@ -160,7 +161,9 @@ class AlgorithmConfig(Section):
     )
     overlong_filter: bool = Field(default=False, description="Leave responses cut off at the limit out of the loss.")
     kl_loss_coef: float = Field(
-        default=0.0, ge=0, description="Weight of the KL term in the loss; 0 loads no reference model."
+        default=0.0,
+        ge=0,
+        description="Weight of the KL term in the loss. No reference model is loaded if this and kl_reward_coef are 0.",
     )
     kl_reward_coef: float = Field(default=0.0, ge=0, description="Weight of the KL term subtracted from the reward.")
     max_staleness: int = Field(
