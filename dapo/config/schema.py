@@ -117,8 +117,9 @@ class Config(Section):
 
     @property
     def samples_in_process(self) -> bool:
-        """Whether one process learns and samples. Then responses finish in an order that depends on no clock."""
-        return not self.rollout_engines and not self.uses_vllm and self.cluster.learners == 1
+        """Whether one process learns and samples, except under torchrun. Then no clock orders the responses."""
+        is_alone = self.cluster.learners == 1 and not self.rollout_engines and not self.cluster.reward_workers
+        return is_alone and not self.uses_vllm
 
     @property
     def mini_batch_size(self) -> int:

@@ -89,8 +89,11 @@ class DynamicSampler:
         parts: CustomParts | None = None,
         environment: Environment | None = None,
         features: Features | None = None,
+        *,
+        learns_elsewhere: bool = False,  # in other processes, as under torchrun, which no option says
     ) -> None:
         self.config = config
+        self.can_overlap = config.algorithm.max_staleness > 0 and config.samples_in_process and not learns_elsewhere
         self.engine = engine
         self.judge = judge
         self.episodes = Episodes(engine, judge, environment, on_wait)
@@ -213,8 +216,7 @@ class DynamicSampler:
         Return 0, so that the round finishes first, in two cases: in the first round of a run, because the keep rate is
         unknown, and with engines whose responses finish in an order that depends on the clock.
         """
-        can_overlap = self.config.algorithm.max_staleness > 0 and self.config.samples_in_process
-        return self.config.concurrent // 2 if can_overlap and self.recent else 0
+        return self.config.concurrent // 2 if self.can_overlap and self.recent else 0
 
     def _keep_rate(self) -> float:
         """Return the recent share of kept groups, with one kept group added so that it is never 0."""

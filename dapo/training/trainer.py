@@ -327,6 +327,7 @@ class Trainer:
             parts=self._arguments.parts,
             environment=environment,
             features=self._features(),
+            learns_elsewhere=not isinstance(self.policy, Policy),
         )
 
     def _features(self) -> Features | None:
