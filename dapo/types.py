@@ -35,7 +35,7 @@ FLAT = (Verdict.ALL_WRONG, Verdict.ALL_RIGHT, Verdict.NO_VARIANCE)  # all judged
 
 
 class Ending(StrEnum):
-    """Why an episode ended."""
+    """The reason why an episode ended."""
 
     ENVIRONMENT = "by the environment"
     NO_TURNS = "no turns left"
@@ -123,7 +123,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample tokens. Truncation (top_p, top_k) and greedy sampling (temperature 0) are only for evaluation."""
+    """Sampling parameters. Truncation (top_p, top_k) and greedy sampling (temperature 0) are only for evaluation."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -311,7 +311,7 @@ class EvalReport:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something the reader of a run should know: a warning, a resume, a stop."""
+    """A warning, a resume, a stop, or something else that the reader of a run should know."""
 
     kind: EventKind
     message: str

@@ -252,11 +252,11 @@ def _with_options_of_loss(arm: Arm, config: Config) -> Arm:
 def _check_names(own: Iterable[Arm]) -> None:
     for arm in own:
         if arm.name in PUBLISHED:
-            raise ConfigError(f"arm '{arm.name}': a published arm has this name; give yours another one")
+            raise ConfigError(f"arm '{arm.name}': a published arm has this name; give yours another")
         if arm.name == RECIPE and arm.overrides:
             raise ConfigError(
                 f"arm '{RECIPE}': this is the name of the unchanged recipe; give the arm with "
-                f"{arm.overrides[0].partition('=')[0]} another one"
+                f"{arm.overrides[0].partition('=')[0]} another name"
             )
         try:
             length = len(arm.name.encode())

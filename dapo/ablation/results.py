@@ -44,7 +44,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """How many runs of an arm reached `level` in an evaluation, and what they had spent when they first did."""
+    """The number of an arm's runs that reached `level` in an evaluation, and what they had spent by then."""
 
     level: float
     runs: int

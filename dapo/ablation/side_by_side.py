@@ -87,7 +87,7 @@ class Site:
 
     @property
     def shared(self) -> str | None:
-        """The thing that runs share, and that slows them down: "GPU", "node", or None."""
+        """The resource that runs compete for: "GPU", "node", or None."""
         if "GPU" in self.each:
             return "GPU" if self.per_gpu > 1 else None
         return "node" if max(self.per_node) > 1 else None

@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: finished if nothing is set, by a signal, or by a failure described in one sentence."""
+    """The end of a run: finished if nothing is set, else by a signal, or by a failure described in one sentence."""
 
     signal: int | None = None
     failure: str | None = None

@@ -64,7 +64,7 @@ def contrast(first: Cells, second: Cells) -> Contrast:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return Holm's adjusted p-values: with them all, the chance of any false finding is at most the level.
+    """Return Holm's adjusted p-values, which bound the chance of any false finding among all comparisons.
 
     A NaN stays one, and does not count as a comparison.
     """

@@ -34,7 +34,7 @@ def bounded_exp(log_ratios_T: Array) -> Array:
 
 
 def surrogates(ratio_T: Array, advantages_T: Array, config: LossConfig) -> tuple[Array, Array]:
-    """Return -A r and -A clip(r, 1 - clip_low, 1 + clip_high). The larger one is the loss, but for the dual clip."""
+    """Return -A r and -A clip(r, 1 - clip_low, 1 + clip_high). Without the dual clip, the larger one is the loss."""
     return -advantages_T * ratio_T, -advantages_T * ratio_T.clip(1 - config.clip_low, 1 + config.clip_high)
 
 

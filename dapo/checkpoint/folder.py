@@ -101,7 +101,7 @@ def begin(folder: Path, state: TrainerState, policy: Savable, tokenizer: Any) ->
 
 
 def clean(folder: Path) -> None:
-    """Delete checkpoints that are half written or half deleted. One that was to be replaced but was not is put back."""
+    """Delete checkpoints that are half written or half deleted. Put back one whose replacement was not published."""
     for old in (folder / PARTIAL).glob("step_*.old"):
         if not (target := folder / old.stem).exists():
             old.rename(target)

@@ -113,7 +113,7 @@ class Placement:
             self.remove()
             raise ClusterError(
                 f"the cluster is large enough but busy: {describe(_total(demand.bundles))} did not become free within "
-                f"{timeout:g} s (cluster.timeout)"
+                f"{timeout:g} s (cluster.timeout); try again when other runs have ended"
             )
 
     def options(self, place: tuple[int, Bundle]) -> dict[str, Any]:

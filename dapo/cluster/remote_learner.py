@@ -44,7 +44,7 @@ class LearnerRank:
 
 
 class Ranks(Protocol):
-    """How calls reach all ranks: through Ray or torchrun."""
+    """The transport of calls to all ranks: Ray or torchrun."""
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call this method of every rank's `LearnerRank` with these arguments. Return the answer of rank 0."""

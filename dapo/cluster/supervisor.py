@@ -22,7 +22,7 @@ PLACEMENT_TICK = 1.0  # seconds between queries to Ray about bundles without a n
 
 
 class Restarts:
-    """How many processes the run may lose in all. Learners, engine and judges share the budget."""
+    """The number of processes that the run may lose in all. Learners, engine and judges share it."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -42,7 +42,7 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """When a supervisor counts an actor as lost, and whom it tells.
+    """The rules by which a supervisor counts an actor as lost and reports it.
 
     missing: a function that names the resources that the cluster lacks to start an actor, or returns None.
     """

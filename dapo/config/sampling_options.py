@@ -146,7 +146,8 @@ class RolloutConfig(Section):
         default=0.5,
         gt=0,
         lt=1,
-        description="Largest fraction of a GPU's free memory for the key/value cache; the update needs the rest.",
+        description="Largest fraction of a GPU's free memory for the key/value cache; the update needs the rest. With "
+        "vLLM on the learner's GPU: of all its memory, weights included.",
     )
     mode: Literal["strict", "inflight"] = Field(
         default="strict",
@@ -258,7 +259,11 @@ class RewardConfig(Section):
         default=0, ge=0, le=1024, description=f"Processes that judge; 0: one per core, at most {AUTO_WORKERS}."
     )
     timeout: float = Field(
-        default=10.0, gt=0, le=MOST_SECONDS, description="Seconds after which a response counts as unjudged."
+        default=10.0,
+        gt=0,
+        le=MOST_SECONDS,
+        description="Seconds for judging one response; a function that needs more leaves it unjudged, a rule counts it "
+        "as wrong.",
     )
     memory_gb: float = Field(default=4.0, ge=0, le=1e6, description="Address space of a judge in GB; 0: no limit.")
     model: RewardModelConfig = RewardModelConfig()
@@ -271,7 +276,7 @@ class RewardConfig(Section):
         default=0,
         ge=0,
         le=MOST_TOKENS,
-        description="For `target`: a response loses reward from 1.5 times this many tokens on, and half of it at 2 "
-        "times.",
+        description="For `target`: a response with more than 1.5 times this many tokens loses reward, and with 2 times "
+        "half of it.",
     )
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()

@@ -117,8 +117,9 @@ class Config(Section):
 
     @property
     def samples_in_process(self) -> bool:
-        """Whether one process learns and samples. Then responses finish in an order that depends on no clock."""
-        return not self.rollout_engines and not self.uses_vllm and self.cluster.learners == 1
+        """Whether one process learns and samples, except under torchrun. Then no clock orders the responses."""
+        is_alone = self.cluster.learners == 1 and not self.rollout_engines and not self.cluster.reward_workers
+        return is_alone and not self.uses_vllm
 
     @property
     def mini_batch_size(self) -> int:
@@ -212,7 +213,10 @@ class Config(Section):
                 "responses in flight one version older"
             )
         if self.rollout.engine == "vllm" and not self.uses_vllm:
-            raise ValueError("rollout.engine is vllm, but cluster.rollout_workers names no worker that runs it")
+            raise ValueError(
+                "rollout.engine is vllm, but cluster.rollout_workers names no worker that runs it; name one, or set "
+                "rollout.engine to embedded"
+            )
         if not self.uses_vllm and (self.rollout.tensor_parallel > 1 or self.rollout.vllm):
             name = "vllm" if self.rollout.vllm else "tensor_parallel"
             raise ValueError(f"rollout.{name} is for vLLM only: set rollout.engine to vllm, or leave it out")
@@ -233,13 +237,13 @@ class Config(Section):
         if self.optim.ppo_mini_batch_size > self.data.train_batch_size:
             raise ValueError(
                 f"optim.ppo_mini_batch_size is {self.optim.ppo_mini_batch_size} prompts, more than the "
-                f"data.train_batch_size of {self.data.train_batch_size}"
+                f"data.train_batch_size of {self.data.train_batch_size}; lower it, or set 0 for the whole batch"
             )
         if any(not 0 <= beta < 1 for beta in self.optim.betas):
             raise ValueError(f"optim.betas must both lie in [0, 1), found {list(self.optim.betas)}")
         name = self.run.name
         if not name or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
-            raise ValueError(f"run.name must be a plain folder name, found {name!r}")
+            raise ValueError(f"run.name must be a plain folder name, found {name!r}; run.dir is the folder of all runs")
         if not self.model.lora.target_modules:
             raise ValueError("model.lora.target_modules is empty; name the layers that get adapters, or all-linear")
         if "lm_head" in self.model.lora.target_modules:

@@ -55,14 +55,15 @@ class FilterGroupsConfig(Section):
 
 class LedgerConfig(Section):
     enable: bool = Field(
-        default=False, description="Draw prompts less often if their latest groups were all right or all wrong."
+        default=False,
+        description="Draw prompts less often if their latest groups were all right, all wrong or scored alike.",
     )
     explore: float = Field(
         default=0.2,
         gt=0,
         le=1,
-        description="Fraction of draws that ignore the history. With lookahead, prompts that are not promising are "
-        "drawn with probability explore / lookahead.",
+        description="Fraction of draws that ignore the history. With lookahead, the prompts that it does not choose "
+        "are drawn with probability explore / lookahead.",
     )
     revisit: float = Field(
         default=0.0,
@@ -75,9 +76,9 @@ class LedgerConfig(Section):
         default=1,
         ge=1,
         le=64,
-        description="Prompts to look at for each one drawn. With more than 1, their pass rates are predicted from the "
-        "model's hidden states and the run's own groups, and the promising ones, nearest to one half, are drawn. The "
-        "judge must give `acc`.",
+        description="Prompts to look at for each one drawn. With more than 1, the run predicts their pass rates from "
+        "the model's hidden states and its own groups, and draws those nearest to one half. The judge must give "
+        "`acc`.",
     )
     correct: bool = Field(
         default=False,
@@ -142,10 +143,15 @@ class AlgorithmConfig(Section):
         default="std", description="std: divide advantages by the group's standard deviation; none: do not (Dr. GRPO)."
     )
     clip_ratio_low: float = Field(
-        default=0.2, ge=0, le=1, description="Lower clip: the ratio stays above 1 - this; 1: no lower clip."
+        default=0.2,
+        ge=0,
+        le=1,
+        description="Lower clip: the ratio stays above 1 - this (`gmpo`: above exp(-this)); 1: no lower clip.",
     )
     clip_ratio_high: float = Field(
-        default=0.28, ge=0, description="Upper clip (clip-higher): the ratio stays below 1 + this."
+        default=0.28,
+        ge=0,
+        description="Upper clip (clip-higher): the ratio stays below 1 + this (`gmpo`: below exp(this)).",
     )
     clip_ratio_c: float | None = Field(
         default=10.0, gt=1, description="Dual clip bound for negative advantages; null: off."
@@ -155,22 +161,24 @@ class AlgorithmConfig(Section):
     )
     overlong_filter: bool = Field(default=False, description="Leave responses cut off at the limit out of the loss.")
     kl_loss_coef: float = Field(
-        default=0.0, ge=0, description="Weight of the KL term in the loss; 0 loads no reference model."
+        default=0.0,
+        ge=0,
+        description="Weight of the KL term in the loss. No reference model is loaded if this and kl_reward_coef are 0.",
     )
     kl_reward_coef: float = Field(default=0.0, ge=0, description="Weight of the KL term subtracted from the reward.")
     max_staleness: int = Field(
         default=1,
         ge=0,
         le=10**6,
-        description="Steps that kept groups beyond the batch may wait to be trained on; 0 drops them, as published. In "
-        "flight: largest age of a token that is trained on, in steps.",
+        description="Most steps that a kept group beyond the batch may wait to be trained on; 0 drops it, as "
+        "published. In flight: the greatest age of a token that is trained on, in steps.",
     )
     importance_correction: Literal[
         "auto", "none", "token-truncated", "token-masked", "sequence-truncated", "sequence-masked"
     ] = Field(
         default="auto",
-        description="Weight the loss by the ratio of trainer to sampler, per token or per response, where the two "
-        "differ: truncated to at most 2, or masked outside of 1/2 to 2. auto: token-truncated with vLLM, else none.",
+        description="Weight the loss by the trainer's probability divided by the sampler's, per token or per response: "
+        "truncated to at most 2, or masked outside of 1/2 to 2. auto: token-truncated with vLLM, else none.",
     )
     max_logprob_gap: float = Field(
         default=0.05,
@@ -209,8 +217,8 @@ class OptimConfig(Section):
     )
     recompute_activations: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Keep few activations and recompute the others in the backward pass (GPU only); auto: if too few "
-        "tokens would fit otherwise.",
+        description="Keep few activations and recompute the others in the backward pass (GPU only); auto: only if too "
+        "few tokens would fit without it.",
     )
 
 

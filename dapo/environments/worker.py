@@ -129,8 +129,8 @@ class Worker:
         for text, given in turns:
             if list(_messages(await finished(environment.reply(text)))) != given:
                 raise EpisodeError(
-                    "the process of this episode was lost, and the environment replied otherwise when its turns were "
-                    "played again"
+                    "the process of this episode was lost, and the environment gave other replies when its turns were "
+                    "repeated; derive replies from the row and the turns only"
                 )
         take_calls(environment)  # they are recorded already
         return environment

@@ -166,7 +166,7 @@ def read_responses(path: str, answer: Any = None) -> tuple[list[str], list[Respo
 
 
 def describe(judgment: Judgment, answer: Any) -> dict[str, str]:
-    """Return what to show of a judgment, by name, as text without control characters."""
+    """Return the parts of a judgment to show, by name, as text without control characters."""
     reason = judgment.error
     if judgment.verdict == "wrong":
         has_answer = judgment.extracted is not None or "extracted" not in judgment.extras

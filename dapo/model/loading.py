@@ -135,7 +135,7 @@ def _check_path(path: str) -> None:
 
 
 def check_architecture(folder: Path, max_length: int) -> PreTrainedModel:
-    """Refuse a model for what can be known of it without its weights: its class, its context and its head.
+    """Refuse a model whose class, context or head dapo does not support. No weights are read.
 
     Return the model without its weights, on the meta device.
     """

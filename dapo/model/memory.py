@@ -85,7 +85,7 @@ def cache_room(config: Any, width: int, left: float, fraction: float, rows: int,
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a GPU that samples and trains uses the memory that weights and masters leave free."""
+    """The use of the memory that weights and masters leave free on a GPU that samples and trains."""
 
     offloads: bool = False  # AdamW's moments are in the host's memory
     lends: bool = False  # the cache is freed for each update, and the gradients are freed after it

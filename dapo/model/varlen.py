@@ -25,7 +25,7 @@ _PADDING = 64  # padding tokens attend to each other in segments of this length
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """How packed families are cut up: into pieces for the forward, into segments for the backward.
+    """The pieces (for the forward) and segments (for the backward) into which packed families are cut.
 
     A piece is a run of tokens as the sampler computed them; the forward copies no keys.
 

@@ -108,7 +108,7 @@ def _pool(options: RewardConfig) -> WorkerPool | None:
 
 
 def judge_kinds(options: RewardConfig, judge: Judge | None) -> list[tuple[str, Kind]]:
-    """Return name and properties of each judge. `judge` None: it runs elsewhere, and is loaded here to see them."""
+    """Return name and properties of each judge. `judge` None: it runs elsewhere, and is loaded here to inspect it."""
     if judge is None:
         pool = _pool(options.model_copy(update={"workers": 1}))
         if pool is not None:

@@ -61,7 +61,7 @@ class Sampled:
 def count_tokens(
     batch: Sequence[Group], dropped: Sequence[Group], carried: Sequence[Group], *, carried_in: int, generated: int
 ) -> dict[str, int]:
-    """Return where the response tokens of one step went, by metric name, and assert that none is lost.
+    """Count where the response tokens of one step went, by metric name, and assert that none is lost.
 
     carried_in + generated = trained + masked + dropped (by reason) + stale + carried_out
 

@@ -6,9 +6,9 @@ from math import exp, lgamma
 
 
 def groups_needed(missing: int, kept: int, decided: int, most: int, confidence: float = 0.9) -> int:
-    """Return how many groups to sample so that, with this probability, at least `missing` are kept; at most `most`.
+    """Return how many groups, at most `most`, to sample so that at least `missing` are kept with this probability.
 
-    `kept` of the latest `decided` groups were kept. One more kept group is assumed, so that the keep rate is never 0.
+    `kept` of the latest `decided` groups were kept, and one more is assumed, so that the keep rate is never 0.
     The rate then has a beta distribution, and the number of new groups that are kept a beta-binomial one, which
     includes the uncertainty about the rate. If all groups were kept, as without a filter, all new ones will be, too.
     """

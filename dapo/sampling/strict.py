@@ -89,8 +89,11 @@ class DynamicSampler:
         parts: CustomParts | None = None,
         environment: Environment | None = None,
         features: Features | None = None,
+        *,
+        learns_elsewhere: bool = False,  # in other processes, as under torchrun, which no option says
     ) -> None:
         self.config = config
+        self.can_overlap = config.algorithm.max_staleness > 0 and config.samples_in_process and not learns_elsewhere
         self.engine = engine
         self.judge = judge
         self.episodes = Episodes(engine, judge, environment, on_wait)
@@ -213,8 +216,7 @@ class DynamicSampler:
         Return 0, so that the round finishes first, in two cases: in the first round of a run, because the keep rate is
         unknown, and with engines whose responses finish in an order that depends on the clock.
         """
-        can_overlap = self.config.algorithm.max_staleness > 0 and self.config.samples_in_process
-        return self.config.concurrent // 2 if can_overlap and self.recent else 0
+        return self.config.concurrent // 2 if self.can_overlap and self.recent else 0
 
     def _keep_rate(self) -> float:
         """Return the recent share of kept groups, with one kept group added so that it is never 0."""
@@ -365,10 +367,17 @@ class DynamicSampler:
             self._has_warned_of_length = True
             message = (
                 f"in {equal} of {len(learning)} groups all scores are equal and only the length penalty differs, so "
-                "they teach nothing but length; set algorithm.filter_groups.enable to true to drop such groups, or "
-                "raise data.max_response_length"
+                f"they teach nothing but length; {self._how_to_drop_equal_scores()}, or raise data.max_response_length"
             )
             step.events.append(Event(EventKind.LENGTH, message, step.number))
+
+    def _how_to_drop_equal_scores(self) -> str:
+        """Say which option drops groups whose scores are all equal."""
+        if self.rules.group_filter is not None:
+            return "drop such groups in algorithm.filter_groups.function"
+        metric = "set algorithm.filter_groups.metric to score"
+        option = metric if self.rules.filter_enabled else "set algorithm.filter_groups.enable to true"
+        return f"{option} to drop such groups"
 
     def _result(self, step: StepState, batch: list[Group], seconds: float) -> Sampled:
         """Assemble the result of the step, which took `seconds` in all."""

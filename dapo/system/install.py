@@ -1,4 +1,4 @@
-"""How this package was installed, for messages that say how to install something more."""
+"""Find out how this package was installed, for messages that say how to install something more."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class RunDirectory:
         for key in fixed & found.keys():
             was, now = map(shown, found[key])
             raise CheckpointError(
-                f"{self.path}: holds another run: its {key} is {was}, not {now}; set it back, or choose another "
+                f"{self.path}: {key} cannot change in a run: it is {was}, not {now}; set it back, or choose another "
                 "run.name"
             )
         return [f"{key} {shown(was)} -> {shown(now)}" for key, (was, now) in found.items()]

@@ -15,7 +15,7 @@ Step = TypeVar("Step")
 
 @dataclass(slots=True)
 class StopRequest:
-    """Whether a run is to end after the current step. A signal also ends an evaluation that is in progress."""
+    """A request to end the run after the current step. A signal also ends an evaluation that is in progress."""
 
     signal: int | None = None
     is_asked: bool = False  # by `Trainer.stop`
@@ -48,7 +48,7 @@ def handler(handle: Callable[[int, Any], None]) -> Iterator[None]:
 
 @contextmanager
 def handled(stopping: StopRequest, on_first: Callable[[], None]) -> Iterator[None]:
-    """On the first signal during the block, ask to stop and call `on_first`; on a second one, stop at once."""
+    """Ask to stop and call `on_first` on the first signal during the block; stop at once on a second one."""
     is_telling = False
 
     def handle(number: int, _: Any) -> None:

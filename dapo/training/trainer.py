@@ -328,6 +328,7 @@ class Trainer:
             parts=self._arguments.parts,
             environment=environment,
             features=self._features(),
+            learns_elsewhere=not isinstance(self.policy, Policy),
         )
 
     def _reference(self) -> Reference | None:

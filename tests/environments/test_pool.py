@@ -312,7 +312,7 @@ def test_episodes_of_a_lost_process_are_played_again(folder):
         assert pool.reply((0, 0), "b", 2).result(timeout=60).messages[0]["content"] == "turn 2"
         os.kill(pool.workers[0].process.pid, signal.SIGKILL)  # from outside, between two calls
         assert pool.reply((0, 0), "end", 3).result(timeout=60).score.extras["seen"] == "a b end"
-        assert "replied otherwise" in pool.reply((0, 2), "end", 2).result(timeout=60).score.error
+        assert "gave other replies" in pool.reply((0, 2), "end", 2).result(timeout=60).score.error
         assert pool.reply((0, 3), "end", 2).result(timeout=60).score.extras["seen"] == "turn end"
 
 

@@ -660,3 +660,17 @@ def test_groups_that_differ_only_in_the_length_penalty_are_counted_and_warned_of
     )
     if not differs:
         assert "in 4 of 4 groups all scores are equal and only the length penalty differs" in first.events[0].message
+        assert "set algorithm.filter_groups.enable to true to drop such groups" in first.events[0].message
+
+
+def test_the_warning_of_equal_scores_names_the_option_that_drops_such_groups():
+    shaping = ("reward.length_shaping=buffer", "reward.overlong_buffer.len=32")
+    sampler = sampler_for(
+        lambda serial, index: 10 if index else 60,
+        lambda serial: False,
+        *shaping,
+        "algorithm.filter_groups.metric=seq_reward",
+    )
+    sampled = advance(sampler, 1, 0)
+    assert sampled.metrics()["groups/equal_scores"] == 4
+    assert "set algorithm.filter_groups.metric to score to drop such groups" in sampled.events[0].message

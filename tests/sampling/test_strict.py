@@ -24,7 +24,9 @@ MODEL = tiny_llama()
 MODEL.set_attn_implementation(ATTENTION_NAME)
 
 
-def sampler_for(judge: Callable[[Prompt, Rollout], Score], *overrides: str) -> DynamicSampler:
+def sampler_for(
+    judge: Callable[[Prompt, Rollout], Score], *overrides: str, learns_elsewhere: bool = False
+) -> DynamicSampler:
     base = {
         "model": {"path": "tiny"},
         "data": {"train": "none", "train_batch_size": 4, "max_response_length": 6},
@@ -37,7 +39,8 @@ def sampler_for(judge: Callable[[Prompt, Rollout], Score], *overrides: str) -> D
         MODEL, tiny_tokenizer(), frozenset({EOS_ID, *range(4, 20)}), config.run.seed, config.rollout.max_concurrent
     )
     prompts = [Prompt(f"p{i}", (), (40 + i, 41, 42), answer=i) for i in range(5)]
-    return DynamicSampler(config, engine, Scripted(judge), PromptStream([ShuffledSource(prompts, config.run.seed)]))
+    stream = PromptStream([ShuffledSource(prompts, config.run.seed)])
+    return DynamicSampler(config, engine, Scripted(judge), stream, learns_elsewhere=learns_elsewhere)
 
 
 def mixed_when(is_mixed: Callable[[int], bool]) -> Callable[[Prompt, Rollout], Score]:
@@ -234,9 +237,18 @@ def test_the_next_round_begins_in_the_tail_of_this_one_and_waits_for_all():
     assert [group.serial for group in sampled.groups] == list(range(sampler.next_serial))
 
 
-@pytest.mark.parametrize("overrides", [("algorithm.max_staleness=0",), ("cluster.rollout_workers=1",)])
-def test_whole_rounds_are_finished_first_without_carry_over_and_with_remote_engines(overrides):
-    sampler = sampler_for(mixed_when(lambda serial: serial >= 20), "rollout.max_concurrent=18", *overrides)
+@pytest.mark.parametrize(
+    ("overrides", "learns_elsewhere"),
+    [
+        (("algorithm.max_staleness=0",), False),
+        (("cluster.rollout_workers=1",), True),
+        (("cluster.reward_workers=1",), True),  # it makes learner and engine actors, too
+        ((), True),  # under torchrun
+    ],
+)
+def test_whole_rounds_are_finished_first_without_carry_over_and_with_remote_engines(overrides, learns_elsewhere):
+    options = "rollout.max_concurrent=18", *overrides
+    sampler = sampler_for(mixed_when(lambda serial: serial >= 20), *options, learns_elsewhere=learns_elsewhere)
     sampler.recent.extend([True] * 15 + [False])
     submit = sampler.engine.submit
     in_flight = []

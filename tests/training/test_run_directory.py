@@ -96,7 +96,8 @@ def test_a_database_that_is_not_a_run_s_is_refused_unchanged(tmp_path, database)
 def test_a_run_does_not_resume_with_other_variables_for_its_chat_template(finished, tmp_path):
     config = copy_of(finished, tmp_path, "data.chat_template_kwargs.enable_thinking=false")
     with pytest.raises(
-        CheckpointError, match=r"its data.chat_template_kwargs is \{\}, not \{'enable_thinking': False\}"
+        CheckpointError,
+        match=r"data.chat_template_kwargs cannot change in a run: it is \{\}, not \{'enable_thinking': False\}",
     ):
         train(config, resume=True)
 
@@ -122,7 +123,7 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path):
 def test_a_lost_configuration_is_taken_from_the_database(finished, tmp_path):
     config = copy_of(finished, tmp_path)
     (config.run_dir / "config.yaml").unlink()
-    with pytest.raises(CheckpointError, match=r"its run\.seed is 5, not 6"):
+    with pytest.raises(CheckpointError, match=r"run\.seed cannot change in a run: it is 5, not 6"):
         Trainer(runs.load(finished, f"run.dir={tmp_path}", "run.name=run", "run.seed=6"), resume=True)
     train(config, resume=True)
     assert len(runs.metrics(config.run_dir)) == 4
@@ -174,7 +175,7 @@ def test_a_run_whose_checkpoints_are_missing_is_refused_and_keeps_its_records(fi
 def test_a_run_without_a_step_can_be_started_again_with_other_options_or_resumed(tmp_path):
     Trainer(runs.load(tmp_path, "run.name=run", "run.seed=1")).close()
     Trainer(runs.load(tmp_path, "run.name=run", "run.seed=2")).close()
-    with pytest.raises(CheckpointError, match=r"its run\.seed is 2, not 3"):
+    with pytest.raises(CheckpointError, match=r"run\.seed cannot change in a run: it is 2, not 3"):
         Trainer(runs.load(tmp_path, "run.name=run", "run.seed=3"), resume=True)
     config = runs.load(tmp_path, "run.name=run", "run.seed=2", "run.steps=1")
     train(config, resume=True)
@@ -347,7 +348,10 @@ def test_an_edited_configuration_is_listed_on_resume_and_fixed_options_stay_fixe
         assert database_config(database).optim.lr == 0.5
     assert "optim.lr 0.001 -> 0.5" in message
     edited(config, "run.seed", 99)
-    with pytest.raises(CheckpointError, match=r"its run\.seed is 5, not 99; set it back, or choose another run\.name"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"run\.seed cannot change in a run: it is 5, not 99; set it back, or choose another run\.name",
+    ):
         Trainer({"run.dir": str(tmp_path), "run.name": "run"}, resume=True)
 
 

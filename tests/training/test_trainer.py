@@ -473,7 +473,7 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path):
     with pytest.raises(CheckpointError, match="already holds a run; continue it with --resume"):
         Trainer(config)
     other = runs.load(tmp_path, "run.steps=2", "run.seed=1")
-    with pytest.raises(CheckpointError, match=r"holds another run: its run.seed is 5, not 1"):
+    with pytest.raises(CheckpointError, match=r"run.seed cannot change in a run: it is 5, not 1"):
         Trainer(other, resume=True)
 
 

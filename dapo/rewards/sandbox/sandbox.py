@@ -51,7 +51,7 @@ class SandboxError(RuntimeError):
 
 
 class Ending(NamedTuple):
-    """How a program ended: `reason` is None if it ran to its end, and `detail` is for people."""
+    """The end of a program: `reason` is None if it ran to its end, and `detail` is for people."""
 
     output: bytes
     cpu: float  # seconds
