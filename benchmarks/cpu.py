@@ -1,8 +1,8 @@
 """make bench: compare the embedded engine and the update with alternatives on this machine's CPU.
 
-Real SmolLM2-135M-Instruct weights in float32, and for sampling also in bf16. The two sides of a pair are run
-alternately (A B A B), and the best time of each counts. Other work on the machine slows both, so the claim is their
-ratio.
+Real SmolLM2-135M-Instruct weights in float32 and bf16, with the kernels in C where the CPU has the instructions for
+them. The two sides of a pair are run alternately (A B A B), and the best time of each counts. Other work on the machine
+slows both, so the claim is their ratio.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from dapo.algorithm.filtering import GroupRules, form_group
 from dapo.algorithm.loss import LossConfig, policy_loss
 from dapo.config import Config, ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
+from dapo.kernels import native
 from dapo.model.loading import LoadedModel, load_model, resolve_path
 from dapo.policy.head import fused_head_loss
 from dapo.policy.policy import Policy
@@ -64,6 +66,22 @@ def encoded_questions(tokenizer: Any) -> list[tuple[int, ...]]:
     ]
 
 
+def without_kernels(build: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+    """Return the function that `build` makes, with PyTorch in place of the kernels in C."""
+
+    def off() -> Any:
+        return patch.object(native, "library", lambda dtype: None)
+
+    with off():
+        run = build()
+
+    def plain() -> None:
+        with off():
+            run()
+
+    return plain
+
+
 def embedded_sampler(loaded: LoadedModel, prompts: list[tuple[int, ...]]) -> Callable[[], None]:
     """Return a function that samples 16 responses of 64 tokens per prompt, with stop tokens off."""
     engine = EmbeddedEngine(loaded.model, loaded.tokenizer, frozenset(), seed=0, max_concurrent=64)
@@ -94,6 +112,10 @@ def rollout(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, 
     narrow = embedded_sampler(load_model(ModelConfig(path=MODEL, device="cpu", dtype="bfloat16")), prompts)
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "rollout, 4 x 16 x 64 tokens: embedded against transformers.generate": (embedded, generate),
+        "the same: embedded with kernels in C against without": (
+            embedded,
+            without_kernels(lambda: embedded_sampler(load_model(ModelConfig(path=MODEL, device="cpu")), prompts)),
+        ),
         "the same: embedded in bf16 against float32": (narrow, embedded),
     }
     if importlib.util.find_spec("vllm") is not None:
@@ -133,11 +155,13 @@ def synthetic_groups(count: int, n: int, prompt_tokens: int, response_tokens: in
     return groups
 
 
-def update(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, str]]:
-    """Update on 6 groups of 6 with 54 + 5 tokens, optimizer included; against padded sequences without sharing."""
+def update(repeats: int) -> list[tuple[str, float, float, str]]:
+    """Update on 6 groups of 6 with 54 + 5 tokens, optimizer included; against padded sequences without sharing.
+
+    Also without the kernels in C, and in bf16.
+    """
     config = Config.parse({"model": {"path": MODEL}, "data": {"train": "none"}, "optim": {"lr": 1e-9}})
     groups = synthetic_groups(6, 6, 54, 5)
-    policy = Policy(loaded.model, config)
     stock: Any = load_model(ModelConfig(path=MODEL, device="cpu"), attention="sdpa").model
     plain = Policy(stock, config)
     rows = [
@@ -146,8 +170,10 @@ def update(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, s
     tokens = torch.tensor([[*prompt, *response] for prompt, response, _ in rows])
     advantages = torch.tensor([a for *_, a in rows], dtype=torch.float32)[:, None].expand(-1, 5)
 
-    def shared() -> None:
-        policy.update(groups, step=1, version=0)
+    def shared_update(dtype: str) -> Callable[[], object]:
+        chosen = Config.parse({**config.model_dump(), "model": {"path": MODEL, "dtype": dtype, "device": "cpu"}})
+        policy = Policy(load_model(chosen.model).model, chosen)
+        return lambda: policy.update(groups, step=1, version=0)
 
     def padded() -> None:
         plain.optimizer.zero_grad()
@@ -158,11 +184,11 @@ def update(loaded: LoadedModel, repeats: int) -> list[tuple[str, float, float, s
         plain.optimizer.step(plain.rules.learning_rate(1))
         plain.optimizer.zero_grad()
 
-    narrow_config = Config.parse({**config.model_dump(), "model": {"path": MODEL, "dtype": "bfloat16"}})
-    narrow = Policy(load_model(narrow_config.model.model_copy(update={"device": "cpu"})).model, narrow_config)
+    shared = shared_update("float32")
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "update, 6 x 6 of 54 + 5 tokens: shared prompts against padded": (shared, padded),
-        "the same: shared prompts in bf16 against float32": (lambda: narrow.update(groups, step=1, version=0), shared),
+        "the same: with kernels in C against without": (shared, without_kernels(lambda: shared_update("float32"))),
+        "the same: in bf16 against float32": (shared_update("bfloat16"), shared),
     }
     rows_found = []
     for what, pair in pairs.items():
@@ -242,7 +268,7 @@ def main() -> None:
     with console.status("measuring rollouts (about two minutes)"):
         rows += rollout(loaded, repeats)
     with console.status("measuring updates (about a minute)"):
-        rows += update(loaded, repeats)
+        rows += update(repeats)
     table = Table(title="measured alternately in one run, best of each")
     for heading in ("what", "first", "second", "unit", "ratio"):
         table.add_column(heading, justify="left" if heading == "what" else "right")

@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from dapo.kernels import native
+
 # Without a GPU Triton's kernels run in its interpreter, which must be known before Triton is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -82,6 +84,8 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.setattr("pwd.getpwuid", no_name)
+    # The reason why nothing can be compiled without a cache is not kept for later tests.
+    monkeypatch.setattr("dapo.kernels.native._loaded", native._loaded.__wrapped__)
     for name in ("HOME", "DAPO_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
