@@ -22,6 +22,7 @@ from dapo.errors import ConfigError, one_line
 MAX_FILE_BYTES = 2**18
 _MAX_YAML_VALUES = 50_000  # with all aliases expanded
 _MAX_YAML_DEPTH = 32
+_INDICATORS = ("*", "&", "!", "%", "@", "`")  # no plain text starts with these; a glob may
 _MAX_SHOWN = 200  # characters of a wrong value that an error message quotes
 
 
@@ -175,7 +176,8 @@ def apply_override(values: dict[str, Any], override: str, names: Sequence[str]) 
     try:
         value = parse_value(text)
     except ValueError as error:
-        raise ConfigError(f"override '{shown}': the value is not valid YAML ({error})") from None
+        hint = "; in quotes it is text: " + _cut(f"'{key}=\"{text}\"'") if text.startswith(_INDICATORS) else ""
+        raise ConfigError(f"override '{shown}': the value is not valid YAML ({error}){hint}") from None
     _set_option(values, key, value, f"override '{shown}'", names)
 
 

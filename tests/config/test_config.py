@@ -194,6 +194,12 @@ def test_an_override_below_a_value_or_with_a_broken_value_is_refused(tmp_path):
     assert "the value is not valid YAML" in sentence(tmp_path, SMALLEST, "optim.betas=[0.9,")
 
 
+def test_a_glob_in_an_override_is_answered_with_how_to_quote_it(tmp_path):
+    found = sentence(tmp_path, SMALLEST, "data.train=*.parquet")
+    assert found.endswith("""; in quotes it is text: 'data.train="*.parquet"'""")
+    assert load(tmp_path, SMALLEST, 'data.train="*.parquet"').data.train[0].path == "*.parquet"
+
+
 REFUSED = "the URL of an endpoint holds a user name, a password or a key"
 
 
