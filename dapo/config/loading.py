@@ -134,7 +134,9 @@ def read_text(path: Path, form: str) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+        is_run = (path / "config.yaml").is_file()
+        hint = f"; to continue the run in it: dapo resume {path}" if is_run else ""
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error}){hint}") from None
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:

@@ -162,6 +162,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         Config.load(tmp_path / "gone.yaml")
     with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)$"):
         Config.load(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"\(Is a directory\); to continue the run in it: dapo resume "):
+        Config.load(tmp_path / "run")
     (tmp_path / "binary.yaml").write_bytes(b"model: \xff")
     with pytest.raises(ConfigError, match=r"binary\.yaml: not valid YAML"):
         Config.load(tmp_path / "binary.yaml")
