@@ -233,7 +233,16 @@ def test_an_empty_dataset_and_a_run_without_a_database_are_one_sentence_each(tmp
     done = dapo("train", recipe)
     assert (done.returncode, "no rows" in done.stderr) == (2, True)
     done = dapo("metrics", tmp_path / "nowhere")
-    assert (done.returncode, "there is no run database here" in done.stderr) == (2, True)
+    assert (done.returncode, "there is no run here" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["metrics", "resume"])
+def test_a_folder_of_runs_is_refused_with_the_name_of_one_of_them(finished, command):
+    folder, _ = finished
+    done = dapo(command, folder / "runs")
+    assert done.returncode == 2
+    assert "there is no run here" in done.stderr
+    assert f"name one of the runs in it, such as {folder / 'runs'}/" in " ".join(done.stderr.split())
 
 
 def test_a_run_and_its_base_model_are_evaluated_together_and_every_sample_is_stored(finished, tmp_path):

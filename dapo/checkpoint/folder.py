@@ -281,7 +281,7 @@ def _all(folder: Path) -> dict[int, Path]:
 def _damaged(checkpoint: Path, why: str) -> str:
     others = sorted(step for step, path in _all(checkpoint.parent).items() if path != checkpoint)
     remedy = (
-        f"use another one (there are those of steps {', '.join(map(str, others))}), or delete this folder to resume "
+        f"use another one (of step {', '.join(map(str, others))}), or delete this folder to resume "
         f"from step {others[-1]}"
         if others
         else "there is no other checkpoint: restore it from a copy, or start again under another run.name"

@@ -19,8 +19,10 @@ def metrics(
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per step.")] = False,
 ) -> None:
     """Print the metrics of every step of a run, its evaluations and its newest events."""
+    from dapo.store.configuration import check_is_run
     from dapo.terminal.history import json_lines, print_history
 
+    check_is_run(run)
     if as_json:
         for line in json_lines(run):
             sys.stdout.write(line + "\n")

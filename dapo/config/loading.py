@@ -22,6 +22,7 @@ from dapo.errors import ConfigError, one_line
 MAX_FILE_BYTES = 2**18
 _MAX_YAML_VALUES = 50_000  # with all aliases expanded
 _MAX_YAML_DEPTH = 32
+_INDICATORS = ("*", "&", "!", "%", "@", "`")  # no plain text starts with these; a glob may
 _MAX_SHOWN = 200  # characters of a wrong value that an error message quotes
 
 
@@ -133,7 +134,9 @@ def read_text(path: Path, form: str) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+        is_run = (path / "config.yaml").is_file()
+        hint = f"; to continue the run in it: dapo resume {path}" if is_run else ""
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error}){hint}") from None
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:
@@ -175,7 +178,8 @@ def apply_override(values: dict[str, Any], override: str, names: Sequence[str]) 
     try:
         value = parse_value(text)
     except ValueError as error:
-        raise ConfigError(f"override '{shown}': the value is not valid YAML ({error})") from None
+        hint = "; in quotes it is text: " + _cut(f"'{key}=\"{text}\"'") if text.startswith(_INDICATORS) else ""
+        raise ConfigError(f"override '{shown}': the value is not valid YAML ({error}){hint}") from None
     _set_option(values, key, value, f"override '{shown}'", names)
 
 

@@ -90,7 +90,8 @@ def _answer(where: str, row: Mapping[str, Any], question_column: str) -> tuple[s
     if column is not None:
         return column, _gold(where, column, row[column])
     if question_column != "prompt":
-        raise DataError(f"{where}: {_missing(row, 'answer')}")
+        hint = f" (and there is no 'ground_truth' or 'solution'{columns_hint(row)}); data.columns maps other names"
+        raise DataError(f"{where}: {_missing(row, 'answer')}{'' if 'answer' in row else hint}")
     return None, None  # some reward functions need no gold answer
 
 

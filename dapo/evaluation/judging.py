@@ -152,9 +152,8 @@ def read_responses(path: str, answer: Any = None) -> tuple[list[str], list[Respo
             raise row
         text, tokens = row.get("completion"), row.get("completion_ids")
         if not isinstance(text, str):
-            raise DataError(
-                f"{where}: column 'completion' must be text, found {type(text).__name__} (columns: {', '.join(row)})"
-            )
+            fault = "is missing" if text is None else f"must be text, found {type(text).__name__}"
+            raise DataError(f"{where}: column 'completion' {fault} (columns: {', '.join(row)})")
         if tokens is not None and not (isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)):
             raise DataError(f"{where}: column 'completion_ids' must be a list of token ids")
         rest = {name: value for name, value in row.items() if name not in ("completion", "completion_ids")}

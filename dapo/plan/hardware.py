@@ -6,6 +6,7 @@ Every constant says where it comes from: MEASURED (docs/explanation/performance.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 from dapo.errors import ConfigError
@@ -87,12 +88,12 @@ OPTIMIZER_BYTES = 28  # read and written per parameter: master, gradient and two
 
 
 def find_gpu(name: str, network: float | None = None) -> Gpu:
-    """Return the GPU of this name. `network`: gigabytes per second and GPU between nodes, if known."""
-    plain = name.lower().replace(" ", "").removeprefix("nvidia").strip("-_")
-    found = next((gpu for gpu in _GPUS if gpu.name == plain), None)
+    """Return the GPU of this name, as `4090` or `NVIDIA A100-80GB`. `network`: GB/s per GPU between nodes, if known."""
+    plain = _plain(name)
+    found = next((gpu for gpu in _GPUS if plain in (_plain(gpu.name), f"{gpu.name}{gpu.memory / 1e9:g}gb")), None)
     if found is None:
         known = ", ".join(f"{gpu.name} ({gpu.memory / 1e9:g} GB)" for gpu in _GPUS)
-        if plain.removeprefix("tesla").strip("-_") in _WITHOUT_BFLOAT16:
+        if plain in map(_plain, _WITHOUT_BFLOAT16):
             raise ConfigError(f"--gpu {name} has no bfloat16 and is not supported; choose from {known}")
         raise ConfigError(f"--gpu {name} is not known; choose one with as much memory: {known}")
     if network is None:
@@ -123,3 +124,7 @@ def is_latency_bound(gpu: Gpu, ranks: int, size: float, messages: int) -> bool:
 
 def powers_of_two(most: int) -> list[int]:
     return [2**i for i in range(int(math.log2(most)) + 1)]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"nvidia|tesla|geforce|rtx|[^a-z0-9]", "", name.lower())

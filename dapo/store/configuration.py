@@ -24,18 +24,21 @@ def ablation_of(run: Path) -> Path | None:
     return runs.parent if runs.name == ABLATION_RUNS and (runs.parent / ABLATION_FILE).is_file() else None
 
 
-def _hint(folder: Path) -> str:
-    """Return what to add to a message that a folder holds no run, if it holds an ablation."""
-    is_ablation = (folder / ABLATION_FILE).is_file()
-    return f"; it is an ablation, whose runs are in {folder / ABLATION_RUNS}" if is_ablation else ""
+def check_is_run(folder: Path) -> None:
+    """Raise an error that says what the folder holds instead, if it holds no run."""
+    if is_run(folder):
+        return
+    hint = ""
+    if (folder / ABLATION_FILE).is_file():
+        hint = f"; it is an ablation, whose runs are in {folder / ABLATION_RUNS}"
+    elif folder.is_dir() and (runs := sorted(filter(is_run, folder.iterdir()))):
+        hint = f"; name one of the runs in it, such as {runs[0]}"
+    raise CheckpointError(f"{folder}: there is no run here (it has neither {CONFIG_FILE} nor {DATABASE_FILE}){hint}")
 
 
 def recorded_config(run: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the recorded configuration, with options changed as `overrides` say."""
-    if not is_run(run):
-        raise CheckpointError(
-            f"{run}: there is no run here (it has neither {CONFIG_FILE} nor {DATABASE_FILE}){_hint(run)}"
-        )
+    check_is_run(run)
     file = run / CONFIG_FILE
     if file.is_file():
         return Config.load(file, overrides)

@@ -149,7 +149,9 @@ class RunDatabase(RunReader):
             connection.execute("DELETE FROM metrics WHERE step > ?", (step,))
             connection.execute("DELETE FROM events WHERE step > ? AND kind != ?", (step, EventKind.RESUMED))
             steps = connection.execute("DELETE FROM steps WHERE step > ?", (step,)).rowcount
-            message = f"resumed from step {step}: {steps} later steps with {groups} groups removed"
+            message = f"resumed from step {step}"
+            if steps or groups:
+                message += f": {steps} later steps with {groups} groups removed"
             if undecided:
                 message += f", {undecided} carried-over groups undecided again"
             if last < step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,5 +77,6 @@ def _run(console: Console, trainer: Trainer) -> int | None:
 
 
 def _program() -> str:
-    """Return the program's name as the user typed it, because .venv/bin/dapo may not be on the path."""
-    return sys.argv[0] if Path(sys.argv[0]).name == "dapo" else "dapo"
+    """Return what a user types to start this program: its path, if the shell finds no or another `dapo`."""
+    program = sys.argv[0]
+    return program if Path(program).name == "dapo" and program != shutil.which("dapo") else "dapo"

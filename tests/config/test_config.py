@@ -162,6 +162,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         Config.load(tmp_path / "gone.yaml")
     with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)$"):
         Config.load(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"\(Is a directory\); to continue the run in it: dapo resume "):
+        Config.load(tmp_path / "run")
     (tmp_path / "binary.yaml").write_bytes(b"model: \xff")
     with pytest.raises(ConfigError, match=r"binary\.yaml: not valid YAML"):
         Config.load(tmp_path / "binary.yaml")
@@ -192,6 +196,12 @@ def test_an_override_that_is_not_an_assignment_is_refused(tmp_path, override):
 def test_an_override_below_a_value_or_with_a_broken_value_is_refused(tmp_path):
     assert "'train' is a value, not a section" in sentence(tmp_path, SMALLEST, "data.train.file=x")
     assert "the value is not valid YAML" in sentence(tmp_path, SMALLEST, "optim.betas=[0.9,")
+
+
+def test_a_glob_in_an_override_is_answered_with_how_to_quote_it(tmp_path):
+    found = sentence(tmp_path, SMALLEST, "data.train=*.parquet")
+    assert found.endswith("""; in quotes it is text: 'data.train="*.parquet"'""")
+    assert load(tmp_path, SMALLEST, 'data.train="*.parquet"').data.train[0].path == "*.parquet"
 
 
 REFUSED = "the URL of an endpoint holds a user name, a password or a key"

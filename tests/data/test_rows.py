@@ -112,7 +112,11 @@ def test_extras_become_plain_json_values(tmp_path):
         ),
         ({"prompt": None, "answer": 1}, r"column 'prompt' is null"),
         ({}, r"column 'prompt' is missing"),
-        ({"question": "x"}, r"column 'answer' is missing"),
+        (
+            {"question": "x", "target": 1},
+            r"column 'answer' is missing \(and there is no 'ground_truth' or 'solution'; columns: question, target\); "
+            r"data.columns maps other names",
+        ),
         ({"problem": "x", "answer": None}, r"column 'answer' is null"),
         ({"prompt": "x", "answer": " "}, r"column 'answer' is empty"),
         ({"prompt": "x", "answer": float("nan")}, r"column 'answer' is nan, expected an answer"),

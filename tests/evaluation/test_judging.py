@@ -147,7 +147,7 @@ def test_the_command_judges_a_file_of_responses_and_counts_verdicts(file, tmp_pa
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ('{"answer": 5}', "column 'completion' must be text, found NoneType (columns: answer)"),
+        ('{"answer": 5}', "column 'completion' is missing (columns: answer)"),
         ('{"completion": "5", "completion_ids": "5"}', "column 'completion_ids' must be a list of token ids"),
         ("", "no rows"),
         (None, "no such file"),

@@ -47,6 +47,14 @@ def printed(config: Config, question: PlanOptions, width: int = 100) -> str:
     return out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [("4090", "rtx4090"), ("GeForce RTX 4090", "rtx4090"), ("NVIDIA A100-80GB", "a100"), ("A100 40GB", "a100-40gb")],
+)
+def test_a_gpu_is_found_by_the_names_that_people_use(name, gpu):
+    assert find_gpu(name).name == gpu
+
+
 # Shapes
 
 

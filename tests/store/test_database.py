@@ -444,7 +444,8 @@ def test_rewind_to_the_last_step_changes_nothing_and_is_recorded(path: Path, dat
     before = contents(path, "events")
     assert database.rewind(3) == 0
     assert contents(path, "events") == before
-    assert list(database.events())[-1]["kind"] == "resumed"
+    event = list(database.events())[-1]
+    assert (event["kind"], event["message"]) == ("resumed", "resumed from step 3")
 
 
 def test_rewind_keeps_the_events_of_earlier_resumes(database: RunDatabase) -> None:

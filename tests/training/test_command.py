@@ -94,6 +94,17 @@ def test_the_same_recipe_again_gets_the_next_free_name_unless_a_name_is_given(tm
         start(recipe, "run.steps=1", "run.name=recipe")
 
 
+def test_the_hint_to_look_at_a_run_names_a_path_only_if_the_shell_would_find_no_or_another_dapo(tmp_path, monkeypatch):
+    (program := tmp_path / "dapo").write_text("#!/bin/sh")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    recipe = runs.recipe(tmp_path)
+    assert "\ndapo view " in start(recipe, "run.steps=1", "eval.k=0")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert f"\n{program} view " in start(recipe, "run.steps=1", "eval.k=0")
+
+
 def test_resuming_what_is_not_there_is_one_sentence(tmp_path):
     with pytest.raises(CheckpointError, match="there is no run to resume"):
         resume(runs.recipe(tmp_path))

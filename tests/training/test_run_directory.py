@@ -311,7 +311,7 @@ def test_export_and_evaluation_do_not_need_config_yaml(finished, tmp_path):
     assert subject.step == 3
     weights = config.run_dir / "checkpoints" / "step_3" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match=r"the checkpoint is damaged .* \(there are those of steps 2\)"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint is damaged .* \(of step 2\)"):
         resolve([str(config.run_dir)], data="d.jsonl")
 
 

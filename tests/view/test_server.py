@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -228,6 +229,12 @@ def test_the_folder_of_an_ablation_shows_its_runs_and_its_result(tmp_path: Path)
             assert status(url, "/run/grpo-s0/curves") == 200
     with running(tmp_path, "--token", "secret") as url:
         assert status(url, "/ablation") == 403
+
+
+def test_the_address_of_a_run_alone_leads_to_its_curves(tmp_path: Path):
+    create(tmp_path, name="a b").close()
+    with running(tmp_path) as url, urlopen(f"{url.rstrip('/')}/run/a%20b") as page:
+        assert (page.status, page.url.split("/", 3)[3]) == (200, "run/a%20b/curves")
 
 
 def test_an_ablation_that_begins_after_the_server_is_shown(tmp_path: Path):

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 from fastapi import Query
 from nicegui import app, ui
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
 
 from dapo.errors import ConfigError
 from dapo.view.groups import GroupFilter
@@ -118,6 +119,10 @@ def register(root: Path, find_model: FindModel) -> None:
         """Show the report of the ablation as it was last written."""
         report = ablation_report(root)
         return FileResponse(report) if report else PlainTextResponse("there is no ablation here", status_code=404)
+
+    @app.get("/run/{name}")
+    def _run(name: str) -> Response:
+        return RedirectResponse(f"{quote(name, safe='')}/curves")
 
     @ui.page("/run/{name}/curves")
     def _curves(name: str, other: Annotated[list[str] | None, Query()] = None) -> None:
