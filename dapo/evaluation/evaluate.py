@@ -9,15 +9,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from dapo.algorithm.estimators import (
-    DIFFERENCE_OF_RATES,
-    RATE,
-    estimate,
-    ks,
-    majority,
-    paired_difference,
-    pass_at_k,
-)
+from dapo.algorithm.estimators import DIFFERENCE_OF_RATES, RATE, estimate, ks, majority, paired_difference, pass_at_k
 from dapo.engine.protocol import Engine
 from dapo.errors import LearnerLost
 from dapo.rewards.protocol import Judge

@@ -78,13 +78,7 @@ class Plan:
 
 
 def estimate(
-    config: Config,
-    work: Workload,
-    gpu: Gpu,
-    gpus: int,
-    *,
-    rollout_gpus: int = 0,
-    tensor_parallel: int = 0,
+    config: Config, work: Workload, gpu: Gpu, gpus: int, *, rollout_gpus: int = 0, tensor_parallel: int = 0
 ) -> Plan:
     """Return the fastest plan that fits. If none does, raise DoesNotFit with what would.
 

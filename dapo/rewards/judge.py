@@ -135,11 +135,7 @@ def columns_seen(kinds: Iterable[tuple[str, Kind]]) -> Collection[str] | None:
 
 
 def check_columns(
-    kinds: Iterable[tuple[str, Kind]],
-    columns: Collection[str],
-    *,
-    has_answers: bool = True,
-    has_tokens: bool = True,
+    kinds: Iterable[tuple[str, Kind]], columns: Collection[str], *, has_answers: bool = True, has_tokens: bool = True
 ) -> None:
     """Raise if a reward function has a parameter that neither its convention nor a column of the data provides.
 

@@ -617,10 +617,7 @@ def test_absurd_sizes_are_refused(tmp_path, override, expected):
         (["run.steps=5", "run.epochs=2"], "run.steps is 5 and run.epochs is 2; set one of them, and the other to null"),
         (["run.steps=null"], "run.steps and run.epochs are both null; set one of them"),
         (["run.epochs=0"], "'run.epochs' is 0: input should be greater than 0"),
-        (
-            ["run.epochs=1", "data.train=[d.jsonl, 'gym:gcd']"],
-            "gym:gcd generates them without end; give it a `size`",
-        ),
+        (["run.epochs=1", "data.train=[d.jsonl, 'gym:gcd']"], "gym:gcd generates them without end; give it a `size`"),
     ],
 )
 def test_a_run_has_steps_or_epochs(tmp_path, overrides, expected):
