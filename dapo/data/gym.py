@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +15,7 @@ from dapo.data.formats import one_line
 from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM
 from dapo.data.rows import Question
-from dapo.errors import DataError
+from dapo.errors import DataError, did_you_mean
 from dapo.system.digest import text_digest
 from dapo.system.install import install_hint
 from dapo.types import Prompt
@@ -106,7 +105,9 @@ class Gym:
         if self.task in REFUSED:
             raise DataError(f"{self.name}: this task cannot be used, because it {REFUSED[self.task]}")
         if self.task not in self._factory.DATASETS:
-            raise DataError(f"{self.name}: no such task in reasoning-gym{_suggest(self.task, self._factory.DATASETS)}")
+            raise DataError(
+                f"{self.name}: no such task in reasoning-gym{did_you_mean(self.task, self._factory.DATASETS)}"
+            )
 
     def _check_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Check the parameters, add the block size, and return them as the judge will get them: through JSON."""
@@ -120,7 +121,8 @@ class Gym:
                 )
             if name not in names:
                 raise DataError(
-                    f"{self.name}: unknown parameter '{name}'; the task takes {', '.join(names)}{_suggest(name, names)}"
+                    f"{self.name}: unknown parameter '{name}'; the task takes {', '.join(names)}"
+                    f"{did_you_mean(name, names)}"
                 )
         try:
             return json.loads(json.dumps({**params, "size": BLOCK}, allow_nan=False))
@@ -187,8 +189,3 @@ def _import_factory(name: str) -> Any:
     except ImportError:
         raise DataError(f"{name}: needs the package reasoning-gym: {install_hint('gym')}") from None
     return reasoning_gym.factory
-
-
-def _suggest(name: str, names: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
