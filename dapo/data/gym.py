@@ -53,8 +53,7 @@ class Gym:
         self._factory = _import_factory(self.name)
         self._check_task()
         self.params = self._check_params(source.params)
-        digest = hashlib.blake2b(json.dumps(seed).encode(), digest_size=8).digest()
-        self.seed = int.from_bytes(digest, "big") % 2**31  # some tasks seed numpy, which takes 32 bits
+        self.seed = _seed(json.dumps(seed))
         # Creating a task can take a third of a second. Reading items in order needs one or two tasks at a time.
         self._create: Callable[[int], Any] = lru_cache(maxsize=4)(self._create_task)
         self._create(self.seed)  # now, so that wrong parameters are reported before the run starts
@@ -67,8 +66,7 @@ class Gym:
 
     def substitute(self, index: int, attempt: int, prompt_format: PromptFormat) -> Question:
         """Return a replacement for an unusable item, from a sequence of items used only for this index."""
-        digest = hashlib.blake2b(f"{self.seed} {index} {attempt // BLOCK}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "big") % 2**31
+        seed = _seed(f"{self.seed} {index} {attempt // BLOCK}")
         where = f"{self.name}, item {index}, attempt {attempt + 2}"  # the item itself was attempt 1
         return self._read(seed, attempt % BLOCK, where, prompt_format)
 
@@ -181,6 +179,11 @@ class GymSource:
 
     def has_answers(self) -> bool:
         return True
+
+
+def _seed(text: str) -> int:
+    """Return a seed of 31 bits: some tasks seed numpy, which takes at most 32."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % 2**31
 
 
 def _import_factory(name: str) -> Any:
