@@ -149,11 +149,12 @@ def _check_model(found: Findings, config: Config) -> Any:
         tokenizer = _load_tokenizer(str(folder))
         if config.rollout.stop:
             token_bytes(tokenizer)
-        longest = config.data.max_prompt_length + config.data.max_response_length
-        model = check_architecture(folder, longest)
+        model = check_architecture(folder, config.longest)
         if config.model.lora.rank > 0:
             check_targets(model, config.model.lora.target_modules)
-        found.notes.append(f"model: {config.model.path}, with room for prompts and responses of {longest:,} tokens")
+        found.notes.append(
+            f"model: {config.model.path}, with room for prompts and responses of {config.longest:,} tokens"
+        )
     return tokenizer
 
 
