@@ -6,7 +6,6 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +140,7 @@ def _overrides(config: Config, used: Iterable[str]) -> tuple[str, ...]:
 
 def as_overrides(options: Mapping[str, Any], config: Config) -> tuple[str, ...]:
     """Return options as KEY=VALUE, leaving out those whose value `config` already has."""
-    return tuple(
-        f"{key}={_yaml(value)}" for key, value in options.items() if reduce(getattr, key.split("."), config) != value
-    )
+    return tuple(f"{key}={_yaml(value)}" for key, value in options.items() if config.option(key) != value)
 
 
 def _yaml(value: Any) -> str:
