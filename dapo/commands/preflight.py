@@ -18,7 +18,7 @@ from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM, find_files, read_rows
 from dapo.data.rows import read_question
 from dapo.engine.vllm.arguments import require_vllm
-from dapo.environments.build import build_environment
+from dapo.environments.pool import build_environment
 from dapo.environments.protocol import EnvironmentPool
 from dapo.errors import DapoError, DataError, RunExists, mask_secrets
 from dapo.model.forward import free_memory

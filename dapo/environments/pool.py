@@ -267,6 +267,11 @@ class WorkerEnvironments(ProcessPool[_Worker]):
             self.target_size -= 1  # it died while idle: a new one is started only when there is work
 
 
+def build_environment(config: Config) -> WorkerEnvironments | None:
+    """Start the processes of the run's environment; return None if its responses are single turns."""
+    return None if config.environment.use is None else WorkerEnvironments(config)
+
+
 def _row(prompt: Prompt) -> dict[str, Any]:
     """Return the row as environments see it."""
     extra = dict(prompt.extra)

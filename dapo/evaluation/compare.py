@@ -17,7 +17,7 @@ from dapo.cluster.ray_connection import check_run_dir
 from dapo.config import TOOLS, Config
 from dapo.data.dataset import load_eval_sets
 from dapo.data.stream import any_answers
-from dapo.environments.build import build_environment
+from dapo.environments.pool import build_environment
 from dapo.environments.protocol import EnvironmentPool
 from dapo.errors import RewardError
 from dapo.evaluation.evaluate import differences, evaluate, sampling_params

@@ -19,7 +19,7 @@ from dapo.checkpoint.state import TrainerState
 from dapo.cluster.assemble import assemble
 from dapo.config.functions import CustomParts, file_digests
 from dapo.data.dataset import load_run_data
-from dapo.environments.build import build_environment
+from dapo.environments.pool import build_environment
 from dapo.errors import CheckpointError, NothingToLearn, RunExists, TrainingStopped
 from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
