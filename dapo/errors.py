@@ -25,6 +25,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, at most 300 characters, or its type if it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint to append to a message about an unknown name: the known name that is most like it, if one is."""
     close = difflib.get_close_matches(name, [*known], n=1)

@@ -11,11 +11,10 @@ from typing import Any
 
 from dapo.config import Source
 from dapo.data.distinct import question_key
-from dapo.data.formats import one_line
 from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM
 from dapo.data.rows import Question
-from dapo.errors import DataError, did_you_mean
+from dapo.errors import DataError, did_you_mean, first_line
 from dapo.system.digest import text_digest
 from dapo.system.install import install_hint
 from dapo.types import Prompt
@@ -78,7 +77,7 @@ class Gym:
             entry = self._create(seed)[index]
         except Exception as error:  # the task's own code can raise anything
             raise DataError(
-                f"{where}: the task failed to generate the item ({type(error).__name__}: {one_line(error)})"
+                f"{where}: the task failed to generate the item ({type(error).__name__}: {first_line(error)})"
             ) from None
         text, answer = entry["question"], entry["answer"]
         gold = None if answer is None else str(answer)  # some tasks have no gold answer, only a scorer
@@ -96,7 +95,7 @@ class Gym:
         except Exception as error:  # tasks check their parameters with assert and with many kinds of exceptions
             shown = {name: value for name, value in self.params.items() if name != "size"}
             raise DataError(
-                f"{self.name}: the task rejects params {shown} ({type(error).__name__}: {one_line(error)})"
+                f"{self.name}: the task rejects params {shown} ({type(error).__name__}: {first_line(error)})"
             ) from None
 
     def _check_task(self) -> None:
@@ -125,7 +124,7 @@ class Gym:
         try:
             return json.loads(json.dumps({**params, "size": BLOCK}, allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise DataError(f"{self.name}: params must be JSON values ({one_line(error)})") from None
+            raise DataError(f"{self.name}: params must be JSON values ({first_line(error)})") from None
 
 
 class GymSource:
