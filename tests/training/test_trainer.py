@@ -542,7 +542,7 @@ def test_a_checkpoint_with_one_bit_changed_anywhere_is_refused_in_one_sentence(t
     for file in FILES:
         victim = config.run_dir / "checkpoints" / "step_1" / file
         content = victim.read_bytes()
-        for place in range(0, len(content), max(1, len(content) // 20)):
+        for place in range(0, len(content), max(1, len(content) // 5)):
             victim.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
             with pytest.raises(
                 CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other checkpoint"
