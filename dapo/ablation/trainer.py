@@ -34,10 +34,10 @@ class ArmTrainer(Trainer):
 
     def read_totals(self) -> None:
         super().read_totals()
-        assert self.recorder.database
-        self.tokens = self.recorder.database.total("tokens/generated")
+        self.tokens = self.recorder.total("tokens/generated")
         if isinstance(self.reporter, BudgetReporter):
             self.reporter.spent = self.task.budget.spent(self.seconds, self.tokens)
+        assert self.recorder.database
         if early_end(self.recorder.database, self.step) is not None:  # its last evaluation was interrupted
             self.early_end = self.step
 

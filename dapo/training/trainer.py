@@ -393,7 +393,7 @@ class Trainer:
 
     def read_totals(self) -> None:
         """Read the totals over the recorded steps, when the run is opened and after steps were undone."""
-        self.seconds = self.recorder.training_seconds()
+        self.seconds = self.recorder.total("timing_s/step")
 
     def save_checkpoint(self, state: TrainerState | None = None, *, in_background: bool = False) -> None:
         self.reporter.phase("saving")
