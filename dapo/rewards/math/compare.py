@@ -89,14 +89,8 @@ def read_gold(answer: Any) -> str:
     return gold
 
 
-@lru_cache(maxsize=10_000)
-def _gold_spelling(answer: str) -> str:
-    return clean(answer)
-
-
-@lru_cache(maxsize=10_000)
-def _gold_form(gold: str) -> Form:
-    return read(gold)
+_gold_spelling = lru_cache(maxsize=10_000)(clean)
+_gold_form = lru_cache(maxsize=10_000)(read)
 
 
 def is_equal(gold: str, found: str) -> bool:
