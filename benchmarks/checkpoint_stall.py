@@ -110,7 +110,8 @@ def measure(
 
 def _before(policy: Policy, tokenizer: Any, folder: Path) -> float:
     """Write one checkpoint as older versions did, and return the seconds."""
-    from dapo.checkpoint.folder import _digest, _files
+    from dapo.checkpoint.folder import _files
+    from dapo.system.digest import file_digest
 
     began = time.perf_counter()
     (folder / "trainer").mkdir(parents=True)
@@ -118,7 +119,7 @@ def _before(policy: Policy, tokenizer: Any, folder: Path) -> float:
     save_file(policy.optimizer.state_dict(), folder / OPTIMIZER)
     tokenizer.save_pretrained(folder)
     for path in _files(folder):
-        _digest(path)
+        file_digest(path)
     sync_tree(folder)
     seconds = time.perf_counter() - began
     shutil.rmtree(folder)

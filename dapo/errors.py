@@ -1,8 +1,9 @@
 """The exceptions that are reported to the user as one sentence, and the masking of secrets in it."""
 
+import difflib
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _USER_IN_URL = re.compile(r"(?<=://)\S*@")
 _PARAMETER = re.compile(r"([?&;#]([^\s=&;#]+)=)([^\s&;#]+)")
@@ -22,6 +23,17 @@ def mask_secrets(text: str) -> str:
 def one_line(error: BaseException) -> str:
     """Return an error's message as one line of at most 300 characters, or its type if it has no message."""
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, at most 300 characters, or its type if it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint to append to a message about an unknown name: the known name that is most like it, if one is."""
+    close = difflib.get_close_matches(name, [*known], n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 class DapoError(Exception):

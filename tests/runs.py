@@ -84,7 +84,8 @@ def recipe(folder: Path, reward: str = REWARD, **sections: dict[str, Any]) -> Pa
             "max_prompt_length": 64, "max_response_length": 8,
         },
         "rollout": {"n": 4},
-        "reward": {"use": f"{folder / 'reward.py'}:reward"},
+        # One process: a second one would take longer to start than these runs take to judge.
+        "reward": {"use": f"{folder / 'reward.py'}:reward", "workers": 1},
         "optim": {"lr": 1e-3, "warmup_steps": 2, "ppo_mini_batch_size": 2},
     }  # fmt: skip
     for name, section in sections.items():

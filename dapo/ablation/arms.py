@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import yaml
 from dapo.config import Config, option_names
 from dapo.config.loading import Dumper, parse_yaml, read_text
 from dapo.config.training_options import CLIP_BOUNDS, LOSS_SETTINGS, AlgorithmConfig
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, did_you_mean
 
 FULL, RECIPE = "full", "recipe"
 LADDER, LEAVE_ONE_OUT = "ladder", "leave-one-out"
@@ -142,9 +140,7 @@ def _overrides(config: Config, used: Iterable[str]) -> tuple[str, ...]:
 
 def as_overrides(options: Mapping[str, Any], config: Config) -> tuple[str, ...]:
     """Return options as KEY=VALUE, leaving out those whose value `config` already has."""
-    return tuple(
-        f"{key}={_yaml(value)}" for key, value in options.items() if reduce(getattr, key.split("."), config) != value
-    )
+    return tuple(f"{key}={_yaml(value)}" for key, value in options.items() if config.option(key) != value)
 
 
 def _yaml(value: Any) -> str:
@@ -172,11 +168,9 @@ def published_arm(config: Config, name: str) -> Arm:
     """Return an arm of the ladder or of leave-one-out by its name."""
     known = {arm.name: arm for family in (LADDER, LEAVE_ONE_OUT) for arm in published_arms(config, [family])}
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
         raise ConfigError(
             f"--arm '{name}': expected 'NAME: KEY=VALUE ...', for example 'hot: optim.lr=1e-5', or one of "
-            f"{', '.join(known)}{hint}"
+            f"{', '.join(known)}{did_you_mean(name, known)}"
         )
     return known[name]
 
@@ -211,8 +205,7 @@ def collect_arms(config: Config, families: Sequence[str], given: Sequence[str]) 
     for each in families:
         if each not in published:
             if not Path(each).is_file():
-                close = difflib.get_close_matches(each, [LADDER, LEAVE_ONE_OUT], n=1)
-                hint = f"; did you mean '{close[0]}'?" if close else ""
+                hint = did_you_mean(each, [LADDER, LEAVE_ONE_OUT])
                 raise ConfigError(f"--arms '{each}': is neither {LADDER}, {LEAVE_ONE_OUT} nor a file{hint}")
             own += arms_from_file(Path(each))
     named = list(dict.fromkeys(text for text in given if ":" not in text))

@@ -13,6 +13,7 @@ from dapo.config import Config
 from dapo.errors import NothingToLearn
 from dapo.terminal.console import STYLES, ConsoleReporter, Reporter, Verbosity
 from dapo.terminal.evaltable import heading, headline, with_interval
+from dapo.terminal.output import log_console
 from dapo.training.trainer import Trainer
 from dapo.types import EvalReport, Event, EventKind, StepReport, event_severity
 
@@ -33,10 +34,10 @@ class ArmTrainer(Trainer):
 
     def read_totals(self) -> None:
         super().read_totals()
-        assert self.recorder.database
-        self.tokens = self.recorder.database.total("tokens/generated")
+        self.tokens = self.recorder.total("tokens/generated")
         if isinstance(self.reporter, BudgetReporter):
             self.reporter.spent = self.task.budget.spent(self.seconds, self.tokens)
+        assert self.recorder.database
         if early_end(self.recorder.database, self.step) is not None:  # its last evaluation was interrupted
             self.early_end = self.step
 
@@ -98,8 +99,6 @@ class BudgetReporter(ConsoleReporter):
     """Shows seconds or tokens in the progress bar if they are the budget."""
 
     def __init__(self, budget: Budget, verbosity: Verbosity) -> None:
-        from dapo.terminal.output import log_console
-
         super().__init__(log_console(), verbosity)
         self.budget, self.spent = budget, 0.0
         self.metric = {"seconds": "timing_s/step", "tokens": "tokens/generated"}.get(budget.unit)

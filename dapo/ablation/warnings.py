@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import reduce
 from itertools import combinations
 
 from dapo.ablation.arms import PUBLISHED
@@ -104,7 +103,7 @@ def _unlike_the_paper(arms: Mapping[str, Config]) -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for name in (name for name in arms if name in PUBLISHED):
         for option, values in _PAPER.items():
-            value = reduce(getattr, option.split("."), arms[name])
+            value = arms[name].option(option)
             if value not in values:
                 paper = "null" if values[0] is None else values[0]
                 sentence = f"{option} is {value}, as in the recipe; the published arm of this name has {paper}"

@@ -7,7 +7,6 @@ renamed into `.partial` before its files are deleted. So a folder called step_N 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -22,6 +21,7 @@ from safetensors import SafetensorError
 
 from dapo.checkpoint.state import FORMAT, STATE_FILE, Best, TrainerState, best_from_json, from_document, to_document
 from dapo.errors import CheckpointError, DapoError, ModelError, StorageError
+from dapo.system.digest import file_digest
 from dapo.system.files import fsync, sync_tree
 from dapo.system.machine import size_text
 from dapo.system.tensors import TensorFiles, write_tensors
@@ -215,7 +215,7 @@ def read_state(checkpoint: Path) -> TrainerState:
 def _write_checksums(draft: Path, known: Mapping[str, str]) -> None:
     """Write the format of sha256sum, so that `sha256sum --check trainer/SHA256SUMS` works."""
     names = ((str(path.relative_to(draft)), path) for path in _files(draft))
-    lines = [f"{known.get(name) or _digest(path)}  {name}\n" for name, path in names]
+    lines = [f"{known.get(name) or file_digest(path)}  {name}\n" for name, path in names]
     (draft / _CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
 
@@ -233,7 +233,7 @@ def _verify(checkpoint: Path) -> None:
     lines = (checkpoint / _CHECKSUMS).read_text(encoding="utf-8").splitlines()
     written = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     for name, digest in written.items():
-        if _digest(checkpoint / name) != digest:
+        if file_digest(checkpoint / name) != digest:
             raise CheckpointError(_damaged(checkpoint, f"{name} is not what was written"))
     present = {str(path.relative_to(checkpoint)) for path in _files(checkpoint)}
     if unknown := sorted(present - written.keys()):
@@ -287,8 +287,3 @@ def _damaged(checkpoint: Path, why: str) -> str:
         else "there is no other checkpoint: restore it from a copy, or start again under another run.name"
     )
     return f"{checkpoint}: the checkpoint is damaged ({why}); {remedy}"
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

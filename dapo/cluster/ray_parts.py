@@ -52,14 +52,7 @@ def ray_parts(
         undo.callback(ranks.close)
         # From here on, closing the engine also closes everything else.
         engine = _engine(site, ranks.stored_weights, undo.pop_all().close, ranks.broadcast)
-    return Parts(
-        RemoteLearner(ranks),
-        engine,
-        tokenizer,
-        ranks.stop_ids,
-        restart=ranks.restart,
-        judge=judge,
-    )
+    return Parts(RemoteLearner(ranks), engine, tokenizer, ranks.stop_ids, restart=ranks.restart, judge=judge)
 
 
 def ray_samplers(

@@ -54,5 +54,5 @@ def prepare(
     """Fetch a dataset, or read a file, and write it as the recipes expect it: each question once, with its answer."""
     from dapo.data.prepare import prepare as prepare_dataset
 
-    for sentence in prepare_dataset(name, source, to).sentences():
-        Console().print(sentence, markup=False, highlight=False)
+    for file in prepare_dataset(name, source, to):
+        Console().print(str(file), markup=False, highlight=False)

@@ -18,7 +18,7 @@ from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM, find_files, read_rows
 from dapo.data.rows import read_question
 from dapo.engine.vllm.arguments import require_vllm
-from dapo.environments.build import build_environment
+from dapo.environments.pool import build_environment
 from dapo.environments.protocol import EnvironmentPool
 from dapo.errors import DapoError, DataError, RunExists, mask_secrets
 from dapo.model.forward import free_memory
@@ -149,11 +149,12 @@ def _check_model(found: Findings, config: Config) -> Any:
         tokenizer = _load_tokenizer(str(folder))
         if config.rollout.stop:
             token_bytes(tokenizer)
-        longest = config.data.max_prompt_length + config.data.max_response_length
-        model = check_architecture(folder, longest)
+        model = check_architecture(folder, config.longest)
         if config.model.lora.rank > 0:
             check_targets(model, config.model.lora.target_modules)
-        found.notes.append(f"model: {config.model.path}, with room for prompts and responses of {longest:,} tokens")
+        found.notes.append(
+            f"model: {config.model.path}, with room for prompts and responses of {config.longest:,} tokens"
+        )
     return tokenizer
 
 

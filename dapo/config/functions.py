@@ -7,9 +7,9 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache, reduce
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -131,9 +131,7 @@ def file_digests(config: Config) -> dict[str, str]:
 
 def _specs(config: Config) -> dict[str, str]:
     """Return what the options say for the parts that are not built in."""
-    values: Mapping[str, Any] = {
-        name: reduce(getattr, option.split("."), config) for name, option in PART_OPTIONS.items()
-    }
+    values = {name: config.option(option) for name, option in PART_OPTIONS.items()}
     return {
         name: value
         for name, value in values.items()

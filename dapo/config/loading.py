@@ -121,7 +121,7 @@ def read_yaml(path: Path, names: Sequence[str]) -> dict[str, Any]:
     values = parse_yaml(read_text(path, "YAML"), str(path))
     given = [name for name, _ in leaves_of(values)]
     foreign = [find("verl", name) or find("trl", name) for name in given if name not in names]
-    systems = [row.system.split()[0] for row in foreign if row is not None]
+    systems = [row.owner for row in foreign if row is not None]
     is_ours = any(name in names and find("verl", name) is None for name in given)
     if systems and not is_ours:
         raise ConfigError(f"{path}: {advice} this configuration of {max(systems, key=systems.count)}")

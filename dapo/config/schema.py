@@ -148,10 +148,14 @@ class Config(Section):
         run = self.run.model_copy(update={"name": name, "dir": self.run.dir if folder is None else folder})
         return self.model_copy(update={"run": run})
 
+    def option(self, name: str) -> Any:
+        """Return the value of the option with this dotted name."""
+        return reduce(getattr, name.split("."), self)
+
     def differences(self, other: Config) -> dict[str, tuple[Any, Any]]:
         """Return the options in which `other` differs, with both values."""
-        pairs = ((key, tuple(reduce(getattr, key.split("."), each) for each in (self, other))) for key, _ in leaves())
-        return {key: (own, theirs) for key, (own, theirs) in pairs if own != theirs}
+        pairs = {key: (self.option(key), other.option(key)) for key in option_names()}
+        return {key: (own, theirs) for key, (own, theirs) in pairs.items() if own != theirs}
 
     def to_yaml(self) -> str:
         return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 
-from dapo.errors import DataError
+from dapo.errors import DataError, first_line
 
 # A row that cannot be read is yielded as its error, so that a check can continue past it.
 Row = Mapping[str, Any] | DataError
@@ -25,12 +25,6 @@ _MAX_LINE = 2**24  # bytes, so that a file without line breaks does not fill the
 _MAX_ARRAY = 2**30  # bytes of a JSON array, which is parsed as a whole
 
 
-def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
-
-
 def read_file(path: Path) -> Iterator[RawRow]:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
@@ -38,7 +32,7 @@ def read_file(path: Path) -> Iterator[RawRow]:
     try:
         yield from reader(path)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or one_line(error)})") from None
+        raise DataError(f"{path}: cannot be read ({error.strerror or first_line(error)})") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[RawRow]:
@@ -67,7 +61,7 @@ def _json_object(line: bytes, where: str) -> Row:
     except json.JSONDecodeError as error:
         return DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); expected one object per line")
     except (ValueError, RecursionError) as error:  # a number with thousands of digits, or nesting that is too deep
-        return DataError(f"{where}: cannot be parsed as JSON ({one_line(error)})")
+        return DataError(f"{where}: cannot be parsed as JSON ({first_line(error)})")
     if not isinstance(row, dict):
         return DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
     return row
@@ -87,7 +81,7 @@ def _read_json(path: Path) -> Iterator[RawRow]:
     try:
         rows = json.loads(content.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise DataError(f"{path}: not a JSON array ({one_line(error)})") from None
+        raise DataError(f"{path}: not a JSON array ({first_line(error)})") from None
     for number, row in enumerate(rows, start=1):
         where = f"{path}, row {number}"
         found = f"{where}: expected a JSON object, found {type(row).__name__}"
@@ -105,7 +99,7 @@ def _read_csv(path: Path) -> Iterator[RawRow]:
             try:
                 cells = next(reader, None)
             except csv.Error as error:
-                raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({one_line(error)})") from None
+                raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({first_line(error)})") from None
             if cells is None:
                 return
             where = f"{path}, line {reader.line_num}"
@@ -154,7 +148,7 @@ def _read_arrow(path: Path) -> Iterator[RawRow]:
                 batches = iter(ipc.open_stream(file))
             yield from arrow_rows(str(path), _small_batches(batches))
     except pa.ArrowException as error:
-        raise DataError(f"{path}: not a readable Arrow or Feather file ({one_line(error)})") from None
+        raise DataError(f"{path}: not a readable Arrow or Feather file ({first_line(error)})") from None
 
 
 def _small_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -169,7 +163,7 @@ def _read_parquet(path: Path) -> Iterator[RawRow]:
         with pq.ParquetFile(path, memory_map=True) as file:
             yield from arrow_rows(str(path), file.iter_batches(batch_size=BATCH_ROWS))
     except pa.ArrowException as error:
-        raise DataError(f"{path}: not a readable parquet file ({one_line(error)})") from None
+        raise DataError(f"{path}: not a readable parquet file ({first_line(error)})") from None
 
 
 def arrow_rows(name: str, batches: Iterable[pa.RecordBatch | pa.Table]) -> Iterator[RawRow]:
@@ -180,7 +174,7 @@ def arrow_rows(name: str, batches: Iterable[pa.RecordBatch | pa.Table]) -> Itera
         except (pa.ArrowException, ValueError, OverflowError) as error:  # such as a date that Python cannot represent
             last = first + batch.num_rows - 1
             raise DataError(
-                f"{name}, rows {first} to {last}: contain a value that cannot be read ({one_line(error)})"
+                f"{name}, rows {first} to {last}: contain a value that cannot be read ({first_line(error)})"
             ) from None
         for number, row in enumerate(rows, start=first):
             yield f"{name}, row {number}", row

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -12,11 +11,10 @@ from typing import Any
 
 from dapo.config import Source
 from dapo.data.distinct import question_key
-from dapo.data.formats import one_line
 from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM
 from dapo.data.rows import Question
-from dapo.errors import DataError
+from dapo.errors import DataError, did_you_mean, first_line
 from dapo.system.digest import text_digest
 from dapo.system.install import install_hint
 from dapo.types import Prompt
@@ -54,8 +52,7 @@ class Gym:
         self._factory = _import_factory(self.name)
         self._check_task()
         self.params = self._check_params(source.params)
-        digest = hashlib.blake2b(json.dumps(seed).encode(), digest_size=8).digest()
-        self.seed = int.from_bytes(digest, "big") % 2**31  # some tasks seed numpy, which takes 32 bits
+        self.seed = _seed(json.dumps(seed))
         # Creating a task can take a third of a second. Reading items in order needs one or two tasks at a time.
         self._create: Callable[[int], Any] = lru_cache(maxsize=4)(self._create_task)
         self._create(self.seed)  # now, so that wrong parameters are reported before the run starts
@@ -68,8 +65,7 @@ class Gym:
 
     def substitute(self, index: int, attempt: int, prompt_format: PromptFormat) -> Question:
         """Return a replacement for an unusable item, from a sequence of items used only for this index."""
-        digest = hashlib.blake2b(f"{self.seed} {index} {attempt // BLOCK}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "big") % 2**31
+        seed = _seed(f"{self.seed} {index} {attempt // BLOCK}")
         where = f"{self.name}, item {index}, attempt {attempt + 2}"  # the item itself was attempt 1
         return self._read(seed, attempt % BLOCK, where, prompt_format)
 
@@ -81,7 +77,7 @@ class Gym:
             entry = self._create(seed)[index]
         except Exception as error:  # the task's own code can raise anything
             raise DataError(
-                f"{where}: the task failed to generate the item ({type(error).__name__}: {one_line(error)})"
+                f"{where}: the task failed to generate the item ({type(error).__name__}: {first_line(error)})"
             ) from None
         text, answer = entry["question"], entry["answer"]
         gold = None if answer is None else str(answer)  # some tasks have no gold answer, only a scorer
@@ -99,14 +95,16 @@ class Gym:
         except Exception as error:  # tasks check their parameters with assert and with many kinds of exceptions
             shown = {name: value for name, value in self.params.items() if name != "size"}
             raise DataError(
-                f"{self.name}: the task rejects params {shown} ({type(error).__name__}: {one_line(error)})"
+                f"{self.name}: the task rejects params {shown} ({type(error).__name__}: {first_line(error)})"
             ) from None
 
     def _check_task(self) -> None:
         if self.task in REFUSED:
             raise DataError(f"{self.name}: this task cannot be used, because it {REFUSED[self.task]}")
         if self.task not in self._factory.DATASETS:
-            raise DataError(f"{self.name}: no such task in reasoning-gym{_suggest(self.task, self._factory.DATASETS)}")
+            raise DataError(
+                f"{self.name}: no such task in reasoning-gym{did_you_mean(self.task, self._factory.DATASETS)}"
+            )
 
     def _check_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Check the parameters, add the block size, and return them as the judge will get them: through JSON."""
@@ -120,12 +118,13 @@ class Gym:
                 )
             if name not in names:
                 raise DataError(
-                    f"{self.name}: unknown parameter '{name}'; the task takes {', '.join(names)}{_suggest(name, names)}"
+                    f"{self.name}: unknown parameter '{name}'; the task takes {', '.join(names)}"
+                    f"{did_you_mean(name, names)}"
                 )
         try:
             return json.loads(json.dumps({**params, "size": BLOCK}, allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise DataError(f"{self.name}: params must be JSON values ({one_line(error)})") from None
+            raise DataError(f"{self.name}: params must be JSON values ({first_line(error)})") from None
 
 
 class GymSource:
@@ -181,14 +180,14 @@ class GymSource:
         return True
 
 
+def _seed(text: str) -> int:
+    """Return a seed of 31 bits: some tasks seed numpy, which takes at most 32."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % 2**31
+
+
 def _import_factory(name: str) -> Any:
     try:
         import reasoning_gym.factory
     except ImportError:
         raise DataError(f"{name}: needs the package reasoning-gym: {install_hint('gym')}") from None
     return reasoning_gym.factory
-
-
-def _suggest(name: str, names: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""

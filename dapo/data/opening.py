@@ -8,7 +8,6 @@ from dataclasses import replace
 from dapo.data.rows import Question
 from dapo.environments.protocol import ROW_PROMPT, EnvironmentPool
 from dapo.errors import DataError, EpisodeError
-from dapo.types import Prompt
 
 _BATCH = 512
 
@@ -18,7 +17,7 @@ def begin_episodes(questions: Sequence[Question], environment: EnvironmentPool) 
     begun: list[Question] = []
     for start in range(0, len(questions), _BATCH):
         batch = questions[start : start + _BATCH]
-        futures = [environment.first_messages(_prompt(question)) for question in batch]
+        futures = [environment.first_messages(question.as_prompt()) for question in batch]
         for question, future in zip(batch, futures, strict=True):
             try:
                 messages = future.result()
@@ -29,7 +28,3 @@ def begin_episodes(questions: Sequence[Question], environment: EnvironmentPool) 
                 question = replace(question, messages=messages, extra=extra)
             begun.append(question)
     return begun
-
-
-def _prompt(question: Question) -> Prompt:
-    return Prompt("", question.messages, (), question.answer, question.data_source, question.extra, question.is_text)

@@ -29,15 +29,8 @@ class PreparedFile:
     row_counts: RowCounts
     questions: int  # written
 
-
-@dataclass(frozen=True, slots=True)
-class PrepareReport:
-    files: tuple[PreparedFile, ...]
-
-    def sentences(self) -> list[str]:
-        return [
-            f"{file.path}: {counted(file.questions, 'question')} ({file.row_counts.summary()})" for file in self.files
-        ]
+    def __str__(self) -> str:
+        return f"{self.path}: {counted(self.questions, 'question')} ({self.row_counts.summary()})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +42,7 @@ class _Known:
     has_test: bool = False
 
 
-def prepare(name: str, source: str | None, to: str | Path) -> PrepareReport:
+def prepare(name: str, source: str | None, to: str | Path) -> list[PreparedFile]:
     """Write NAME.parquet, and NAME-test.parquet if the hub dataset has a test split.
 
     `source` is a local file to read instead of the hub dataset.
@@ -65,12 +58,10 @@ def prepare(name: str, source: str | None, to: str | Path) -> PrepareReport:
             jobs[f"{name}-test.parquet"] = Source(path=known.hub_id, params={**known.params, "split": "test"})
     # Read everything before writing the first file, so that a network error or a bad row changes nothing.
     read = {file: _read(job, known) for file, job in jobs.items()}
-    return PrepareReport(
-        tuple(
-            PreparedFile(_write(Path(to) / file, questions), repeats, len(questions))
-            for file, (questions, repeats) in read.items()
-        )
-    )
+    return [
+        PreparedFile(_write(Path(to) / file, questions), repeats, len(questions))
+        for file, (questions, repeats) in read.items()
+    ]
 
 
 def _read(source: Source, known: _Known) -> tuple[list[Question], RowCounts]:

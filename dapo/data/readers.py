@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config import PYTHON, Source
-from dapo.data.formats import BATCH_ROWS, SUFFIXES, RawRow, arrow_rows, one_line, read_file
+from dapo.data.formats import BATCH_ROWS, SUFFIXES, RawRow, arrow_rows, read_file
 from dapo.data.memory import Rows, python_rows
-from dapo.errors import DataError
+from dapo.errors import DataError, first_line
 from dapo.system.install import install_hint
 
 GYM = "gym:"
@@ -127,5 +127,5 @@ def _hub_error(datasets: Any, error: Exception) -> str:
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
         return "no such file, and no such dataset on the hub that this account can read"
     if isinstance(error, ConnectionError):
-        return f"no such file, and the hub cannot be reached ({one_line(error)})"
-    return f"the hub dataset cannot be loaded ({type(error).__name__}: {one_line(error)})"
+        return f"no such file, and the hub cannot be reached ({first_line(error)})"
+    return f"the hub dataset cannot be loaded ({type(error).__name__}: {first_line(error)})"

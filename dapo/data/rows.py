@@ -13,6 +13,7 @@ from typing import Any
 from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import columns_hint
 from dapo.errors import DataError
+from dapo.types import Prompt
 
 QUESTION_COLUMNS = ("prompt", "question", "problem")
 _ANSWER_COLUMNS = ("answer", "ground_truth", "solution")
@@ -32,6 +33,10 @@ class Question:
     is_text: bool
     has_one_answer: bool = True  # False: `answer` is one of several right ones, and not part of the uid
     variant: str = ""  # part of the uid: a key of the columns by which it differs from an earlier row
+
+    def as_prompt(self) -> Prompt:
+        """Return the question for a judge or an environment, which need neither its tokens nor its uid."""
+        return Prompt("", self.messages, (), self.answer, self.data_source, self.extra, self.is_text)
 
 
 def layout_of(row: Mapping[str, Any]) -> str:

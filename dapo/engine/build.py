@@ -47,7 +47,7 @@ def build_engine(
         return open_vllm(config, resolve_path(config.model.path), tokenizer, stop_ids, weights, transport)
     loaded = load_model(config.model)
     loaded.model.requires_grad_(False)
-    check_model(loaded.model, config.data.max_prompt_length + config.data.max_response_length)
+    check_model(loaded.model, config.longest)
     return Follower(embedded_engine(config, loaded, loaded.model), loaded.model, weights)
 
 

@@ -90,9 +90,11 @@ class _Worker(PooledProcess):
 class WorkerEnvironments(ProcessPool[_Worker]):
     """The EnvironmentPool of a run. An episode is assigned to a worker with its first turn."""
 
+    error, closed_reason = EpisodeError, CLOSED
+
     def __init__(self, config: Config) -> None:
         options = config.environment
-        size = pool_size(options.workers, "environment.workers", EpisodeError)
+        size = pool_size(options.workers, "environment.workers", self.error)
         super().__init__(size, "dapo-environments", f"{USE}: {options.use}")
         self.timeout, self.max_turns = options.timeout, options.max_turns
         self.setup = {"options": options.model_dump_json(), "unsafe": config.reward.code_unsafe}
@@ -157,12 +159,6 @@ class WorkerEnvironments(ProcessPool[_Worker]):
         self.reads_thoughts = bool(properties["reads_thoughts"])
         if properties["is_async"]:
             self.most_calls, self.grace = MAX_CALLS, GRACE
-
-    def _refusal(self, sentence: str) -> EpisodeError:
-        return EpisodeError(sentence)
-
-    def _closed_reason(self) -> str:
-        return CLOSED
 
     def _give_up(self, lost: Sequence[_Worker], reason: str) -> None:
         with self.lock:
@@ -269,6 +265,11 @@ class WorkerEnvironments(ProcessPool[_Worker]):
             self.inbox.extendleft(reversed([*again, *worker.queue]))
         if not worker.calls:
             self.target_size -= 1  # it died while idle: a new one is started only when there is work
+
+
+def build_environment(config: Config) -> WorkerEnvironments | None:
+    """Start the processes of the run's environment; return None if its responses are single turns."""
+    return None if config.environment.use is None else WorkerEnvironments(config)
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:

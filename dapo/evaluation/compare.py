@@ -17,10 +17,10 @@ from dapo.cluster.ray_connection import check_run_dir
 from dapo.config import TOOLS, Config
 from dapo.data.dataset import load_eval_sets
 from dapo.data.stream import any_answers
-from dapo.environments.build import build_environment
+from dapo.environments.pool import build_environment
 from dapo.environments.protocol import EnvironmentPool
 from dapo.errors import RewardError
-from dapo.evaluation.evaluate import differences, evaluate
+from dapo.evaluation.evaluate import differences, evaluate, sampling_params
 from dapo.evaluation.parts import SharedParts
 from dapo.evaluation.subjects import Subject, differing_settings, resolve
 from dapo.model.loading import load_tokenizer, resolve_path
@@ -31,7 +31,7 @@ from dapo.store.database import RunDatabase, versions
 from dapo.system.files import write_text
 from dapo.terminal.evaltable import DifferenceRow, EvalRow, differences_table, models_table, summary
 from dapo.terminal.output import json_text, print_table
-from dapo.types import EvalReport, SamplingParams
+from dapo.types import EvalReport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,8 +142,7 @@ def _evaluate(subject: Subject, parts: SharedParts, console: Console) -> list[Re
 def _evaluate_in(
     environments: EnvironmentPool | None, subject: Subject, parts: SharedParts, console: Console
 ) -> list[Result]:
-    config, options = subject.config, subject.config.eval
-    notes: list[str] = []
+    config, notes = subject.config, list[str]()
     # Before the weights, so that errors in the data or the reward's signature show at once.
     kinds, tokenizer = judge_kinds(config.reward, None), load_tokenizer(config.model.path)
     sets = load_eval_sets(config, tokenizer, notes, columns_seen(kinds), None, environments)
@@ -154,15 +153,14 @@ def _evaluate_in(
     for note in notes:
         _print(console, note, "dim")
     engine, judge = parts.open(config)
-    limit, stop, tags = config.data.max_response_length, config.rollout.stop, config.reward.think_tags
-    params = SamplingParams(options.temperature, options.top_p, options.top_k, limit, stop)
+    k, params, tags = config.eval.k, sampling_params(config), config.reward.think_tags
     results = []
     with closing(_database(config)) as database:
         for name, prompts in sets.items():
             start = time.perf_counter()
             with _progress(console, f"{subject.label}, {name}") as on_sample:
                 # Step 0 for every model: the same question gets the same random numbers, which pairs the models.
-                report = evaluate(engine, judge, prompts, options.k, params, 0, name, on_sample, tags, environment)
+                report = evaluate(engine, judge, prompts, k, params, 0, name, on_sample, tags, environment)
             report = replace(report, step=subject.step)
             database.record_eval(report)
             _check_judged(subject.label, report)

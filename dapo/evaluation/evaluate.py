@@ -9,15 +9,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from dapo.algorithm.estimators import (
-    DIFFERENCE_OF_RATES,
-    RATE,
-    estimate,
-    ks,
-    majority,
-    paired_difference,
-    pass_at_k,
-)
+from dapo.algorithm.estimators import DIFFERENCE_OF_RATES, RATE, estimate, ks, majority, paired_difference, pass_at_k
+from dapo.config import Config
 from dapo.engine.protocol import Engine
 from dapo.errors import LearnerLost
 from dapo.rewards.protocol import Judge
@@ -29,6 +22,13 @@ from dapo.types import EvalReport, EvalSample, Prompt, Rollout, SamplingParams, 
 
 COUNTS = ("problems", "problems/unjudged", "unjudged")  # metrics without an interval
 MetricsByProblem = dict[str, dict[str, float]]  # metric -> problem uid -> value
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """Return how evaluations sample."""
+    options = config.eval
+    limit, stop = config.data.max_response_length, config.rollout.stop
+    return SamplingParams(options.temperature, options.top_p, options.top_k, limit, stop)
 
 
 class Interrupted(Exception):

@@ -14,7 +14,6 @@ from dapo.errors import RewardError
 from dapo.evaluation.judging import Judgment, Response, judge_all, summary
 from dapo.rewards.judge import AUTO, check_columns, judge_kinds
 from dapo.rewards.rules import RULES, can_read_gold
-from dapo.types import Prompt
 
 MOST_JUDGED = 1000  # a function may be slow, and an endpoint may cost money
 _NONE_RIGHT = "no gold answer is right: the reward may not accept the gold answers as they are"
@@ -85,5 +84,4 @@ def _failure(error: str, places: Sequence[str]) -> str:
 def _response(question: Question, tokenizer: Any) -> Response:
     answer = question.answer
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-    prompt = Prompt("", question.messages, (), answer, question.data_source, question.extra, question.is_text)
-    return Response(prompt, text, None if tokenizer is None else tokenizer(text)["input_ids"])
+    return Response(question.as_prompt(), text, None if tokenizer is None else tokenizer(text)["input_ids"])

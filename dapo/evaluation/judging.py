@@ -199,8 +199,8 @@ def summary(judgments: Iterable[Judgment]) -> str:
 def _prompt(where: str, row: Mapping[str, Any]) -> Prompt:
     has_question = any(row.get(name) is not None for name in QUESTION_COLUMNS)
     given = {name: value for name, value in row.items() if value is not None or name not in ("prompt", "answer")}
-    question = read_question(where, given if has_question else {**given, "prompt": NO_QUESTION}, PromptFormat())
-    return Prompt("", question.messages, (), question.answer, question.data_source, question.extra, question.is_text)
+    row = given if has_question else {**given, "prompt": NO_QUESTION}
+    return read_question(where, row, PromptFormat()).as_prompt()
 
 
 def _rollout(response: Response) -> Rollout:

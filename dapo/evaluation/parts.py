@@ -62,7 +62,7 @@ def _needs(config: Config) -> Any:
     files = [path for path in resolve_path(config.model.path).iterdir() if not path.name.endswith(".index.json")]
     return (
         config.model.model_copy(update={"path": ""}),
-        config.data.max_prompt_length + config.data.max_response_length,
+        config.longest,
         config.rollout.model_dump(exclude={"n", "temperature", "mode"}),
         config.reward,
         config.cluster,

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def differing_settings(subjects: Sequence[Subject]) -> tuple[str, ...]:
     """Return a note for each setting that affects the metrics and is not the same for all models."""
     notes = []
     for key in _SHARED_KEYS:
-        values = {subject.label: reduce(getattr, key.split("."), subject.config) for subject in subjects}
+        values = {subject.label: subject.config.option(key) for subject in subjects}
         if len(set(map(repr, values.values()))) > 1:
             by_model = ", ".join(f"{value!r} for {label}" for label, value in values.items())
             notes.append(f"{key} is {by_model}; set it for all with {key}=...")

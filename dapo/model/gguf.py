@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -18,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo.errors import ModelError
+from dapo.errors import ModelError, first_line
 from dapo.system.cache import cache_dir
+from dapo.system.digest import file_digest
 from dapo.system.files import atomic_folder
 from dapo.system.progress import progress
 
@@ -55,9 +55,8 @@ def conversion_dir(path: Path) -> Path:
 
 @functools.lru_cache(maxsize=8)
 def _digest(path: Path, size: int, modified: int) -> str:
-    """Return the SHA-256 of a file; one that has not changed is read only once, which takes a second per gigabyte."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Return the SHA-256 of a file; one that has not changed is read only once."""
+    return file_digest(path)
 
 
 def is_converted(path: str) -> bool:
@@ -174,7 +173,7 @@ def _convert(path: Path, directory: Path) -> None:
             model = _read_model(path)
     except Exception as error:
         raise ModelError(
-            f"{path}: cannot be read as a GGUF model ({_first_line(error)}); the file may be incomplete, or its "
+            f"{path}: cannot be read as a GGUF model ({first_line(error)}); the file may be incomplete, or its "
             "architecture may be one that transformers does not convert"
         ) from error
     tokenizer = _with_special_tokens(core, metadata, path)
@@ -185,12 +184,8 @@ def _convert(path: Path, directory: Path) -> None:
             tokenizer.save_pretrained(temporary)
     except OSError as error:
         raise ModelError(
-            f"{directory}: cannot be written ({_first_line(error)}); free space there or set DAPO_CACHE"
+            f"{directory}: cannot be written ({first_line(error)}); free space there or set DAPO_CACHE"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from dapo.config import ModelConfig
-from dapo.errors import ModelError
+from dapo.errors import ModelError, first_line
 from dapo.model.attention import ATTENTION_NAME
 from dapo.model.export import quiet
 from dapo.model.forward import check_limits
@@ -146,7 +146,7 @@ def check_architecture(folder: Path, max_length: int) -> PreTrainedModel:
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         except Exception as error:
             raise ModelError(
-                f"{folder}: is not a causal language model that transformers knows ({_reason(error)})"
+                f"{folder}: is not a causal language model that transformers knows ({first_line(error)})"
             ) from error
     check_limits(model, max_length)
     return model
@@ -158,8 +158,8 @@ def fetch_from_hub(repo: str) -> Path:
         return Path(snapshot_download(repo, allow_patterns=_HUB_FILES, ignore_patterns=["*/*", "consolidated*"]))
     except Exception as error:
         raise ModelError(
-            f"{repo}: is not a local directory and could not be fetched from the Hugging Face hub ({_reason(error)}); "
-            "check the name and the network, or give a local directory"
+            f"{repo}: is not a local directory and could not be fetched from the Hugging Face hub "
+            f"({first_line(error)}); check the name and the network, or give a local directory"
         ) from error
 
 
@@ -170,7 +170,7 @@ def _check_config(directory: Path, path: str) -> Any:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         raise ModelError(
-            f"{path}: transformers cannot use its config.json ({_reason(error)}); "
+            f"{path}: transformers cannot use its config.json ({first_line(error)}); "
             "check the file, or upgrade transformers if the model is newer"
         ) from error
     if getattr(config, "quantization_config", None) is not None:
@@ -186,7 +186,7 @@ def _load_tokenizer(directory: Path, path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         raise ModelError(
-            f"{path}: its tokenizer cannot be loaded ({_reason(error)}); save the model's tokenizer there again"
+            f"{path}: its tokenizer cannot be loaded ({first_line(error)}); save the model's tokenizer there again"
         ) from error
 
 
@@ -198,7 +198,8 @@ def _load_generation_config(directory: Path, path: str) -> GenerationConfig:
         except OSError:
             return GenerationConfig.from_pretrained(directory, "config.json")
     except Exception as error:
-        raise ModelError(f"{path}: its generation_config.json cannot be used ({_reason(error)}); correct it") from error
+        reason = first_line(error)
+        raise ModelError(f"{path}: its generation_config.json cannot be used ({reason}); correct it") from error
 
 
 def _load_weights(directory: Path, path: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
@@ -213,7 +214,7 @@ def _load_weights(directory: Path, path: str, dtype: torch.dtype, attention: str
         )
     except Exception as error:
         raise ModelError(
-            f"{path}: its weights cannot be loaded ({_reason(error)}); "
+            f"{path}: its weights cannot be loaded ({first_line(error)}); "
             "the files may be incomplete, or may not be a causal language model"
         ) from error
     model, info = loaded
@@ -251,7 +252,3 @@ def _stop_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenize
             "set eos_token_id there"
         )
     return ids
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -41,12 +41,7 @@ def matmul_parameters(config: Any) -> int:
 
 
 def training_flops(
-    config: Any,
-    tokens: int,
-    pairs: int,
-    *,
-    head_tokens: int | None = None,
-    frozen: bool = False,
+    config: Any, tokens: int, pairs: int, *, head_tokens: int | None = None, frozen: bool = False
 ) -> float:
     """Return the operations of forward and backward over `tokens` packed inputs, without recomputation.
 

@@ -74,7 +74,7 @@ def _cached_tokens(config: Config) -> int:
     if on_gpu(config):
         from dapo.engine.embedded.pages import PAGE, longest_pages
 
-        return PAGE * (1 + config.concurrent * longest_pages(data.max_prompt_length + data.max_response_length))
+        return PAGE * (1 + config.concurrent * longest_pages(config.longest))
     concurrent = min(config.rollout.max_concurrent or 64, config.gen_batch_size * n)
     return concurrent * data.max_response_length + -(-concurrent // n) * data.max_prompt_length
 

@@ -78,13 +78,7 @@ class Plan:
 
 
 def estimate(
-    config: Config,
-    work: Workload,
-    gpu: Gpu,
-    gpus: int,
-    *,
-    rollout_gpus: int = 0,
-    tensor_parallel: int = 0,
+    config: Config, work: Workload, gpu: Gpu, gpus: int, *, rollout_gpus: int = 0, tensor_parallel: int = 0
 ) -> Plan:
     """Return the fastest plan that fits. If none does, raise DoesNotFit with what would.
 
@@ -102,10 +96,6 @@ def estimate(
     raise DoesNotFit(f"{reason}{_remedy(config, work, shape, gpu, gpus, rollout_gpus, tensor_parallel)}")
 
 
-def is_vllm(config: Config) -> bool:
-    return config.uses_vllm
-
-
 def _check(config: Config, gpus: int, rollout_gpus: int, tensor_parallel: int) -> None:
     if gpus < 1:
         raise ConfigError(f"--gpus is {gpus}, but must be at least 1")
@@ -113,9 +103,9 @@ def _check(config: Config, gpus: int, rollout_gpus: int, tensor_parallel: int) -
         raise ConfigError(f"{rollout_gpus} of {gpus} GPUs would only sample, which leaves none to train")
     if config.model.dtype == "float32":
         raise ConfigError("model.dtype is float32, but plans are for bfloat16 only, which is what was measured")
-    most = min(NODE, rollout_gpus or gpus) if is_vllm(config) else 1
+    most = min(NODE, rollout_gpus or gpus) if config.uses_vllm else 1
     if tensor_parallel and tensor_parallel not in powers_of_two(most):
-        what = f"a power of two from 1 to {most}" if is_vllm(config) else "1 unless rollout.engine is vllm"
+        what = f"a power of two from 1 to {most}" if config.uses_vllm else "1 unless rollout.engine is vllm"
         raise ConfigError(f"--tensor-parallel is {tensor_parallel}, but must be {what}")
 
 
@@ -124,12 +114,12 @@ def _plans(
 ) -> list[Plan | DoesNotFit]:
     """Return a plan, or why it does not fit, for each degree of tensor parallelism, in ascending order."""
     # An engine on several GPUs needs dedicated ones. Colocated, several are planned only on request.
-    most = min(NODE, rollout_gpus) if is_vllm(config) and rollout_gpus else 1
+    most = min(NODE, rollout_gpus) if config.uses_vllm and rollout_gpus else 1
     ways = [tensor_parallel] if tensor_parallel else powers_of_two(most)
     found: list[Plan | DoesNotFit] = []
     for way in ways:
         try:
-            layout = Layout(gpus, rollout_gpus, way, is_vllm(config))
+            layout = Layout(gpus, rollout_gpus, way, config.uses_vllm)
             found.append(_plan(config, work, shape, gpu, layout))
         except DoesNotFit as error:
             found.append(error)
@@ -193,7 +183,7 @@ def _remedy(
     others = "GPUs with more memory may"
     if fits(config, gpus, replace(work, longest=1)):
         others = f"a smaller data.max_response_length or {others}"
-    if not is_vllm(config):
+    if not config.uses_vllm:
         others += ", and so may rollout.engine=vllm on dedicated GPUs (--rollout-share)"
     return f"; more such GPUs would not help, but {others}"
 

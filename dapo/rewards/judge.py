@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dapo.config import PYTHON, RewardConfig
-from dapo.errors import RewardError
+from dapo.errors import RewardError, did_you_mean
 from dapo.rewards.endpoint import MAX_IN_FLIGHT, EndpointJudge
 from dapo.rewards.function import DOES_NOT_APPLY, FunctionJudge, RewardFunction, to_score, unjudged
 from dapo.rewards.pool import WorkerPool
@@ -135,11 +135,7 @@ def columns_seen(kinds: Iterable[tuple[str, Kind]]) -> Collection[str] | None:
 
 
 def check_columns(
-    kinds: Iterable[tuple[str, Kind]],
-    columns: Collection[str],
-    *,
-    has_answers: bool = True,
-    has_tokens: bool = True,
+    kinds: Iterable[tuple[str, Kind]], columns: Collection[str], *, has_answers: bool = True, has_tokens: bool = True
 ) -> None:
     """Raise if a reward function has a parameter that neither its convention nor a column of the data provides.
 
@@ -230,9 +226,8 @@ def _check(spec: str) -> None:
         return None
     if kind == "model" and rest:
         return None
-    close = difflib.get_close_matches(spec, [AUTO, *RULES], n=1)
-    suggestion = f"; did you mean '{close[0]}'?" if close else ";"
-    raise RewardError(f"reward.use is '{spec}', which is not a judge{suggestion} expected {KINDS}")
+    hint = did_you_mean(spec, [AUTO, *RULES]) or ";"
+    raise RewardError(f"reward.use is '{spec}', which is not a judge{hint} expected {KINDS}")
 
 
 def _check_url(url: str) -> None:

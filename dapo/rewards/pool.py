@@ -35,9 +35,11 @@ class _Worker(PooledProcess):
 class WorkerPool(ProcessPool[_Worker]):
     """Runs rules and functions from files in worker processes. Every worker can run every one of them."""
 
+    error, closed_reason = RewardError, JUDGE_CLOSED
+
     def __init__(self, specs: Sequence[str], options: RewardConfig) -> None:
         files = ", ".join(spec.rpartition(":")[0] or spec for spec in specs)
-        size = pool_size(options.workers, "reward.workers", RewardError)
+        size = pool_size(options.workers, "reward.workers", self.error)
         super().__init__(size, "dapo-rewards", f"reward.use: {files}")
         self.options = options
         self.setup = {"specs": list(specs), "options": options.model_dump_json()}
@@ -73,12 +75,6 @@ class WorkerPool(ProcessPool[_Worker]):
             queued, self.queue = self.queue, deque()
         for task in [*queued, *(worker.task for worker in lost if worker.task is not None)]:
             task.mark_unjudged(task.indices, reason)
-
-    def _refusal(self, sentence: str) -> RewardError:
-        return RewardError(sentence)
-
-    def _closed_reason(self) -> str:
-        return JUDGE_CLOSED
 
     def _assign(self) -> None:
         """Give each idle worker a task: a whole group if many are queued, else a share of a group."""

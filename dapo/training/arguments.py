@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from dapo.config import PYTHON, Config, Section, merge_options, option_names, re
 from dapo.config.functions import CustomParts, with_objects
 from dapo.config.migration.table import find
 from dapo.data.memory import Rows, collect
-from dapo.errors import CheckpointError, ConfigError
+from dapo.errors import CheckpointError, ConfigError, did_you_mean
 from dapo.policy.rules import UpdateRules
 from dapo.rewards.judge import RewardFunctions, reward_terms
 from dapo.sampling.rules import group_rules
@@ -22,17 +21,8 @@ from dapo.store.configuration import is_run, recorded_config
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 _TRAIN, _EVAL = "train_dataset", "eval_dataset"
-_OTHERS = (
-    "config",
-    "reward_funcs",
-    _TRAIN,
-    _EVAL,
-    "callbacks",
-    "parts",
-    "resume",
-    "quiet",
-    "reporter",
-)  # arguments of Trainer
+# Arguments of Trainer besides the sections.
+_OTHERS = ("config", "reward_funcs", _TRAIN, _EVAL, "callbacks", "parts", "resume", "quiet", "reporter")
 # Arguments of TRL's GRPOTrainer that Trainer does not have, and what to use instead.
 _OF_TRL = {
     "args": "give options as config={...}, or sections such as optim={...}; `dapo convert` turns a GRPOConfig into a "
@@ -196,8 +186,7 @@ def _check_sections(sections: Mapping[str, Any]) -> None:
         if name not in known and (row := find("trl", name)) is not None:
             raise ConfigError(f"Trainer has no argument '{name}'; as an option of TRL, {row.answer()}")
         if name not in known:
-            close = difflib.get_close_matches(name, [*known, *_OTHERS], n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else f"; the sections of options are {', '.join(known)}"
+            hint = did_you_mean(name, [*known, *_OTHERS]) or f"; the sections of options are {', '.join(known)}"
             raise ConfigError(f"Trainer has no argument '{name}'{hint}")
         if not isinstance(sections[name], Mapping | Section):
             raise ConfigError(f"Trainer: {name} is {sections[name]!r}; expected options, such as optim={{'lr': 1e-5}}")

@@ -10,12 +10,12 @@ from dapo.checkpoint.state import Best
 from dapo.config import Config
 from dapo.engine.protocol import Engine
 from dapo.errors import ConfigError
-from dapo.evaluation.evaluate import Interrupted, evaluate, metric_names
+from dapo.evaluation.evaluate import Interrupted, evaluate, metric_names, sampling_params
 from dapo.rewards.protocol import Judge
 from dapo.sampling.accounting import unjudged_message
 from dapo.sampling.episodes import Environment
 from dapo.training.recorder import Recorder
-from dapo.types import EvalReport, EventKind, Prompt, SamplingParams
+from dapo.types import EvalReport, EventKind, Prompt
 
 
 class Evaluator:
@@ -34,9 +34,7 @@ class Evaluator:
         self.options, self.sets, self.think_tags = config.eval, sets, config.reward.think_tags
         self.engine, self.judge, self.recorder = engine, judge, recorder
         self.is_stopping, self.environment = is_stopping, environment
-        options = config.eval
-        limit, stop = config.data.max_response_length, config.rollout.stop
-        self.params = SamplingParams(options.temperature, options.top_p, options.top_k, limit, stop)
+        self.params = sampling_params(config)
         self.reports: tuple[EvalReport, ...] = ()  # of the latest evaluation, one per set
         self.best: Best | None = None
         self._best_set, self._best_key = find_metric(config, sets) or (None, "")
@@ -54,20 +52,12 @@ class Evaluator:
                 if self.is_stopping() and done < total:
                     raise Interrupted
 
-            report = evaluate(
-                self.engine,
-                self.judge,
-                prompts,
-                self.options.k,
-                self.params,
-                step,
-                name,
-                show,
-                self.think_tags,
-                self.environment,
-                self.recorder.reporter.phase,
-            )
-            reports.append(report)
+            reports.append(
+                evaluate(
+                    self.engine, self.judge, prompts, self.options.k, self.params, step, name, show,
+                    self.think_tags, self.environment, self.recorder.reporter.phase,
+                )
+            )  # fmt: skip
         self.engine.metrics()  # discard the evaluation's metrics, so that the next step does not include them
         self.recorder.evaluation(reports)
         self.reports = tuple(reports)

@@ -89,9 +89,10 @@ class Recorder:
         assert self.database
         return self.database.eval_reports(step)
 
-    def training_seconds(self) -> float:
+    def total(self, metric: str) -> float:
+        """Return the sum of a metric over all recorded steps."""
         assert self.database
-        return self.database.training_seconds()
+        return self.database.total(metric)
 
     def flush(self) -> None:
         """Wait until all steps are in the database; raise if one could not be written."""

@@ -20,7 +20,7 @@ from dapo.checkpoint.state import TrainerState
 from dapo.cluster.assemble import assemble
 from dapo.config.functions import CustomParts, file_digests
 from dapo.data.dataset import load_run_data
-from dapo.environments.build import build_environment
+from dapo.environments.pool import build_environment
 from dapo.errors import CheckpointError, NothingToLearn, RunExists, TrainingStopped
 from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
@@ -406,7 +406,7 @@ class Trainer:
 
     def read_totals(self) -> None:
         """Read the totals over the recorded steps, when the run is opened and after steps were undone."""
-        self.seconds = self.recorder.training_seconds()
+        self.seconds = self.recorder.total("timing_s/step")
 
     def save_checkpoint(self, state: TrainerState | None = None, *, in_background: bool = False) -> None:
         self.reporter.phase("saving")

@@ -89,9 +89,7 @@ def curves(run: Run, names: Iterable[str], max_points: int = MAX_POINTS, *, with
 
 
 def spread(
-    run: Run,
-    column: Literal["reward", "score", "acc", "length"] = "reward",
-    max_points: int = MAX_BANDS,
+    run: Run, column: Literal["reward", "score", "acc", "length"] = "reward", max_points: int = MAX_BANDS
 ) -> Band:
     """Return the 10th and 90th percentile over the responses sampled in each step, or NaN if there are none.
 

@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dapo.algorithm.checked import (
-    checked_advantage,
-    checked_filter,
-    checked_loss,
-    checked_schedule,
-    checked_shaping,
-)
+from dapo.algorithm.checked import checked_advantage, checked_filter, checked_loss, checked_schedule, checked_shaping
 from dapo.algorithm.loss import dapo_loss
 from dapo.algorithm.ratio import LossConfig
 from dapo.config.functions import UserFunction

@@ -12,15 +12,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo.algorithm.estimators import (
-    DIFFERENCE_OF_RATES,
-    RATE,
-    estimate,
-    ks,
-    majority,
-    paired_difference,
-    pass_at_k,
-)
+from dapo.algorithm.estimators import DIFFERENCE_OF_RATES, RATE, estimate, ks, majority, paired_difference, pass_at_k
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.integers(1, 9))

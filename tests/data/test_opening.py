@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from dapo.data.dataset import load_run_data
-from dapo.environments.build import build_environment
+from dapo.environments.pool import build_environment
 from dapo.errors import ConfigError, DataError
 from tests.data.test_dataset import config, write
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer

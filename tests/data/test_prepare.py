@@ -18,8 +18,7 @@ def write(path, rows):
 
 
 def prepared(tmp_path, name, rows):
-    report = prepare(name, write(tmp_path / "from.jsonl", rows), tmp_path / "data")
-    (file,) = report.files
+    (file,) = prepare(name, write(tmp_path / "from.jsonl", rows), tmp_path / "data")
     assert file.path == tmp_path / "data" / f"{name}.parquet"
     return pq.read_table(file.path).to_pylist()
 
@@ -94,8 +93,8 @@ def test_duplicates_and_conflicts_are_decided_by_the_extracted_answer(tmp_path):
         {"question": "b", "answer": "#### 1"},
         {"question": "b", "answer": "#### 2"},
     ]
-    report = prepare("gsm8k", write(tmp_path / "from.jsonl", rows), tmp_path)
-    assert report.sentences() == [
+    files = prepare("gsm8k", write(tmp_path / "from.jsonl", rows), tmp_path)
+    assert [str(file) for file in files] == [
         f"{tmp_path}/gsm8k.parquet: 1 question (4 rows, 2 distinct, 1 duplicate left out, 1 question with conflicting "
         "answers left out (2 rows))"
     ]
@@ -140,9 +139,9 @@ def test_both_splits_come_from_the_hub(tmp_path, monkeypatch):
         return datasets.Dataset.from_list([{"question": f"a {split} question", "answer": "#### 1"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    report = prepare("gsm8k", None, tmp_path)
-    assert [file.path.name for file in report.files] == ["gsm8k.parquet", "gsm8k-test.parquet"]
-    assert pq.read_table(report.files[1].path)["prompt"].to_pylist() == ["a test question"]
+    files = prepare("gsm8k", None, tmp_path)
+    assert [file.path.name for file in files] == ["gsm8k.parquet", "gsm8k-test.parquet"]
+    assert pq.read_table(files[1].path)["prompt"].to_pylist() == ["a test question"]
 
 
 def test_without_a_network_nothing_is_written(tmp_path, monkeypatch):

@@ -106,10 +106,7 @@ def test_extras_become_plain_json_values(tmp_path):
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        (
-            {"answer": 1},
-            r"is missing \(and there is no 'question' or 'problem'; columns: answer\); data.columns maps",
-        ),
+        ({"answer": 1}, r"is missing \(and there is no 'question' or 'problem'; columns: answer\); data.columns maps"),
         ({"prompt": None, "answer": 1}, r"column 'prompt' is null"),
         ({}, r"column 'prompt' is missing"),
         (

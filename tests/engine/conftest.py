@@ -73,11 +73,7 @@ def open_vllm(directory: Path, model: Any, **timing: Any) -> Engine:
 
 
 # Every engine belongs here, and is then tested by tests/engine/test_contract.py.
-ENGINES: dict[str, Callable[[Path, Any], Engine]] = {
-    "embedded": open_embedded,
-    "paged": open_paged,
-    "vllm": open_vllm,
-}
+ENGINES: dict[str, Callable[[Path, Any], Engine]] = {"embedded": open_embedded, "paged": open_paged, "vllm": open_vllm}
 
 
 def tiny_pair(folder: Path, kind: str = "llama", **shape: Any) -> tuple[Path, Any]:

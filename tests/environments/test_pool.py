@@ -11,8 +11,7 @@ from contextlib import closing
 import pytest
 
 from dapo.config import Config
-from dapo.environments.build import build_environment
-from dapo.environments.pool import CLOSED, WorkerEnvironments
+from dapo.environments.pool import CLOSED, WorkerEnvironments, build_environment
 from dapo.environments.protocol import ROW_PROMPT
 from dapo.errors import EpisodeError
 from dapo.types import Prompt, Score

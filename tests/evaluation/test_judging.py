@@ -130,10 +130,7 @@ def test_a_rule_gets_the_answer_of_the_command_as_text():
 
 
 def test_the_command_judges_a_file_of_responses_and_counts_verdicts(file, tmp_path):
-    rows = [
-        {"completion": "5", "answer": "5", "level": 2, "question": "2+3?"},
-        {"completion": "6", "level": 1},
-    ]
+    rows = [{"completion": "5", "answer": "5", "level": 2, "question": "2+3?"}, {"completion": "6", "level": 1}]
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
     done = run("--use", f"{file}:reward", "--answer", "7", tmp_path / "r.jsonl")
     assert done.exit_code == 0

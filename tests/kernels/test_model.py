@@ -5,18 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dapo.kernels import (
-    decode_attention,
-    draw,
-    head,
-    native,
-    norm,
-    piece_attention,
-    rotary,
-    rounding,
-    share,
-    swiglu,
-)
+from dapo.kernels import decode_attention, draw, head, native, norm, piece_attention, rotary, rounding, share, swiglu
 from dapo.kernels.dispatch import Kernel
 from tests.kernels.ways import DEVICE, all_ways, both, needs_triton
 

@@ -12,14 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dapo.config import LoraConfig, ModelConfig
 from dapo.errors import CheckpointError, ModelError
 from dapo.model.loading import load_model
-from dapo.model.lora import (
-    adapter_state,
-    add_adapters,
-    causal_lm,
-    load_adapter_state,
-    merged,
-    reference_mode,
-)
+from dapo.model.lora import adapter_state, add_adapters, causal_lm, load_adapter_state, merged, reference_mode
 from tests.saved import save_merged
 from tests.tiny import save_tiny, tiny_llama, tiny_qwen2, tiny_tokenizer
 

@@ -120,11 +120,7 @@ FORMATS = {
         {},
         "class Solution:\n    def swap(self, a, b):\n        return [b, a]",
     ),
-    "livecodebench": (
-        [{"input": "1\n2", "output": "[2, 1]", "metadata": {"func_name": "swap"}}],
-        {},
-        RIGHT_SWAP,
-    ),
+    "livecodebench": ([{"input": "1\n2", "output": "[2, 1]", "metadata": {"func_name": "swap"}}], {}, RIGHT_SWAP),
     "assertions": ([ASSERTION], {}, RIGHT_SWAP),
     "code": (f"{ASSERTION}\n{ASSERTION}", {}, RIGHT_SWAP),
     "mbpp": (None, MBPP, RIGHT_SWAP),
@@ -296,16 +292,7 @@ def test_values_of_all_plain_types_cross_between_program_and_tests(rule: CodeRul
         "1 + 2j",
     ]
     tests = [f"assert same({value}) == {value} and type(same({value})) is type({value})" for value in values]
-    made = [
-        "{'a': 2, 'b': 1}",
-        "(1, 2)",
-        "{'a': 1}",
-        "10**5000",
-        "float('inf')",
-        "1j",
-        "b'x'",
-        "frozenset([1])",
-    ]
+    made = ["{'a': 2, 'b': 1}", "(1, 2)", "{'a': 1}", "10**5000", "float('inf')", "1j", "b'x'", "frozenset([1])"]
     tests += [f"assert make({place}) == {value}" for place, value in enumerate(made)]
     tests += [
         "assert list(numbers()) == [0, 1, 2]",

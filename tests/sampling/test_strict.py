@@ -206,7 +206,9 @@ def test_the_size_of_a_round_is_bounded_and_exact_where_every_group_is_kept():
 def test_without_a_round_size_one_round_fills_nine_batches_in_ten_and_nothing_becomes_stale():
     rng = np.random.default_rng(5)
     mixed = rng.random(10_000) < 0.4
-    sampler = sampler_for(mixed_when(lambda serial: bool(mixed[serial])), "data.train_batch_size=48")
+    # Pairs, many at once: which groups are kept depends on their serials only.
+    options = ("data.train_batch_size=48", "rollout.n=2", "rollout.max_concurrent=32")
+    sampler = sampler_for(mixed_when(lambda serial: bool(mixed[serial])), *options)
     rounds, dropped = [], 0
     for step in range(1, 46):
         sampled = sampler.fill(step, version=step - 1)

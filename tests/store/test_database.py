@@ -26,18 +26,7 @@ import pytest
 from dapo.config import Config
 from dapo.errors import CheckpointError, StorageError
 from dapo.store.database import RunDatabase
-from dapo.types import (
-    EvalReport,
-    EvalSample,
-    Event,
-    EventKind,
-    Group,
-    Prompt,
-    Rollout,
-    Score,
-    StepReport,
-    TokenStats,
-)
+from dapo.types import EvalReport, EvalSample, Event, EventKind, Group, Prompt, Rollout, Score, StepReport, TokenStats
 
 
 def config_yaml(store_tokens: str = "all") -> str:
@@ -180,10 +169,7 @@ def test_the_version_of_every_token_comes_back(database: RunDatabase) -> None:
 def test_arrays_come_back_bit_for_bit(path: Path, database: RunDatabase) -> None:
     odd = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.4028235e38, -0.1], dtype=np.float32)
     tokens = np.array([0, 1, -1, 2**31 - 1, -(2**31), 255, 65_536], dtype=np.int32)
-    rollouts = (
-        Rollout(1, 0, tokens, odd, "length", 0, ""),
-        Rollout(1, 1, tokens[:0], odd[:0], "stop", 0, ""),
-    )
+    rollouts = (Rollout(1, 0, tokens, odd, "length", 0, ""), Rollout(1, 1, tokens[:0], odd[:0], "stop", 0, ""))
     group = make_group(1, rollouts=rollouts)
     # Strided and big-endian arrays are the same numbers.
     stats = {(1, 0): TokenStats(np.repeat(odd, 2)[::2], odd.astype(">f4"))}
@@ -197,10 +183,7 @@ def test_arrays_come_back_bit_for_bit(path: Path, database: RunDatabase) -> None
     assert blob[4:8] == b"\x01\x00\x00\x00"
 
 
-@pytest.mark.parametrize(
-    ("store_tokens", "with_tokens"),
-    [("all", {1, 2, 3, 4}), ("kept", {1, 3, 4}), ("none", set())],
-)
+@pytest.mark.parametrize(("store_tokens", "with_tokens"), [("all", {1, 2, 3, 4}), ("kept", {1, 3, 4}), ("none", set())])
 def test_store_tokens_decides_whose_tokens_are_stored(path: Path, store_tokens: str, with_tokens: set[int]) -> None:
     verdicts = {1: "kept", 2: "all_correct", 3: "padded", 4: "carried"}
     with RunDatabase.create(path, config_yaml(store_tokens), {}) as database:

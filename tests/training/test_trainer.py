@@ -52,7 +52,8 @@ def train(config: Config, **kwargs):
 
 
 def test_six_steps_at_once_and_three_then_three_more_are_the_same_bit_for_bit(tmp_path):
-    more = ["data.gen_batch_size=9"]  # leaves groups to carry over
+    # Groups are left to carry over, and the scores of two processes arrive in any order.
+    more = ["data.gen_batch_size=9", "reward.workers=2"]
     whole = runs.load(tmp_path, "run.name=whole", *more)
     train(whole)
     train(runs.load(tmp_path, "run.name=parts", "run.steps=3", *more))
@@ -553,7 +554,7 @@ def test_a_checkpoint_with_one_bit_changed_anywhere_is_refused_in_one_sentence(t
     for file in FILES:
         victim = config.run_dir / "checkpoints" / "step_1" / file
         content = victim.read_bytes()
-        for place in range(0, len(content), max(1, len(content) // 20)):
+        for place in range(0, len(content), max(1, len(content) // 5)):
             victim.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
             with pytest.raises(
                 CheckpointError, match=r"step_1: the checkpoint is damaged .* there is no other checkpoint"
@@ -648,6 +649,7 @@ def test_nothing_depends_on_the_clock_or_on_hash_randomization(tmp_path):
     recipe = runs.recipe(tmp_path)
     for name, seed in (("one", "1"), ("two", "2")):
         command = [sys.executable, "-m", "dapo", "train", str(recipe), f"run.name={name}", "run.steps=3"]
+        command.append("reward.workers=2")  # their scores arrive in any order
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
         )

@@ -10,13 +10,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dapo.config.loading import Dumper
+from dapo.config.loading import Dumper, merge_options
 from dapo.config.migration import trl, verl
 from dapo.config.migration.conversions import SKIP, Conversion, NoCounterpart, Theirs, Written
 from dapo.config.migration.shell import UNKNOWN
 from dapo.config.migration.sources import Settings
 from dapo.config.migration.table import NOT_SET, SYSTEMS, Row, find, rows
-from dapo.config.schema import Config, leaves
+from dapo.config.schema import Config, leaves, option_names
 from dapo.config.training_options import LOSS_SETTINGS
 from dapo.errors import ConfigError
 
@@ -308,12 +308,7 @@ def _default(option: str) -> Any:
 
 def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for option, value in options.items():
-        *path, leaf = option.split(".")
-        section = tree
-        for name in path:
-            section = section.setdefault(name, {})
-        section[leaf] = value
+    merge_options(tree, options, option_names())
     return tree
 
 

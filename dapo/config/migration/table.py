@@ -33,6 +33,11 @@ class Row:
         return self.names[0]
 
     @property
+    def owner(self) -> str:
+        """The system without its version."""
+        return self.system.split()[0]
+
+    @property
     def off_values(self) -> list[Any]:
         """The values for which nothing has to be written, if the conversion is `off`."""
         return [_scalar(text) for text in self.conversion.removeprefix("off ").split(", ")]
@@ -106,7 +111,7 @@ def explain_unknown(key: str, value: Any) -> str | None:
     key = key.lstrip("+~")  # Hydra's marks for added and deleted keys
     names = [name for name, _ in leaves_of({key: value})]
     found = [(name, row) for name in names if (row := _find_any(name))]
-    told = [f"unknown key '{name}' of {row.system.split()[0]}; {row.answer()}" for name, row in found[:_FEW]]
+    told = [f"unknown key '{name}' of {row.owner}; {row.answer()}" for name, row in found[:_FEW]]
     if not told and key.split(".")[0] in _sections_of_verl():
         page = "docs/how-to/from-verl.md"
         return f"unknown key '{names[0]}' of verl; {page} lists the options that have a counterpart in dapo"
@@ -122,8 +127,7 @@ def explain_last_part(key: str) -> str:
     row = find("trl", leaf) or _find_by_ending(leaf)
     if row is None:
         return ""
-    system = row.system.split()[0]
-    return (f" of {system}" if leaf == key else f" ('{leaf}' of {system})") + f"; {row.answer()}"
+    return (f" of {row.owner}" if leaf == key else f" ('{leaf}' of {row.owner})") + f"; {row.answer()}"
 
 
 def _find_any(name: str) -> Row | None:

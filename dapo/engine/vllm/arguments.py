@@ -114,7 +114,7 @@ class VllmOptions:
         return cls(
             model_dir,
             config.run.seed,
-            max_length=config.data.max_prompt_length + config.data.max_response_length,
+            max_length=config.longest,
             max_concurrent=config.concurrent if device.type == "cuda" else rollout.max_concurrent,
             dtype=str(resolve_dtype(config.model.dtype, device)).removeprefix("torch."),
             tensor_parallel=rollout.tensor_parallel,

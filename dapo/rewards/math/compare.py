@@ -38,6 +38,7 @@ from dapo.rewards.extract import extract
 from dapo.rewards.math.evaluate import constant_ratio, is_same_value, real_value, subtract
 from dapo.rewards.math.expressions import GaveUp, Tree, divide, multiply, parse
 from dapo.rewards.math.forms import (
+    FLIPPED,
     Equation,
     Expression,
     Form,
@@ -88,14 +89,8 @@ def read_gold(answer: Any) -> str:
     return gold
 
 
-@lru_cache(maxsize=10_000)
-def _gold_spelling(answer: str) -> str:
-    return clean(answer)
-
-
-@lru_cache(maxsize=10_000)
-def _gold_form(gold: str) -> Form:
-    return read(gold)
+_gold_spelling = lru_cache(maxsize=10_000)(clean)
+_gold_form = lru_cache(maxsize=10_000)(read)
 
 
 def is_equal(gold: str, found: str) -> bool:
@@ -298,9 +293,6 @@ def _same_equation(gold: Form, answer: Form) -> bool:
     return _same_relation(gold, answer)
 
 
-_FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
-
-
 def _same_relation(gold: Equation, answer: Equation) -> bool:
     """Return whether two equations or inequalities are equivalent: left minus right differs only by a constant factor.
 
@@ -313,4 +305,4 @@ def _same_relation(gold: Equation, answer: Equation) -> bool:
     if sign == 0:
         return False
     (gold_sign,), (answer_sign,) = gold.signs, answer.signs
-    return answer_sign == gold_sign if sign > 0 or gold_sign in "=≠" else answer_sign == _FLIPPED.get(gold_sign)
+    return answer_sign == gold_sign if sign > 0 or gold_sign == "=" else answer_sign == FLIPPED.get(gold_sign)

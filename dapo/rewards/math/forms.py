@@ -123,7 +123,7 @@ _LABEL = re.compile(
     re.DOTALL,
 )
 _MEMBER_OF = re.compile(r"^(?:[a-zA-Z]|\\[a-zA-Z]+)(?:\([a-zA-Z]\))?\s?(?:∈|⟦\s?in\s?⟧)\s?")
-_FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
+FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
 _INFINITIES = Expression("\\infty"), Expression("-\\infty")
 
 
@@ -161,8 +161,8 @@ def names_value(text: str) -> bool:
 
 def _read_interval(sides: list[str], signs: list[str]) -> Form | None:
     """Parse an inequality as an interval: `0 ≤ x < 1` is [0,1), `x > 2` is (2,∞), `x ≠ 5` is (-∞,5)∪(5,∞)."""
-    if len(sides) == 2 and names_variable(sides[1]) and not names_variable(sides[0]) and signs[0] in _FLIPPED:
-        sides, signs = sides[::-1], [_FLIPPED[signs[0]]]
+    if len(sides) == 2 and names_variable(sides[1]) and not names_variable(sides[0]) and signs[0] in FLIPPED:
+        sides, signs = sides[::-1], [FLIPPED[signs[0]]]
     if len(sides) == 2 and names_variable(sides[0]) and not names_variable(sides[1]):
         bound, (high, low) = read(sides[1]), _INFINITIES
         if signs[0] == "≠":
@@ -172,7 +172,7 @@ def _read_interval(sides: list[str], signs: list[str]) -> Form | None:
         return Group("(" if signs[0] == ">" else "[", ")", (bound, high))
     if len(sides) == 3 and names_variable(sides[1]):
         if set(signs) <= {">", "≥"}:
-            sides, signs = sides[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
+            sides, signs = sides[::-1], [FLIPPED[sign] for sign in signs[::-1]]
         if set(signs) <= {"<", "≤"}:
             brackets = ("(" if signs[0] == "<" else "["), (")" if signs[1] == "<" else "]")
             return Group(*brackets, (read(sides[0]), read(sides[2])))

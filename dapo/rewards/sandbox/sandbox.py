@@ -68,18 +68,8 @@ class Zygote:
         readable = sorted({*libraries, paths["purelib"], paths["platlib"], *_SYSTEM_FILES})
         script = Path(__file__).with_name("zygote.py")
         # Not started with the caller's environment, which may hold tokens. -S and -s leave out site-packages' hooks.
-        command = [
-            sys.executable,
-            "-s",
-            "-S",
-            "-X",
-            "utf8",
-            str(script),
-            kind,
-            str(memory),
-            paths["purelib"],
-            *readable,
-        ]
+        command = [sys.executable, "-s", "-S", "-X", "utf8", str(script)]
+        command += [kind, str(memory), paths["purelib"], *readable]
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HOME": "/tmp"}
         environment |= {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PYTHONHOME") if name in os.environ}
         self.link, other = socket.socketpair()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import reduce
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,7 +36,7 @@ def loaded(folder: Path, recipe: Recipe) -> Config:
 
 
 def value(config: Config, option: str) -> Any:
-    found = reduce(getattr, option.split("."), config)
+    found = config.option(option)
     return list(found) if isinstance(found, tuple) and option != "data.train" else found
 
 
