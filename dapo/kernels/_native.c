@@ -124,7 +124,10 @@ static inline __attribute__((always_inline)) void multiply(
     for (int i = 0; i < count * registers; i++) sums[i] = _mm512_setzero_ps();
     for (int64_t unit = 0; unit < units; unit++) {
         Units rows[4];
-        for (int r = 0; r < registers; r++) rows[r] = (Units)_mm512_loadu_si512(packed + unit * ROWS + r * LANES);
+        for (int r = 0; r < registers; r++) {
+            rows[r] = (Units)_mm512_loadu_si512(packed + unit * ROWS + r * LANES);
+            __asm__("" : "+v"(rows[r]));  // or the compiler loads it again for every line
+        }
         for (int c = 0; c < count; c++) {
             const Units both = (Units)_mm512_set1_epi32((int32_t)line[c][unit]);
             for (int r = 0; r < registers; r++)
