@@ -364,7 +364,7 @@ def test_the_reason_is_the_compiler_if_what_it_made_cannot_be_loaded(
 @needs_native
 @pytest.mark.usefixtures("no_home")
 def test_a_user_without_a_home_folder_is_told_to_name_the_cache() -> None:
-    assert "home folder is not known; set DAPO_CACHE" in str(native._loaded.__wrapped__(NARROW))
+    assert "home folder is not known; set DAPO_CACHE" in str(native._loaded(NARROW))
 
 
 @needs_native
