@@ -11,6 +11,7 @@ from dapo.config import Config, ModelConfig
 from dapo.engine.embedded.engine import EmbeddedEngine
 from dapo.model.loading import load_model
 from dapo.policy.policy import Policy
+from dapo.policy.tally import Tally
 from dapo.store.database import RunDatabase
 from dapo.types import Prompt, Request, SamplingParams, Score
 from tests import plain
@@ -64,7 +65,7 @@ def test_sampler_trainer_and_plain_transformers_agree_on_log_probabilities_and_g
         record = Prompt(str(serial), (), prompt, None)
         groups.append(form_group(serial, record, members, [Score(float(i)) for i in range(3)], GroupRules(8)))
     policy = Policy(loaded.model, Config.parse({"model": {"path": "x"}, "data": {"train": "x"}}))
-    results = [(batch, policy._backward(batch)) for batch in policy._micro_batches(groups, version=0)]
+    results = policy._gradients(groups, 0, Tally())
     trainer = np.concatenate([result.logprobs_R.numpy() for _, result in results])
     sampler = np.concatenate([batch.old_logprobs_R.numpy() for batch, _ in results])
     np.testing.assert_allclose(trainer, sampler, atol=1e-4)
