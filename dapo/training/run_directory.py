@@ -190,6 +190,11 @@ class RunDirectory:
             raise CheckpointError(
                 f"{self.path}: has already finished {self.state.step} steps; raise run.steps to continue"
             )
+        if self.state and steps is not None and steps != recorded.run.steps and steps < self.state.step:
+            raise CheckpointError(
+                f"{self.path}: run.steps is {steps}, but the run has already reached step {self.state.step}; it counts "
+                "all steps of the run, so give a higher number"
+            )
 
     def _recorded(self, database: RunDatabase) -> tuple[Config, list[str]]:
         """Return the options that the run has trained with; config.yaml if another version of dapo recorded them."""
