@@ -184,7 +184,8 @@ def test_dry_run_lists_what_is_there_and_the_plan_and_writes_nothing(tmp_path):
     checks, plan = done.stdout.split("plan, per step:")
     for part in ("run: ", "reward: ", "model: ", "data: ", "disk: a checkpoint takes 3"):
         assert f"  ok        {part}" in checks
-    assert "memory    about" in plan
+    assert re.search(r"memory    about \d+ kB", plan)
+    assert "GiB" not in done.stdout  # one unit for the checks and the plan
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -205,7 +206,7 @@ def test_dry_run_names_everything_that_is_missing(tmp_path):
     ]
     for line, start in zip(done.stderr.splitlines(), starts, strict=True):
         assert line.startswith(f"error: {start}")
-        assert f"  failed    {start}" in done.stdout
+        assert start not in done.stdout
     assert not (tmp_path / "runs").exists()
 
 
