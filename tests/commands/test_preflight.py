@@ -125,7 +125,7 @@ def test_a_run_that_exists_is_missing_only_under_a_name_that_was_given_and_can_b
     (sentence,) = check_run(config, has_given_name=True).missing
     assert "already holds a run" in sentence
     (sentence,) = check_run(config, resume=True).missing
-    assert "has already finished 1 steps" in sentence
+    assert "has already finished 1 step;" in sentence
     longer = runs.load(tmp_path, "run.steps=2")
     assert f"run: {config.run_dir} can resume" in check_run(longer, resume=True).notes
     assert sorted(config.run_dir.rglob("*")) == before

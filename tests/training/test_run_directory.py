@@ -168,7 +168,7 @@ def test_a_database_copied_without_its_wal_still_resumes_from_the_checkpoint(tmp
 def test_a_run_whose_checkpoints_are_missing_is_refused_and_keeps_its_records(finished, tmp_path):
     config = copy_of(finished, tmp_path)
     shutil.rmtree(config.run_dir / "checkpoints")
-    with pytest.raises(CheckpointError, match="has 3 recorded steps, but its checkpoints are missing; put them back"):
+    with pytest.raises(CheckpointError, match="has recorded 3 steps, but its checkpoints are missing; put them back"):
         Trainer(config, resume=True)
     assert len(runs.metrics(config.run_dir)) == 3
 
