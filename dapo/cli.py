@@ -2,36 +2,66 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 from rich.console import Console
 
 from dapo import __version__
 from dapo.commands import ablate, convert, data, judging, runs, training
-from dapo.errors import DISK_FAULTS, DapoError, NotReady, StorageError
+from dapo.config import option_names
+from dapo.errors import DISK_FAULTS, ConfigError, DapoError, NotReady, StorageError, did_you_mean
+
+_LONG_OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+
+
+class Command(typer.core.TyperCommand):
+    """A command that refuses an unknown --option with the option of a run that may be meant: --steps is run.steps."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        given = args[: args.index("--")] if "--" in args else args
+        for argument, following in zip(given, [*given[1:], ""], strict=True):
+            found = _LONG_OPTION.fullmatch(argument)
+            if found and f"--{found[1]}" not in known:
+                raise ConfigError(_unknown_option(ctx.command_path, found[1], found[2] or following, known))
+        return super().parse_args(ctx, args)
+
+
+def _unknown_option(command: str, name: str, value: str, known: set[str]) -> str:
+    sentence = f"--{name} is not an option of {command}"
+    last = name.replace("-", "_")
+    meant = [option for option in option_names() if f".{option}".endswith(f".{last}")]
+    if not meant and (hint := did_you_mean(f"--{name}", known)):
+        return sentence + hint
+    value = "..." if value.startswith("-") or "=" in value or not value else value
+    examples = " or ".join(f"{option}={value}" for option in meant[:3]) or "for example optim.lr=1e-5"
+    return f"{sentence}; options of a run are given without dashes: {examples}"
+
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}  # subcommands inherit it
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_SETTINGS)
-app.command()(training.train)
-app.command("resume")(training.resume_run)
-app.command()(runs.metrics)
-app.command()(runs.view)
-app.command()(runs.report)
-app.command("eval")(judging.evaluate)
-app.command(context_settings={"ignore_unknown_options": True})(judging.judge)  # a response may be -5
-app.command()(ablate.ablate)
-app.command()(training.plan)
-app.command()(training.profile)
-app.command()(runs.export)
-app.command()(convert.convert)
+app.command(cls=Command)(training.train)
+app.command("resume", cls=Command)(training.resume_run)
+app.command(cls=Command)(runs.metrics)
+app.command(cls=Command)(runs.view)
+app.command(cls=Command)(runs.report)
+app.command("eval", cls=Command)(judging.evaluate)
+app.command(cls=Command, context_settings={"ignore_unknown_options": True})(judging.judge)  # a response may be -5
+app.command(cls=Command)(ablate.ablate)
+app.command(cls=Command)(training.plan)
+app.command(cls=Command)(training.profile)
+app.command(cls=Command)(runs.export)
+app.command(cls=Command)(convert.convert)
 data_app = typer.Typer(no_args_is_help=True, help="Check a dataset, or write a well-known one.")
 app.add_typer(data_app, name="data")
-data_app.command()(data.check)
-data_app.command()(data.prepare)
+data_app.command(cls=Command)(data.check)
+data_app.command(cls=Command)(data.prepare)
 
 
 def _print_version(wanted: bool) -> None:

@@ -73,6 +73,29 @@ def test_quiet_prints_only_warnings_and_the_result_and_verbose_also_options_and_
         CliRunner().invoke(app, ["train", *map(str, options), "-qv"], catch_exceptions=False)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        (["train", "r.yaml", "--steps", "4"], "dapo train; options of a run are given without dashes: run.steps=4"),
+        (["train", "--lr=1e-5", "r.yaml"], "are given without dashes: optim.lr=1e-5"),
+        (["resume", "runs/r", "--run.steps", "4"], "are given without dashes: run.steps=4"),
+        (["plan", "r.yaml", "--train-batch-size", "-v"], "are given without dashes: data.train_batch_size=..."),
+        (["eval", "m", "--temperature", "1"], "dashes: rollout.temperature=1 or eval.temperature=1"),
+        (["train", "r.yaml", "--zzz"], "are given without dashes: for example optim.lr=1e-5"),
+        (["train", "r.yaml", "--dry-rn"], "--dry-rn is not an option of dapo train; did you mean '--dry-run'?"),
+        (["judge", "--anser", "7", "5"], "--anser is not an option of dapo judge; did you mean '--answer'?"),
+        (
+            ["data", "check", "--regex", "7"],
+            "dapo data check; options of a run are given without dashes: reward.regex=7",
+        ),
+    ],
+)
+def test_an_unknown_option_names_the_option_of_a_run_that_may_be_meant(arguments, end):
+    with pytest.raises(ConfigError) as caught:
+        CliRunner().invoke(app, arguments, catch_exceptions=False, prog_name="dapo")
+    assert str(caught.value).endswith(end)
+
+
 @pytest.mark.parametrize("command", [(), ("train",), ("data", "check")])
 def test_h_is_help(command):
     found = CliRunner().invoke(app, [*command, "-h"])
@@ -161,7 +184,8 @@ def test_dry_run_lists_what_is_there_and_the_plan_and_writes_nothing(tmp_path):
     checks, plan = done.stdout.split("plan, per step:")
     for part in ("run: ", "reward: ", "model: ", "data: ", "disk: a checkpoint takes 3"):
         assert f"  ok        {part}" in checks
-    assert "memory    about" in plan
+    assert re.search(r"memory    about \d+ kB", plan)
+    assert "GiB" not in done.stdout  # one unit for the checks and the plan
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -182,7 +206,7 @@ def test_dry_run_names_everything_that_is_missing(tmp_path):
     ]
     for line, start in zip(done.stderr.splitlines(), starts, strict=True):
         assert line.startswith(f"error: {start}")
-        assert f"  failed    {start}" in done.stdout
+        assert start not in done.stdout
     assert not (tmp_path / "runs").exists()
 
 

@@ -34,7 +34,7 @@ MAY_USE: dict[str, set[str]] = {
         "algorithm", "checkpoint", "cluster", "config", "data", "engine", "environments", "model", "rewards",
         "sampling", "store", "system", "terminal",
     },
-    "plan": {"config", "engine", "model"},
+    "plan": {"config", "engine", "model", "system"},
     "view": {"algorithm", "store", "system"},
     "training": {
         "checkpoint", "cluster", "config", "data", "engine", "environments", "evaluation", "model", "policy",

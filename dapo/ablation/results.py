@@ -270,4 +270,9 @@ def _notes(plan: Plan, trainings: Mapping[str, Training]) -> Iterator[str]:
         )
     sampling = [trainings[arm].flat_groups for arm in trainings if configs[arm].algorithm.filter_groups.enable]
     if len(sampling) < len(trainings) and sampling and max(sampling) == 0:
-        yield "no group was dropped by dynamic sampling, so it had nothing to act on"
+        others = any(each.dropped > 0 for each in everywhere)
+        yield (
+            "no group was dropped because its responses were all right, all wrong or scored alike, so dynamic sampling "
+            "had nothing to act on"
+            + ("; the dropped tokens are of groups that were cut off, unjudged, stale or left over" if others else "")
+        )

@@ -57,7 +57,8 @@ def judge(
     from dapo.data.formats import SUFFIXES
     from dapo.evaluation import judging
 
-    options = judging.reward_options({}, [f"reward.use={use}", *(overrides or ())])
+    response, overrides = judging.split_arguments([response, *(overrides or ())])
+    options = judging.reward_options({}, [f"reward.use={use}", *overrides])
     gold = judging.read_answer(answer, options)
     if gold != answer:
         typer.echo(f"{'answer:':<12}{judging.typed(gold)}")

@@ -17,10 +17,11 @@ from dapo.data.opening import begin_episodes
 from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM, find_files, read_rows
 from dapo.data.rows import read_question
+from dapo.data.stream import ShuffledSource, any_answers
 from dapo.engine.vllm.arguments import require_vllm
 from dapo.environments.pool import build_environment
 from dapo.environments.protocol import EnvironmentPool
-from dapo.errors import DapoError, DataError, RunExists, mask_secrets
+from dapo.errors import DapoError, DataError, RunExists
 from dapo.model.forward import free_memory
 from dapo.model.loading import check_architecture, find_path, load_vocabulary, resolve_device
 from dapo.model.lora import check_targets
@@ -59,9 +60,8 @@ class Findings:
                 self.missing.append(str(error))
 
     def lines(self) -> list[str]:
-        """Return a line for each sentence. What is missing is also raised, and so printed last."""
-        failed = map(mask_secrets, self.missing)
-        marked = [("ok", self.notes), ("warning", self.warnings), ("failed", failed)]
+        """Return a line for each sentence but those about what is missing, which are raised, and so printed last."""
+        marked = [("ok", self.notes), ("warning", self.warnings)]
         return [f"  {mark:<9} {sentence}" for mark, sentences in marked for sentence in sentences]
 
 
@@ -212,6 +212,12 @@ def _load_data(
     data = RunData(stream, sets, (*stream.notes, *notes))
     found.notes.extend(f"data: {note}" for note in data.notes)
     _compare_columns(found, kinds, data.columns(), environment is not None or stream.has_answers())
+    if environment is None:
+        trained = [
+            prompt for source in stream.sources if isinstance(source, ShuffledSource) for prompt in source.prompts
+        ]
+        for name, prompts in (("training", trained), ("evaluation", held_out)):
+            _warn_of_unanswered(found, kinds, name, [any_answers([prompt]) for prompt in prompts])
 
 
 def _read_data(
@@ -221,13 +227,15 @@ def _read_data(
     if not _find_files(found, config):
         return
     prompt_format = _collected(found, lambda: PromptFormat.of(config.data.prompt_template, config.data.system_prompt))
-    columns, has_answers, before = {"data_source"}, environment is not None, len(found.missing)
+    columns, before = {"data_source"}, len(found.missing)
+    answers: dict[str, list[bool]] = {"training": [], "evaluation": []}  # whether each row has one
+    has_gym = False
     for place, source in enumerate(_sources(config)):
-        is_training = place < len(config.data.train)
+        name = "training" if place < len(config.data.train) else "evaluation"
         with found.collecting():
             if source.path.startswith(GYM):
                 columns.add("gym")
-                has_answers |= is_training
+                has_gym |= name == "training"
                 continue
             rows = 0
             for where, row in read_rows(source, columns=config.data.columns):
@@ -237,19 +245,35 @@ def _read_data(
                 if environment is not None and rows == 0:
                     begin_episodes([question], environment)
                 columns |= question.extra.keys()
-                has_answers |= is_training and question.answer is not None
+                answers[name].append(question.answer is not None)
                 rows += 1
             if not rows:
                 raise DataError(f"{source.path}: no rows; expected one question with its answer per row")
             found.notes.append(f"data: {source.path}: {rows:,} rows")
     was_cut_short = len(found.missing) > before  # at a bad row, so that other rows may have answers
+    has_answers = environment is not None or has_gym or any(answers["training"])
     _compare_columns(found, kinds, columns, has_answers or was_cut_short)
+    if environment is None:
+        for name, has_answer in answers.items():
+            _warn_of_unanswered(found, kinds, name, has_answer)
 
 
 def _compare_columns(found: Findings, kinds: Sequence[tuple[str, Kind]], columns: set[str], has_answers: bool) -> None:
     for kind in kinds:
         with found.collecting():
             check_columns([kind], columns, has_answers=has_answers)
+
+
+def _warn_of_unanswered(
+    found: Findings, kinds: Sequence[tuple[str, Kind]], name: str, has_answer: Sequence[bool]
+) -> None:
+    """Warn of the questions of which no response can be judged. (If no question has an answer, that is an error.)"""
+    needing, missing = [judge for judge, kind in kinds if kind.gold is not None], has_answer.count(False)
+    if needing and 0 < missing < len(has_answer):
+        found.warnings.append(
+            f"data: {missing:,} of {len(has_answer):,} {name} questions have no gold answer, which {needing[0]} needs, "
+            "so their responses will stay unjudged; add the answers, or remove these rows"
+        )
 
 
 def _collected(found: Findings, load: Callable[[], Any]) -> Any:

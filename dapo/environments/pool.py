@@ -27,6 +27,7 @@ from dapo.types import Prompt
 
 CLOSED = "the environments were closed before this reply"
 GRACE = 1.0  # seconds: async environments enforce the timeout themselves, so their worker is killed only after this
+MAX_TIMEOUTS = 2  # per worker, of an environment that has never replied
 MAX_CALLS = 64  # concurrent calls of async environments in one worker
 
 Action = Literal["first", "reply", "cut_off"]
@@ -101,6 +102,7 @@ class WorkerEnvironments(ProcessPool[_Worker]):
         self.think_tags, self.reads_thoughts = config.reward.think_tags, True
         self.tools: tuple[Mapping[str, Any], ...] = ()
         self.most_calls, self.patience, self.grace = 1, 1.0, 0.0
+        self.has_replied, self.timeouts = False, 0  # in any episode; calls that timed out before
         self.states: dict[Episode, _State] = {}
         self.inbox: deque[_Call] = deque()
         self.ended: list[_State] = []
@@ -220,6 +222,7 @@ class WorkerEnvironments(ProcessPool[_Worker]):
         del worker.calls[number]
         worker.set_deadline()
         if call.do != "first":
+            self.has_replied = True
             if reply.messages:
                 call.state.turns.append((call.text, reply.messages))
             call.future.set_result(reply)
@@ -257,6 +260,7 @@ class WorkerEnvironments(ProcessPool[_Worker]):
                 call.is_alone = True
             elif reason is None or call.is_retry:
                 call.fail(reason or f"timed out after {self.timeout * self.patience:g} s")
+                self.timeouts += reason is None
                 continue
             else:
                 call.is_retry = True
@@ -265,6 +269,20 @@ class WorkerEnvironments(ProcessPool[_Worker]):
             self.inbox.extendleft(reversed([*again, *worker.queue]))
         if not worker.calls:
             self.target_size -= 1  # it died while idle: a new one is started only when there is work
+        if not self.has_replied and self.timeouts >= MAX_TIMEOUTS * self.size:
+            self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        """Fail the calls that wait, because an environment that has never replied would hang in each of them, too."""
+        reason = f"not asked, because the environment has not replied so far and {self.timeouts} calls timed out"
+        self.timeouts = 0  # later calls are tried again
+        with self.lock:
+            waiting, self.inbox = [*self.inbox], deque()
+        for worker in self.workers:
+            waiting += worker.queue
+            worker.queue.clear()
+        for call in waiting:
+            call.fail(reason)
 
 
 def build_environment(config: Config) -> WorkerEnvironments | None:

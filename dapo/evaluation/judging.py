@@ -14,7 +14,8 @@ from dapo.config import Config, RewardConfig, Source
 from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import read_rows
 from dapo.data.rows import QUESTION_COLUMNS, read_question
-from dapo.errors import DataError, RewardError
+from dapo.data.stream import any_answers
+from dapo.errors import ConfigError, DataError, RewardError
 from dapo.rewards.judge import (
     AUTO,
     RewardFunctions,
@@ -99,14 +100,33 @@ def judge_all(
     if uses_reward_model(options) and any(
         response.prompt.messages[-1]["content"] == NO_QUESTION for response in responses
     ):
-        raise RewardError("reward.use: a reward model reads the question, too; give it as `prompt`")
+        raise RewardError("reward.use: a reward model reads the question, too; give --prompt (from Python: prompt=...)")
     with closing(build_judge(options, function)) as judge:
         columns = {"data_source"}.union(*(response.prompt.extra for response in responses))
         has_tokens = all(response.tokens is not None for response in responses)
-        check_columns(judge_kinds(options, judge), columns, has_tokens=has_tokens)
+        kinds = judge_kinds(options, judge)
+        check_columns(kinds, columns, has_tokens=has_tokens)
+        needing = [name for name, kind in kinds if kind.gold is not None]
+        if needing and not any_answers(response.prompt for response in responses):
+            raise RewardError(
+                f"reward.use: {needing[0]} needs the gold answer; give --answer (from Python: answer=...)"
+            )
         futures = [judge.submit(response.prompt, [_rollout(response)]) for response in responses]
         for future in futures:
             yield _judgment(future.result()[0])
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the response and the options of a command line, in which options may also come first."""
+    place = next((place for place, argument in enumerate(arguments) if not _is_option(argument)), None)
+    if place is None:
+        raise ConfigError(f"there is no response, only options ({arguments[0]}); give the response first")
+    return arguments[place], [*arguments[:place], *arguments[place + 1 :]]
+
+
+def _is_option(argument: str) -> bool:
+    key, equals, _ = argument.partition("=")
+    return bool(equals) and key.startswith("reward.") and not any(char.isspace() for char in key)
 
 
 def read_answer(text: str | None, options: RewardConfig) -> Any:
@@ -182,7 +202,7 @@ def describe(judgment: Judgment, answer: Any) -> dict[str, str]:
     others = {
         name: _shown(value)
         for name, value in judgment.extras.items()
-        if name.removeprefix(TERM) not in judgment.components and name != "extracted" and value is not None
+        if name.removeprefix(TERM) not in judgment.components and name != "extracted" and value not in (None, "")
     }
     return {name: text for name, text in (shown | others).items() if text is not None}
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dapo.config import Config
-from dapo.model.memory import GIB, GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, checkpoint_bytes, kv_bytes
+from dapo.model.memory import GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES, checkpoint_bytes, kv_bytes
 from dapo.plan.shapes import Shape, find_shape
+from dapo.system.machine import size_text
 
 
 def plan_text(config: Config) -> str:
@@ -40,10 +41,9 @@ def _memory_lines(config: Config) -> list[str]:
     parts = training_memory(config, shape) | {
         "key/value cache at most": _cached_tokens(config) * kv_bytes(shape, 4 if _is_float32(config) else 2)
     }
-    listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items() if size)
-    total = sum(parts.values()) / GIB
+    listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
     return [
-        f"  memory    about {total:.1f} GiB and the activations of a micro-batch: {listed} "
+        f"  memory    about {size_text(sum(parts.values()))} and the activations of a micro-batch: {listed} "
         f"({shape.parameters / 1e6:.0f}M parameters)"
     ]
 

@@ -110,12 +110,16 @@ def _options(plan: Plan) -> str:
     return " ".join(f"{name}={value}" for name, value in options.items())
 
 
+def _total(steps: int, seconds: float) -> str:
+    return f" {steps:,} {_plural(steps, 'step')} {'takes' if steps == 1 else 'take'} about {_duration(seconds)}."
+
+
 def _step_line(plan: Plan, steps: int | None) -> str:
     work, rounds, updates = plan.work, len(plan.work.rounds), plan.work.updates * plan.work.epochs
     busy = work.generated_tokens / plan.sampling.full
     trained = work.trained_tokens / (plan.reference + plan.learning.seconds)
     about = "" if plan.gpu.name == MEASURED_GPU else "About "
-    total = "" if steps is None else f" {steps:,} steps take about {_duration(steps * plan.seconds)}."
+    total = "" if steps is None else _total(steps, steps * plan.seconds)
     return (
         f"{about}{_seconds(plan.seconds)} s per step of {rounds} {_plural(rounds, 'round')} and {updates} "
         f"{_plural(updates, 'update')}: {work.generated_tokens / plan.sampling.seconds:,.0f} tokens/s sampled "

@@ -26,7 +26,11 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     final.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(final)
     temporary = final.with_name(f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    temporary.mkdir()
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        error.filename = str(final)  # the caller knows this name, not the temporary one
+        raise
     try:
         with _disk_faults_explained(final):
             yield temporary

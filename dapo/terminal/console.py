@@ -154,7 +154,9 @@ def _header() -> str:
 
 def _line(report: StepReport) -> str:
     m = report.metrics
-    cells = "".join(f"{format(m[name], form) if name in m else '-':>{width}}" for _, width, name, form in _COLUMNS)
+    cells = "".join(
+        f"{_fitted(m[name], form, width) if name in m else '-':>{width}}" for _, width, name, form in _COLUMNS
+    )
     prefix = "groups/dropped/"
     reasons = {name.removeprefix(prefix): int(n) for name, n in m.items() if name.startswith(prefix)}
     groups = f"[green]{int(m['groups/kept'])} kept[/]"
@@ -166,6 +168,12 @@ def _line(report: StepReport) -> str:
     parts = {name[len(TERM) : -len("/mean")]: v for name, v in m.items() if re.fullmatch(f"{TERM}.+/mean", name)}
     groups += "".join(f", {escape(name)} {value:.3g}" for name, value in [*parts.items()][:_MAX_COMPONENTS])
     return f"{report.step:>5}{cells}  {groups}"
+
+
+def _fitted(value: float, form: str, width: int) -> str:
+    """Format a value with fewer digits if its column would touch the one before it."""
+    texts = (format(value, each) for each in (form, ".0f", ".1e", ".0e"))
+    return next((text for text in texts if len(text) < width), f" {value:.0e}")
 
 
 def _timings(report: StepReport) -> str:

@@ -86,6 +86,8 @@ def number(name: str, value: float) -> str:
         return "-"
     if is_rate(name):
         return f"{100 * value:.1f}"
+    if abs(value) >= 1e6:
+        return f"{value:.3e}"
     return f"{value:.1f}" if name.startswith("response_length") else f"{value:.3f}"
 
 

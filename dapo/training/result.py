@@ -36,7 +36,8 @@ class RunResult:
 
     def __repr__(self) -> str:
         """Return a few lines, as a notebook shows them."""
-        lines = [f"RunResult of {self.run_dir}: {self.steps} steps, {self.seconds:.0f} s of training"]
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        lines = [f"RunResult of {self.run_dir}: {steps}, {self.seconds:.0f} s of training"]
         for report in (*self.before, *self.after):
             when = f"after step {report.step}" if report.step else "before"
             lines.append(f"  {report.name} {when}: {summary(report.metrics)}")

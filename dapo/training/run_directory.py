@@ -181,14 +181,19 @@ class RunDirectory:
         limit = recorded.run.save_every * (2 if self.checkpoints.is_dir() else 1)
         if self.saved is None and steps > 0 and (self.is_finished or 0 < limit < steps):
             raise CheckpointError(
-                f"{self.path}: has {steps} recorded steps, but its checkpoints are missing; put them back into "
+                f"{self.path}: has recorded {_steps(steps)}, but its checkpoints are missing; put them back into "
                 f"{self.checkpoints}, or start again under another run.name"
             )
         self.state = checkpoint.read_state(self.saved) if self.saved else None
         steps = self.config.run.steps
         if self.is_finished and self.state and steps is not None and self.state.step >= steps:
             raise CheckpointError(
-                f"{self.path}: has already finished {self.state.step} steps; raise run.steps to continue"
+                f"{self.path}: has already finished {_steps(self.state.step)}; raise run.steps to continue"
+            )
+        if self.state and steps is not None and steps != recorded.run.steps and steps < self.state.step:
+            raise CheckpointError(
+                f"{self.path}: run.steps is {steps}, but the run has already reached step {self.state.step}; it counts "
+                "all steps of the run, so give a higher number"
             )
 
     def _recorded(self, database: RunDatabase) -> tuple[Config, list[str]]:
@@ -265,6 +270,10 @@ def _explained(path: Path) -> Iterator[None]:
                 f"{where}: cannot be written ({reason}); free some space or repair the disk, then try again"
             ) from error
         raise CheckpointError(f"{where}: {reason}; the run needs a folder that it may write to") from error
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
 
 
 def shown(value: Any) -> str:

@@ -286,8 +286,9 @@ class Trainer:
             raise RunExists(f"{self.config.run_dir}: this Trainer is training already")
         if not self._close.alive:
             if self._is_complete:
+                steps = f"{self.step} step{'s' * (self.step != 1)}"
                 raise CheckpointError(
-                    f"{self.config.run_dir}: has already finished {self.step} steps; to continue, make a Trainer with "
+                    f"{self.config.run_dir}: has already finished {steps}; to continue, make a Trainer with "
                     f"resume=True, run.name='{self.config.run.name}' and a larger run.steps"
                 )
             self._open(resume=self.directory.resume or self.step > 0, next_name=False)

@@ -461,7 +461,8 @@ def test_an_interval_of_a_rate_ends_where_rates_end():
         ({"cut_off": 0.0}, "no response was cut off at 8 tokens"),
         ({"longest": 4.0}, "the longest response has 4 tokens and the overlong penalty starts above 7"),
         ({"clipped": 0.0}, "no token reached the upper clip of 0.2"),
-        ({"flat_groups": 0}, "no group was dropped by dynamic sampling"),
+        ({"flat_groups": 0, "dropped": 0.0}, "so dynamic sampling had nothing to act on"),
+        ({"flat_groups": 0, "dropped": 0.5}, "act on; the dropped tokens are of groups that were cut off, unjudged"),
     ],
 )
 def test_a_technique_that_had_nothing_to_act_on_is_named(tmp_path: Path, changed, sentence):

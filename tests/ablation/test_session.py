@@ -244,7 +244,7 @@ def test_a_run_of_an_ablation_cannot_be_resumed_alone(done, tmp_path: Path):
     shutil.copytree(folder, tmp_path / "copy")
     result = CliRunner().invoke(app, ["resume", str(tmp_path / "copy"), "run.steps=9"])
     assert isinstance(result.exception, CheckpointError)
-    assert "has 2 recorded steps, but its checkpoints are missing" in str(result.exception)
+    assert "has recorded 2 steps, but its checkpoints are missing" in str(result.exception)
     assert [step["step"] for step in metrics(tmp_path / "copy")] == [1, 2]
     result = CliRunner().invoke(app, ["resume", str(out)])
     assert f"it is an ablation, whose runs are in {out / 'runs'}" in str(result.exception)

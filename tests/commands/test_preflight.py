@@ -56,6 +56,19 @@ def test_a_parameter_that_is_no_column_is_missing_whether_or_not_the_model_is_he
     assert found.missing == []
 
 
+def test_rows_without_the_gold_answer_that_the_reward_needs_are_counted_in_a_warning(tmp_path):
+    recipe = runs.recipe(tmp_path)
+    data = tmp_path / "data.jsonl"
+    data.write_text(data.read_text().replace('"answer": 1', '"answer": null').replace('"answer": 4', '"level": 4'))
+    sentence = "data: 2 of 6 training questions have no gold answer, which math needs, so their responses will stay"
+    for options in ([], ["model.path=someone/somewhere"]):
+        found = check_run(Config.load(recipe, [*options, "reward.use=math"]))
+        assert [sentence in each for each in found.warnings if each.startswith("data:")] == [True]
+        assert found.missing == []
+    (tmp_path / "reward.py").write_text("def reward(completion, answer=None):\n    return 1.0")
+    assert check_run(Config.load(recipe)).warnings == []
+
+
 def test_data_without_gold_answers_is_refused_if_the_reward_needs_them(tmp_path):
     recipe = runs.recipe(tmp_path, reward="def reward(completion, answer):\n    return 1.0")
     data = tmp_path / "data.jsonl"
@@ -67,7 +80,7 @@ def test_data_without_gold_answers_is_refused_if_the_reward_needs_them(tmp_path)
     for options in ([], ["model.path=someone/somewhere"]):
         found = check_run(Config.load(recipe, options))
         assert [each.endswith(sentence) for each in found.missing] == [True]
-        assert f"  failed    {found.missing[0]}" in found.lines()
+        assert not any(found.missing[0] in line for line in found.lines())  # it is raised, and so printed once
         (missing,) = check_run(Config.load(recipe, [*options, "reward.use=math"])).missing
         assert missing.startswith("reward.use: math takes the gold answer")
         renamed = check_run(Config.load(recipe, [*options, "data.columns={answer: answr}"]))
@@ -112,7 +125,7 @@ def test_a_run_that_exists_is_missing_only_under_a_name_that_was_given_and_can_b
     (sentence,) = check_run(config, has_given_name=True).missing
     assert "already holds a run" in sentence
     (sentence,) = check_run(config, resume=True).missing
-    assert "has already finished 1 steps" in sentence
+    assert "has already finished 1 step;" in sentence
     longer = runs.load(tmp_path, "run.steps=2")
     assert f"run: {config.run_dir} can resume" in check_run(longer, resume=True).notes
     assert sorted(config.run_dir.rglob("*")) == before

@@ -426,3 +426,16 @@ def test_closing_answers_what_is_open(folder):
     assert {future.result(timeout=5).score.error for future in futures} == {CLOSED}
     assert pool.reply((0, 0), "a", 1).result(timeout=5).score.error == CLOSED
     pool.end((0, 0))
+
+
+def test_an_environment_that_never_replies_is_not_waited_for_in_every_episode(folder):
+    with closing(opened(f"{folder}/faults.py:Faulty", workers=2, timeout=0.2)) as pool:
+        for index in range(12):
+            pool.start((0, index), PROMPT)
+        replies = [pool.reply((0, index), "hang", 1) for index in range(12)]
+        reasons = [score.error or "" for reply in replies if (score := reply.result(timeout=60).score)]
+        assert len(reasons) == 12
+        assert sum("timed out after 0.2 s" in reason for reason in reasons) <= 2 * 2 + 1
+        assert "not asked, because the environment has not replied so far and 4 calls timed out" in reasons
+        pool.start((1, 0), PROMPT)
+        assert pool.reply((1, 0), "a", 1).result(timeout=60).messages  # later calls are tried again

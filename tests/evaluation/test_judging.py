@@ -7,6 +7,7 @@ import dapo
 from dapo.cli import app
 from dapo.config import RewardConfig
 from dapo.errors import DapoError, RewardError
+from dapo.evaluation.judging import Judgment, describe
 from tests.rewards.test_endpoint import server
 
 REWARD = """
@@ -100,6 +101,27 @@ def test_the_command_prints_what_the_judge_made_of_a_response():
     ]  # fmt: skip
     shown = run("--use", "{integer: 1, regex: 0.5}", "--answer", "34", "so 34", "reward.regex=so").stdout
     assert "components: integer 1, regex 1" in shown
+
+
+def test_options_may_come_before_the_response():
+    first, last = (["reward.regex=(\\d+)", "7"], ["7", "reward.regex=(\\d+)"])
+    assert "correct" in run("--use", "regex", "--answer", "7", *first).stdout
+    assert run("--use", "regex", "--answer", "7", *first).stdout == run("--use", "regex", "--answer", "7", *last).stdout
+    missing = run("--use", "regex", "--answer", "7", "reward.regex=(\\d+)")
+    assert "there is no response, only options (reward.regex=(\\d+)); give the response first" in str(missing.exception)
+
+
+def test_what_a_judge_needs_is_named_as_the_command_takes_it(tmp_path):
+    (tmp_path / "r.jsonl").write_text('{"completion": "5"}')
+    for response in ("3", tmp_path / "r.jsonl"):
+        missing = run("--use", "math", response)
+        assert "reward.use: math needs the gold answer; give --answer" in str(missing.exception)
+    assert "give --prompt" in str(run("--use", "model:gone", "3").exception)
+
+
+def test_an_empty_detail_of_a_right_program_is_not_shown():
+    right = Judgment(1.0, True, None, None, {}, {"passed": 2, "reason": None, "detail": ""})
+    assert describe(right, None) == {"score": "1", "verdict": "correct", "passed": "2"}
 
 
 @pytest.mark.parametrize(

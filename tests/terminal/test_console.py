@@ -1,6 +1,7 @@
 import io
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from dapo.config import Config
@@ -16,6 +17,17 @@ def test_the_line_of_a_step_ends_with_the_components_of_the_score():
     reporter = ConsoleReporter(Console(file=out, width=200))
     reporter.step(StepReport(1, metrics | components, (), {}))
     assert out.getvalue().rstrip().endswith("2 kept, math 0.25, [b] 1")
+
+
+@pytest.mark.parametrize("score", [1e30, -1e30, 12345678.0, -1234.5678, 1e300])
+def test_large_scores_stay_in_their_columns(score):
+    out = io.StringIO()
+    names = ("score/mean", "reward/mean", "response_length/mean")
+    metrics = {"groups/kept": 2, "groups/carried": 0, "groups/stale": 0} | dict.fromkeys(names, score)
+    ConsoleReporter(Console(file=out, width=200)).step(StepReport(1, metrics, (), {}))
+    step, *cells = out.getvalue().split()[:4]
+    assert step == "1"
+    assert [float(cell) for cell in cells] == pytest.approx([score] * 3, rel=0.2)
 
 
 def test_the_time_of_the_progress_bar_begins_with_training_and_not_in_an_earlier_cell():

@@ -18,10 +18,11 @@ from dapo.checkpoint.export import export_run
 from dapo.config import Config
 from dapo.errors import CheckpointError, ConfigError, DapoError, StorageError
 from dapo.evaluation.subjects import resolve
-from dapo.store.configuration import database_config
+from dapo.store.configuration import database_config, recorded_config
 from dapo.store.database import RunDatabase
 from dapo.training.run_directory import RunDirectory
 from dapo.training.trainer import Trainer
+from dapo.types import Event, EventKind
 from tests import runs
 
 
@@ -167,9 +168,21 @@ def test_a_database_copied_without_its_wal_still_resumes_from_the_checkpoint(tmp
 def test_a_run_whose_checkpoints_are_missing_is_refused_and_keeps_its_records(finished, tmp_path):
     config = copy_of(finished, tmp_path)
     shutil.rmtree(config.run_dir / "checkpoints")
-    with pytest.raises(CheckpointError, match="has 3 recorded steps, but its checkpoints are missing; put them back"):
+    with pytest.raises(CheckpointError, match="has recorded 3 steps, but its checkpoints are missing; put them back"):
         Trainer(config, resume=True)
     assert len(runs.metrics(config.run_dir)) == 3
+
+
+def test_fewer_steps_than_an_unfinished_run_has_reached_are_refused_unchanged(finished, tmp_path):
+    fewer = copy_of(finished, tmp_path, "run.steps=2")
+    with RunDatabase.open(fewer.run_dir / "run.db") as database:
+        database.record_event(Event(EventKind.INTERRUPTED, "stopped by SIGTERM", 3))
+    before = content(fewer.run_dir)
+    with pytest.raises(CheckpointError, match=r"run\.steps is 2, but the run has already reached step 3; it counts"):
+        Trainer(fewer, resume=True)
+    assert content(fewer.run_dir) == before
+    assert recorded_config(fewer.run_dir).run.steps == 3
+    Trainer(recorded_config(fewer.run_dir).renamed("run", str(tmp_path)), resume=True).close()
 
 
 def test_a_run_without_a_step_can_be_started_again_with_other_options_or_resumed(tmp_path):

@@ -464,7 +464,7 @@ def test_resuming_a_finished_run_is_refused_before_anything_is_loaded(tmp_path, 
     config = runs.load(tmp_path, "run.steps=1")
     train(config)
     monkeypatch.setattr("dapo.training.trainer.assemble", lambda *_: pytest.fail("nothing needs to be loaded"))
-    with pytest.raises(CheckpointError, match=r"has already finished 1 steps; raise run.steps"):
+    with pytest.raises(CheckpointError, match=r"has already finished 1 step; raise run.steps"):
         train(config, resume=True)
 
 
