@@ -68,6 +68,7 @@ class EventKind(StrEnum):
     EXHAUSTED = "exhausted", "warning"
     UNJUDGED = "unjudged", "warning"
     LENGTH = "length", "warning"
+    SOLVED = "solved", "warning"
     KERNELS = "kernels", "warning"
     WAITING = "waiting", "warning"
     WEIGHTS = "weights", "warning"

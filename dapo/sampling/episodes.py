@@ -146,8 +146,12 @@ class Episodes:
         known = {r.index: self.scores.pop((r.serial, r.index), None) for r in rollouts}
         others = [rollout for rollout in rollouts if known[rollout.index] is None]
         if self.environment is None and len(others) == len(rollouts):
-            return self.judge.submit(prompt, rollouts)
-        return _MergedScores(rollouts, known, self.judge.submit(prompt, others) if others else None)
+            return self._submit(prompt, rollouts)
+        return _MergedScores(rollouts, known, self._submit(prompt, others) if others else None)
+
+    def _submit(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Future[list[Score]]:
+        self.on_wait("waiting for rewards")  # a function given as an object is called at once, and may be slow
+        return self.judge.submit(prompt, rollouts)
 
     def cancel(self, serials: Iterable[int]) -> None:
         gone = set(serials)

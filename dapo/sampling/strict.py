@@ -35,6 +35,8 @@ from dapo.sampling.rules import group_rules
 from dapo.system.progress import wait_visibly
 from dapo.types import Drawn, Ending, Event, EventKind, Group, Outlook, Rollout, SamplingParams, Score, Verdict
 
+SOLVED_STEPS, SOLVED_SHARE = 3, 0.8  # recent steps, and the share of groups that are all right in a solved task
+
 Reference = Callable[[Sequence[Group]], Sequence[tuple[np.ndarray, ...]]]  # float32 [L] per rollout
 
 
@@ -105,7 +107,8 @@ class DynamicSampler:
         self.pending: dict[int, Pending] = {}  # in submission order
         self.next_serial = 0
         self.decided = 0  # groups, since the step began
-        self._has_warned_of_length = False
+        self._has_warned_of_length = self._has_warned_of_solved = False
+        self._all_right: deque[tuple[int, int]] = deque(maxlen=SOLVED_STEPS)  # dropped as all right, sampled; per step
         self.recent: deque[bool] = deque(maxlen=4 * config.gen_batch_size)  # kept or not, for the keep rate
         self.rules = group_rules(config, parts)
         self.params = SamplingParams(
@@ -147,6 +150,7 @@ class DynamicSampler:
         self.drawer.restore(state.drawer)
         self.next_serial = state.next_serial
         self.recent = deque(state.recent, self.recent.maxlen)
+        self._all_right.clear()
         self.carried = list(state.carried)
         self._submit(state.pending, version)
 
@@ -379,12 +383,29 @@ class DynamicSampler:
         option = metric if self.rules.filter_enabled else "set algorithm.filter_groups.enable to true"
         return f"{option} to drop such groups"
 
+    def _warn_of_solved(self, step: StepState, batch: list[Group]) -> None:
+        """Warn once if most groups of the recent steps were all right: updates on the few others can make it worse."""
+        all_right = sum(group.verdict == Verdict.ALL_RIGHT for group in step.dropped)
+        self._all_right.append((all_right, len(step.fresh)))
+        # Without a batch, another event of the step says what was found.
+        if self._has_warned_of_solved or not batch or len(self._all_right) < SOLVED_STEPS:
+            return
+        dropped, sampled = map(sum, zip(*self._all_right, strict=True))
+        if sampled and dropped >= SOLVED_SHARE * sampled:
+            self._has_warned_of_solved = True
+            message = (
+                f"in the last {SOLVED_STEPS} steps, {dropped} of {sampled} sampled groups were dropped because all "
+                "responses were right, so the task is nearly solved; stop the run, or train on harder questions"
+            )
+            step.events.append(Event(EventKind.SOLVED, message, step.number))
+
     def _result(self, step: StepState, batch: list[Group], seconds: float) -> Sampled:
         """Assemble the result of the step, which took `seconds` in all."""
         tokens = count_tokens(batch, step.dropped, self.carried, carried_in=step.carried_in, generated=step.generated)
         if step.unjudged:
             step.events.append(Event(EventKind.UNJUDGED, unjudged_message(step.unjudged), step.number))
         self._warn_of_length(step, batch)
+        self._warn_of_solved(step, batch)
         return Sampled(
             batch=tuple(batch),
             groups=tuple(sorted([*batch, *step.dropped, *self.carried], key=lambda group: group.serial)),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
@@ -20,6 +22,7 @@ from dapo.terminal.samples import choose, sample_lines, sample_style
 from dapo.types import TERM, EvalReport, Event, Group, StepReport, Verdict, event_severity
 
 Verbosity = Literal["quiet", "normal", "verbose"]
+SILENCE = 60.0  # seconds without a line after which one says what the run is doing, where there is no progress bar
 STYLES = {"info": "dim", "warning": "yellow", "error": "red"}  # by severity
 
 
@@ -41,13 +44,20 @@ class Reporter:
 class ConsoleReporter(Reporter):
     """Prints one line per step above a progress bar that shows the current phase.
 
-    Quiet, it prints only warnings and errors. Verbose, it adds the timings of each step.
+    Quiet, it prints only warnings and errors. Verbose, it adds the timings of each step. In a file there is no bar;
+    after a minute without a line, one says what the bar would show.
     """
 
-    def __init__(self, console: Console | None = None, verbosity: Verbosity = "normal") -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        verbosity: Verbosity = "normal",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.console = console or Console()
         self.verbosity: Verbosity = verbosity
         self.show_samples = 0
+        self.clock, self._last_line = clock, clock()
         show_progress = NotebookProgress if self.console.is_jupyter else Progress
         self.progress = show_progress(
             TextColumn("[bold]{task.description}"),
@@ -73,9 +83,12 @@ class ConsoleReporter(Reporter):
         self.epochs = config.run.epochs
         # The clock starts now: in a notebook, the cells that made the trainer may be hours old.
         self.reset_bar(config, first_step)
+        self.verdicts.clear()  # an earlier `train` can have been interrupted in the middle of a step
+        self.phase("sampling")
         self._print(_header())
-        with self.progress:
-            self.phase("sampling")
+        # A bar in a notebook has no thread of its own, and would show an old phase until the next one begins.
+        renew, seconds = (self.progress.refresh, 0.5) if self.console.is_jupyter else (self.show_life, SILENCE / 12)
+        with self.progress, _repeated(renew, seconds):
             yield
             self.phase("")
 
@@ -88,8 +101,15 @@ class ConsoleReporter(Reporter):
     def phase(self, name: str) -> None:
         self.progress.update(self.task, now=name)
 
+    def show_life(self) -> None:
+        """Print what the progress bar would show, if there is none and nothing was printed for a minute."""
+        if self.clock() - self._last_line < SILENCE or not self.progress.disable:
+            return
+        (bar,) = self.progress.tasks
+        self._print(f"{bar.completed:.10g} of {bar.total:.10g} {bar.description} done: {escape(bar.fields['now'])}")
+
     def responses(self, done: int, total: int) -> None:
-        self.phase(f"sampling: {done} of {total} responses{self._groups_so_far()}")
+        self.phase(f"sampling, {done} of {total} responses{self._groups_so_far()}")
 
     def group(self, group: Group) -> None:
         self.verdicts[group.verdict] += 1
@@ -129,8 +149,27 @@ class ConsoleReporter(Reporter):
     def _print(self, text: str, is_important: bool = False) -> None:
         if self.verbosity == "quiet" and not is_important:
             return
+        self._last_line = self.clock()
         # Wrap in a terminal only; in a file every message stays one line.
         self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
+
+
+@contextmanager
+def _repeated(call: Callable[[], object], seconds: float) -> Iterator[None]:
+    """Call a function every so many seconds during the block, in a thread of its own."""
+    has_ended = threading.Event()
+
+    def repeat() -> None:
+        while not has_ended.wait(seconds):
+            call()
+
+    thread = threading.Thread(target=repeat, name="dapo-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 # Heading, width, metric and format of each column.

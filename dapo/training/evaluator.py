@@ -48,7 +48,7 @@ class Evaluator:
         for name, prompts in self.sets.items():
 
             def show(done: int, total: int, name: str = name) -> None:
-                self.recorder.reporter.phase(f"evaluating {name}: {done} of {total}")
+                self.recorder.reporter.phase(f"evaluating {name}, {done} of {total} responses")
                 if self.is_stopping() and done < total:
                     raise Interrupted
 

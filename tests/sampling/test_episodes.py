@@ -237,7 +237,30 @@ def test_rewards_that_take_long_are_named_while_they_are_waited_for(monkeypatch)
     assert {*said} == {"waiting 0 s for rewards"}
     said.clear()
     evaluate(engine_for(), Slow(judged), prompts(2), 2, PARAMS, 0, "held_out", on_wait=said.append)
-    assert {*said} == {"waiting 0 s for rewards"}
+    assert {*said} == {"waiting for rewards", "waiting 0 s for rewards"}
+
+
+def test_a_reward_that_is_called_at_once_is_named_before_it_is_called():
+    shown, during = [], []
+
+    def slow(prompt, rollout):
+        during.append(shown[-1])
+        return judged(prompt, rollout)
+
+    def show(done: int, total: int) -> None:
+        shown.append(f"{done} of {total}")
+
+    sampler = sampler_for(None)
+    sampler.episodes.judge = Scripted(slow)
+    sampler.episodes.on_wait = shown.append
+    sampler.on_progress = show
+    sampler.fill(1, version=0)
+    assert {*during} == {"waiting for rewards"}
+    assert shown[-1] != "waiting for rewards"
+    during.clear()
+    evaluate(engine_for(), Scripted(slow), prompts(2), 2, PARAMS, 0, "held_out", show, on_wait=shown.append)
+    assert {*during} == {"waiting for rewards"}
+    assert shown[-1] == "4 of 4"
 
 
 def test_a_template_that_rejects_a_message_costs_the_episode():

@@ -406,3 +406,43 @@ def test_groups_are_judged_while_others_are_still_sampled():
     sampler.judge.submit = lambda *group: (events.append("judge"), submit(*group))[1]
     sampler.fill(1, version=0)
     assert "poll" in events[events.index("judge") :]
+
+
+def solved_sampler(every: int) -> DynamicSampler:
+    """Return a sampler of which one group in `every` is mixed, and the others are all right."""
+
+    def judge(prompt: Prompt, rollout: Rollout) -> Score:
+        return Score(1.0, acc=rollout.serial % every > 0 or rollout.index > 0)
+
+    return sampler_for(judge)
+
+
+def events_of(sampler: DynamicSampler, steps: range) -> list[tuple[str, int]]:
+    events = []
+    for step in steps:
+        events += sampler.fill(step, version=step - 1).events
+        sampler.engine.sync_weights(step)
+    return [(event.kind, event.step) for event in events]
+
+
+def test_a_run_says_once_that_its_task_is_nearly_solved():
+    sampler = solved_sampler(every=10)
+    steps = [sampler.fill(step, version=0) for step in (1, 2, 3, 4)]
+    events = [event for sampled in steps for event in sampled.events]
+    assert [(event.kind, event.step) for event in events] == [("solved", 3)]
+    metrics = [sampled.metrics() for sampled in steps[:3]]
+    dropped, fresh = (int(sum(m[f"groups/{name}"] for m in metrics)) for name in ("dropped/all_right", "generated"))
+    assert 0.8 * fresh <= dropped < fresh
+    assert f"in the last 3 steps, {dropped} of {fresh} sampled groups were dropped because" in events[0].message
+
+
+def test_a_run_with_fewer_groups_that_are_all_right_is_not_called_solved():
+    assert events_of(solved_sampler(every=3), range(1, 7)) == []
+
+
+def test_a_resumed_run_counts_its_own_steps_before_it_says_that_its_task_is_solved():
+    first = solved_sampler(every=10)
+    assert events_of(first, range(1, 3)) == []
+    second = solved_sampler(every=10)
+    second.restore(first.state(), version=2)
+    assert events_of(second, range(3, 7)) == [("solved", 5)]
