@@ -30,6 +30,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
+def counted(count: int, noun: str) -> str:
+    """Return "1 row" or "2 rows"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint to append to a message about an unknown name: the known name that is most like it, if one is."""
     close = difflib.get_close_matches(name, [*known], n=1)

@@ -12,12 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from dapo.config import Source
-from dapo.data.distinct import Distinct, RowCounts, answer_key, counted, question_key
+from dapo.data.distinct import Distinct, RowCounts, answer_key, question_key
 from dapo.data.encode import encode, progress
 from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import GYM, read_rows
 from dapo.data.rows import Question, layout_of, read_question
-from dapo.errors import DataError
+from dapo.errors import DataError, counted
 
 SHOWN = 10  # examples of bad rows and of unreadable answers
 _BINS = 12

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config import PYTHON, Config, Source
-from dapo.data.distinct import Distinct, answer_key, columns_key, counted, question_key
+from dapo.data.distinct import Distinct, answer_key, columns_key, question_key
 from dapo.data.encode import encode, progress
 from dapo.data.gym import MAX_ATTEMPTS, Gym, GymSource
 from dapo.data.memory import Rows
@@ -19,7 +19,7 @@ from dapo.data.readers import GYM, read_rows
 from dapo.data.rows import Question, read_question
 from dapo.data.stream import PromptSource, PromptStream, ShuffledSource
 from dapo.environments.protocol import ROW_PROMPT, EnvironmentPool
-from dapo.errors import DataError
+from dapo.errors import DataError, counted
 from dapo.model.template import check_template_tools, check_template_variables
 from dapo.types import Phase, Prompt
 

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dapo.errors import counted
+
 
 def question_key(messages: Iterable[Mapping[str, str]]) -> bytes:
     """Return a key that ignores whitespace and Unicode compatibility forms (NFKC)."""
@@ -103,8 +105,3 @@ class Distinct:
         duplicates = sum(count for question, count in later.items() if question not in conflicts) - variants
         distinct = rows - duplicates - conflict_rows + len(conflicts)
         return RowCounts(rows, distinct, duplicates, len(conflicts), conflict_rows)
-
-
-def counted(count: int, noun: str) -> str:
-    """Return "1 row" or "2 rows"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dapo.config import Source
-from dapo.data.distinct import Distinct, RowCounts, answer_key, counted, question_key
+from dapo.data.distinct import Distinct, RowCounts, answer_key, question_key
 from dapo.data.encode import progress
 from dapo.data.prompt_format import PromptFormat
 from dapo.data.readers import read_rows
 from dapo.data.rows import Question, read_question
-from dapo.errors import DataError
+from dapo.errors import DataError, counted
 
 Gold = Callable[[Question, Mapping[str, Any]], Any]  # extracts the gold answer from a question and its row
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from dapo.checkpoint import folder as checkpoint
 from dapo.config import ModelConfig
-from dapo.errors import CheckpointError
+from dapo.errors import CheckpointError, counted
 from dapo.model.loading import load_model
 from dapo.model.lora import plain_copy
 from dapo.policy.policy import Policy
@@ -36,8 +36,7 @@ class RunResult:
 
     def __repr__(self) -> str:
         """Return a few lines, as a notebook shows them."""
-        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
-        lines = [f"RunResult of {self.run_dir}: {steps}, {self.seconds:.0f} s of training"]
+        lines = [f"RunResult of {self.run_dir}: {counted(self.steps, 'step')}, {self.seconds:.0f} s of training"]
         for report in (*self.before, *self.after):
             when = f"after step {report.step}" if report.step else "before"
             lines.append(f"  {report.name} {when}: {summary(report.metrics)}")

@@ -16,7 +16,7 @@ from typing import IO, Any, ClassVar
 from dapo.checkpoint import folder as checkpoint
 from dapo.checkpoint.state import TrainerState
 from dapo.config import FIXED, Config, Source, leaves
-from dapo.errors import DISK_FAULTS, CheckpointError, ConfigError, RunExists, StorageError
+from dapo.errors import DISK_FAULTS, CheckpointError, ConfigError, RunExists, StorageError, counted
 from dapo.store.configuration import CHECKPOINTS, CONFIG_FILE, DATABASE_FILE, database_config, recorded_config
 from dapo.store.database import RunDatabase
 from dapo.system.files import fsync, write_text
@@ -181,14 +181,14 @@ class RunDirectory:
         limit = recorded.run.save_every * (2 if self.checkpoints.is_dir() else 1)
         if self.saved is None and steps > 0 and (self.is_finished or 0 < limit < steps):
             raise CheckpointError(
-                f"{self.path}: has recorded {_steps(steps)}, but its checkpoints are missing; put them back into "
-                f"{self.checkpoints}, or start again under another run.name"
+                f"{self.path}: has recorded {counted(steps, 'step')}, but its checkpoints are missing; put them back "
+                f"into {self.checkpoints}, or start again under another run.name"
             )
         self.state = checkpoint.read_state(self.saved) if self.saved else None
         steps = self.config.run.steps
         if self.is_finished and self.state and steps is not None and self.state.step >= steps:
             raise CheckpointError(
-                f"{self.path}: has already finished {_steps(self.state.step)}; raise run.steps to continue"
+                f"{self.path}: has already finished {counted(self.state.step, 'step')}; raise run.steps to continue"
             )
         if self.state and steps is not None and steps != recorded.run.steps and steps < self.state.step:
             raise CheckpointError(
@@ -270,10 +270,6 @@ def _explained(path: Path) -> Iterator[None]:
                 f"{where}: cannot be written ({reason}); free some space or repair the disk, then try again"
             ) from error
         raise CheckpointError(f"{where}: {reason}; the run needs a folder that it may write to") from error
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'s' * (count != 1)}"
 
 
 def shown(value: Any) -> str:

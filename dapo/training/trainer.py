@@ -21,7 +21,7 @@ from dapo.cluster.assemble import assemble
 from dapo.config.functions import CustomParts, file_digests
 from dapo.data.dataset import load_run_data
 from dapo.environments.pool import build_environment
-from dapo.errors import CheckpointError, NothingToLearn, RunExists, TrainingStopped
+from dapo.errors import CheckpointError, NothingToLearn, RunExists, TrainingStopped, counted
 from dapo.evaluation.evaluate import Interrupted
 from dapo.model.loading import load_tokenizer
 from dapo.model.tokens import token_bytes
@@ -286,10 +286,9 @@ class Trainer:
             raise RunExists(f"{self.config.run_dir}: this Trainer is training already")
         if not self._close.alive:
             if self._is_complete:
-                steps = f"{self.step} step{'s' * (self.step != 1)}"
                 raise CheckpointError(
-                    f"{self.config.run_dir}: has already finished {steps}; to continue, make a Trainer with "
-                    f"resume=True, run.name='{self.config.run.name}' and a larger run.steps"
+                    f"{self.config.run_dir}: has already finished {counted(self.step, 'step')}; to continue, make a "
+                    f"Trainer with resume=True, run.name='{self.config.run.name}' and a larger run.steps"
                 )
             self._open(resume=self.directory.resume or self.step > 0, next_name=False)
         self.is_training, self.stopping.is_asked = True, False
