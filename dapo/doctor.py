@@ -126,7 +126,7 @@ def _cpu_kernels() -> Finding:
         return Finding(name, "warn", f"training is slower without the kernels in C: {reasons[0]}", optional=True)
     if reasons[1] is not None:
         return Finding(name, "ok", f"for float32, which is the best here: {reasons[1]}")
-    return Finding(name, "ok", "model.dtype=bfloat16 may train faster than float32 (AMD EPYC: 1.6 times as fast)")
+    return Finding(name, "ok", "model.dtype=bfloat16 may train faster than float32 (AMD EPYC: about 1.5 times as fast)")
 
 
 def _memory() -> Finding:

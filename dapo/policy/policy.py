@@ -59,8 +59,8 @@ Values = TypeVar("Values")
 
 REFERENCE_TOKENS = 4096  # per micro-batch, where no gradient is needed
 FASTER = (
-    "a CPU with AVX-512 bf16, such as this one, may train faster in bfloat16 (an AMD EPYC: 1.6 times as fast as in "
-    "float32): add model.dtype=bfloat16 to a new run"
+    "a CPU with AVX-512 bf16, such as this one, may train faster in bfloat16 (an AMD EPYC: about 1.5 times as fast as "
+    "in float32): add model.dtype=bfloat16 to a new run"
 )
 WITHOUT_COMPILER = (
     "PyTorch computes the model; the kernels in C sample about twice as fast on this kind of CPU, but are missing: {}"
