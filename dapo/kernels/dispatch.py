@@ -1,4 +1,4 @@
-"""The dispatch of every kernel: Triton on a GPU, C on CPUs with bf16, plain PyTorch elsewhere, behind one signature."""
+"""The dispatch of every kernel: Triton on a GPU, C on a CPU with AVX-512, else PyTorch, behind one signature."""
 
 from __future__ import annotations
 

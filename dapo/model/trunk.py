@@ -1,4 +1,4 @@
-"""The trunk of a causal LM, from tokens to the last hidden states: as transformers computes it, or fused for the GPU.
+"""The trunk of a causal LM, from tokens to the last hidden states: as transformers computes it, or with fused kernels.
 
 `trunk_of` returns the one trunk of a model, so that sampler and trainer run the same code on the same weights.
 """
